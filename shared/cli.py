@@ -11,6 +11,7 @@ second.
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import math
 import os
@@ -41,6 +42,18 @@ MOST_TOKENS = 1_000_000
 MOST_THREADS = max(64, os.cpu_count() or 1)  # thousands of threads exhaust the system
 MOST_PROMPT_BYTES = 2**18  # twice what 1,024 of GPT-2's longest tokens (128 bytes) hold
 MOST_FILE_BYTES = 2**22  # of --prompts: thousands of prompts, but no disk image
+OTHER_NAMES = {  # of options: our older names, and vLLM's where it has one for the same thing
+    "--slots": "--max-num-seqs",
+    "--sequences": "--max-num-seqs",
+    "--max-sequences": "--max-num-seqs",
+    "--budget": "--max-num-batched-tokens",
+    "--token-budget": "--max-num-batched-tokens",
+    "--prefix-caching": "--enable-prefix-caching",
+    "--no-prefix-caching": "--no-enable-prefix-caching",
+    "--no-prefix-cache": "--no-enable-prefix-caching",
+    "--enable-log-requests": "--log-requests",
+    "--kv-cache-memory-bytes": "--kv-memory",
+}
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_PIPE = 2, 130, 141  # 130, 141: SIGINT, SIGPIPE in a shell
 
 
@@ -64,14 +77,18 @@ class Loaded:
     dtype: torch.dtype
     folder: Path | None = None  # of the checkpoint's files
 
-    def __str__(self) -> str:
+    @property
+    def machine(self) -> str:
+        """Number format, device and threads, in words."""
         import torch
 
         count = torch.get_num_threads()
         threads = f", {count} thread{'s' if count > 1 else ''}" if self.device.type == "cpu" else ""
         dtype = str(self.dtype).removeprefix("torch.")
-        machine = f"{dtype} on {self.device.type}{threads}"
-        return f"{self.config.name}, {machine}, {self.linear} linear layers"
+        return f"{dtype} on {self.device.type}{threads}"
+
+    def __str__(self) -> str:
+        return f"{self.config.name}, {self.machine}, {self.linear} linear layers"
 
 
 def with_default(text: str, default: object) -> str:
@@ -94,7 +111,8 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that reports a wrong option as a UserError: one sentence without the usage."""
+    """argparse that reports a wrong option as a UserError: one sentence without the usage, and the
+    option that was probably meant. The names in OTHER_NAMES keep working."""
 
     def __init__(self, module: str, about: str, examples: str) -> None:
         """`module` follows `python -m`; `examples` are shown below the options unchanged."""
@@ -107,7 +125,30 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message[:1].upper()}{message[1:]}; --help lists every option.")
+        advice = "--help lists every option."
+        if message.startswith("unrecognized arguments: --"):
+            name = message.partition(": ")[2].split()[0].partition("=")[0]
+            if near := difflib.get_close_matches(name, self._names(), n=1):
+                advice = f"did you mean {near[0]}? {advice[0].upper()}{advice[1:]}"
+        raise UserError(f"{message[:1].upper()}{message[1:]}; {advice}")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, words = self._names(), list(sys.argv[1:] if args is None else args)
+        for place, word in enumerate(words):
+            name, equals, value = word.partition("=")
+            if word == "--":
+                break
+            if name not in known and OTHER_NAMES.get(name) in known:
+                words[place] = OTHER_NAMES[name] + equals + value
+        return super().parse_known_args(words, namespace)
+
+    def _names(self) -> list[str]:
+        """Every option, those of the subcommands too."""
+        names = list(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                names += [name for command in action.choices.values() for name in command._names()]
+        return names
 
 
 class _Command(Parser):
@@ -199,7 +240,7 @@ def address(text: str) -> str:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """--model, --random-weights, --device, --dtype, --linear, --threads, --seed."""
+    """The options of a model and of the machine that runs it."""
     group = parser.add_argument_group("model and machine")
     group.add_argument(
         "--model",
@@ -217,6 +258,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "and the speed is real",
     )
     group.add_argument(
+        "--max-model-len",
+        type=whole_number(2, MOST_TOKENS),
+        metavar="N",
+        help="most tokens of a prompt and its answer together; default: the model's own context",
+    )
+    group.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda", "mps"),
         default="auto",
@@ -227,7 +274,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("auto", *DTYPES),
         default="auto",
-        help="number format; auto is float32; bfloat16 and float16 halve the memory to read, but "
+        help="number format; auto is bfloat16 for weights stored so, if the processor has "
+        "instructions for it, else float32; bfloat16 and float16 halve the memory to read, but "
         "their rounding may choose another token; float64 is slow and settles whether two engines "
         "agree",
     )
@@ -524,14 +572,29 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype for --dtype. Raises UserError if `device` lacks such numbers."""
+def choose_dtype(name: str, device: torch.device, model: str | None = None) -> torch.dtype:
+    """The dtype for --dtype. "auto" is bfloat16 where the weights of `model` are stored so and the
+    device has instructions for it, else float32. Raises UserError if `device` lacks such numbers.
+    """
     if name == "float64" and device.type == "mps":
         raise UserError("Apple GPUs have no float64: use --dtype float32, or --device cpu.")
     import torch
 
-    dtype: torch.dtype = getattr(torch, "float32" if name == "auto" else name)
-    return dtype
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    stored = model is not None and models.stored_dtype(model) == "BF16"
+    return torch.bfloat16 if stored and has_bfloat16(device) else torch.float32
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether `device` has instructions for products in bfloat16."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    known: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
+    return device.type == "cpu" and any(map(known.get, ("avx512_bf16", "amx_bf16", "bf16")))
 
 
 class Families(Protocol):
@@ -548,19 +611,26 @@ def load_model_from(options: argparse.Namespace, families: Families) -> Loaded:
     """Load the model of the options.
 
     With --prompt-ids the tokenizer reads ids, and a folder needs no tokenizer of its own. Raises
-    UserError for a missing device, and for anything wrong with the checkpoint.
+    UserError for a missing device, for a context longer than the model's, and for anything wrong
+    with the checkpoint.
     """
     import torch
 
     from . import checkpoint, linear
 
     device = choose_device(options.device)
-    dtype = choose_dtype(options.dtype, device)
+    dtype = choose_dtype(options.dtype, device, None if options.random_weights else options.model)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     loaded = families.load(
         options.model, random_weights=options.random_weights, seed=options.seed or 0
     )
+    longest = getattr(options, "max_model_len", None) or loaded.config.n_positions
+    if longest > loaded.config.n_positions:
+        raise UserError(
+            f"--max-model-len {longest} is more than the {loaded.config.n_positions} positions of "
+            f"{loaded.config.name}: give at most that, or leave the option out."
+        )
     tokenizer = _tokenizer(options, loaded.folder)
     checkpoint.check_vocabulary(tokenizer, loaded.config)
     if hasattr(tokenizer, "unused"):  # a JsonTokenizer
@@ -568,7 +638,8 @@ def load_model_from(options: argparse.Namespace, families: Families) -> Loaded:
     model = families.load_model(loaded, device=device, dtype=dtype)
     loaded.tensors.clear()  # a second reference to the weights would keep them after packing
     kind = linear.optimize(model, options.linear)
-    return Loaded(model, tokenizer, loaded.config, kind, device, dtype, loaded.folder)
+    model.config = config = replace(loaded.config, n_positions=longest)
+    return Loaded(model, tokenizer, config, kind, device, dtype, loaded.folder)
 
 
 def _tokenizer(options: argparse.Namespace, folder: Path | None) -> AnyTokenizer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ALL = sys.maxsize  # a sliding window that hides nothing
+MOST_LAYERS, MOST_SIZE = 2**12, 2**24
 ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
 # Options that change the arithmetic, with the one value that our model implements.
 FIXED_OPTIONS = {
@@ -49,7 +48,6 @@ class Config:
     eos_ids: tuple[int, ...] = ()  # each of these tokens ends a text
     tied: bool = True  # the output layer is the embedding again
     name: str = ""
-    windows: tuple[int, ...] = ()  # tokens that a query of each layer sees; empty: all before it
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "n_kv_head", self.n_kv_head or self.n_head)
@@ -132,10 +130,7 @@ class Config:
             f: fields.get(f) for f in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
         }
         for field, size in sizes.items():
-            if type(size) is not int or size < 1:
-                raise UserError(
-                    f"{field} in {source} must be a whole number of at least 1, not {size!r}."
-                )
+            check_size(size, field, source)
         width, heads = sizes["n_embd"], sizes["n_head"]
         if width % heads:
             raise UserError(
@@ -162,6 +157,17 @@ class Config:
             tied=tied,
             name=name,
         )
+
+
+def check_size(size: object, field: str, source: str) -> int:
+    """The size in `field` of a config.json. Raises UserError if no model has it: a billion layers
+    would take all memory before any weight is read."""
+    most = MOST_LAYERS if "layer" in field else MOST_SIZE
+    if type(size) is not int or not 1 <= size <= most:
+        raise UserError(
+            f"{field} in {source} must be a whole number from 1 to {most}, not {repr(size)[:40]}."
+        )
+    return size
 
 
 Reader = Callable[[Mapping[str, Any], str, str], Config]  # fields, name of the model, source

@@ -11,7 +11,9 @@ words that are not special, such as Qwen's <think>, are tokens everywhere.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +27,8 @@ from .spelling import byte_alphabet, end_of_text, number_of, well_formed
 
 FILE = "tokenizer.json"
 SPACE = "\u2581"  # sentencepiece's
+LONG = 2_000  # characters
+RUN, MOST_LETTERS, TRIAL = 4_000, 48, 5.0  # characters, kinds of them, seconds: see _check_speed
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -64,6 +68,7 @@ class JsonTokenizer:
             ) from None
         encoder.no_padding()
         encoder.no_truncation()
+        _check_speed(encoder, fields, path)
         return cls(encoder, fields.get("decoder"), str(path), end_of_text(Path(folder)))
 
     @cached_property
@@ -81,7 +86,7 @@ class JsonTokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with those that the model expects around it, such as a leading
         BOS."""
-        return self._encoder.encode(well_formed(text)).ids
+        return _ids(self._encoder, text)
 
     def encode_chat(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
         """Token ids of a rendered chat: pieces of text, each with whether it is the template's.
@@ -89,7 +94,7 @@ class JsonTokenizer:
         ids: list[int] = []
         for text, control in parts:
             encoder = self._chat_encoder if control else self._encoder
-            ids += encoder.encode(well_formed(text), add_special_tokens=False).ids
+            ids += _ids(encoder, text, add_special_tokens=False)
         return ids
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
@@ -112,6 +117,57 @@ class JsonTokenizer:
     def unused(self, rows: int) -> list[int]:
         """The ids below `rows`, the model's count of ids, that have no token."""
         return [token_id for token_id in range(rows) if token_id not in self._tokens]
+
+
+def _check_speed(encoder: Encoder, fields: dict[str, Any], path: Path) -> None:
+    """Raise UserError if the file's regular expressions backtrack without end: no thread can stop
+    one. They are tried on long runs of their own characters and of other kinds."""
+    if not (patterns := list(_patterns(fields))):
+        return
+    letters = dict.fromkeys("aA1 \n!\u00e9\u4e2d" + "".join(patterns))
+    text = "".join(letter * RUN + "\0" for letter in list(letters)[:MOST_LETTERS])
+    ids: list[int] = []
+
+    def encode() -> None:
+        with contextlib.suppress(UserError):
+            ids.extend(_ids(encoder, text))
+
+    thread = threading.Thread(target=encode, daemon=True)
+    thread.start()
+    thread.join(TRIAL)
+    if not ids:
+        raise UserError(
+            f"{path} cuts text by a regular expression that does not end within {TRIAL:g} s: "
+            "choose another model."
+        )
+
+
+def _patterns(fields: Any) -> Iterator[str]:
+    """The regular expressions in a file."""
+    if isinstance(fields, dict) and isinstance(pattern := fields.get("Regex"), str):
+        yield pattern
+    parts = fields.values() if isinstance(fields, dict) else fields
+    if isinstance(fields, dict | list):
+        for part in parts:
+            if isinstance(part, dict | list):
+                yield from _patterns(part)
+
+
+def _ids(encoder: Encoder, text: str, **options: bool) -> list[int]:
+    """The ids of a text. During a long one, other threads may run: `Encoder.encode` keeps Python's
+    lock, and a megabyte stopped a server for half a second. Raises UserError."""
+    text = well_formed(text)
+    try:
+        if len(text) > LONG:
+            (encoding,) = encoder.encode_batch_fast([text], **options)
+        else:
+            encoding = encoder.encode(text, **options)
+    except BaseException as error:  # a panic in Rust is no Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError("The tokenizer cannot cut this text: choose another model.") from None
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def _to_bytes(decoder: Any, source: str) -> Any:

@@ -119,7 +119,7 @@ def add_options(parser: argparse.ArgumentParser, row: str, policies: Sequence[st
     group = parser.add_argument_group("several prompts")
     cli.add_prompts(group)
     group.add_argument(
-        "--budget",
+        "--max-num-batched-tokens",
         type=cli.whole_number(1, cli.MOST_TOKENS),
         metavar="N",
         help=f"most tokens computed in a step, at least one per {row}; default: {BUDGET}, or the "
@@ -164,7 +164,7 @@ def add_options(parser: argparse.ArgumentParser, row: str, policies: Sequence[st
 def scheduling(options: argparse.Namespace, rows: int) -> dict[str, Any]:
     """The scheduler's settings in the options of `add_options`, for `rows` rows at a time."""
     return {
-        "token_budget": options.budget or max(BUDGET, rows),
+        "token_budget": options.max_num_batched_tokens or max(BUDGET, rows),
         "policy": options.policy,
         "max_chunk": options.max_chunk,
         "chunked": not options.no_chunks,

@@ -3,12 +3,15 @@ that a misspelt name is refused at once."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from pathlib import Path
 
 from .config import Config, read_config
 from .errors import UserError
 
+MOST_HEADER = 2**26  # bytes of a safetensors file
 STORIES = Path(__file__).parent / "stories" / "model"
 EMBEDDED = {"stories": STORIES, "stories-chat": STORIES.with_name("chat-model")}
 
@@ -61,6 +64,20 @@ def local_folder(name: str) -> Path | None:
             f"{name} is a file: give the folder that holds config.json and model.safetensors."
         )
     return None
+
+
+def stored_dtype(name: str) -> str:
+    """The number format of a local model's first tensor as safetensors names it, such as "BF16"; ""
+    if it is not known without a download."""
+    folder = local_folder(name)
+    files = sorted(folder.glob("model*.safetensors")) if folder else []
+    wrong = (LookupError, ValueError, TypeError, AttributeError, StopIteration)  # of a broken file
+    with contextlib.suppress(OSError, *wrong):
+        with files[0].open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, MOST_HEADER)))
+        return str(next(entry["dtype"] for key, entry in header.items() if key[:2] != "__"))
+    return ""
 
 
 def unknown(name: str) -> UserError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import signal
 import sys
+import threading
 from types import TracebackType
 
 from .paths import ROOT
@@ -19,9 +20,15 @@ INSTALL = "python3 -m venv .venv && .venv/bin/python -m pip install -r requireme
 FLAGS = {"benchmark": "--quick", "crosscheck": "--quick", "report": "--check"}
 
 
+def die_at_interrupt() -> None:
+    """Let Ctrl-C end the process at once, without a traceback, until another handler is set."""
+    main = threading.current_thread() is threading.main_thread()  # no other can set handlers
+    if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def begin() -> None:
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of imports; until cli.run
+    die_at_interrupt()  # until cli.run
     sys.excepthook = explain
     if sys.stderr is not None and sys.stderr.isatty():
         print("[starting ...]", file=sys.stderr, flush=True)

@@ -13,9 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.config import ALL, Config
-from shared.windows import sees
-
 
 def explicit_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q, k, v (H, T, D) -> (H, T, D), every step by hand."""
@@ -26,31 +23,18 @@ def explicit_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return weights @ v  # (H, T, T) x (H, T, D) -> (H, T, D)
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, window: int = ALL) -> Tensor:
+def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """One kernel for the same sum, never storing all scores (Dao et al., FlashAttention, 2022)."""
     # PyTorch takes the fused path only for four dimensions: (1, H, T, D).
-    grouped = len(q) > len(k)  # several query heads share a head of keys and values
-    if (tokens := q.shape[1]) > window:  # never in GPT-2: a query sees all tokens before it
-        mask = sees(torch.arange(tokens, device=q.device), tokens, window)  # (T, T)
-        return F.scaled_dot_product_attention(
-            q[None], k[None], v[None], attn_mask=mask, enable_gqa=grouped
-        )[0]
     return F.scaled_dot_product_attention(
-        q[None], k[None], v[None], is_causal=True, enable_gqa=grouped
+        q[None], k[None], v[None], is_causal=True, enable_gqa=len(q) > len(k)
     )[0]
 
 
 class Recompute:
-    """Attention of one forward pass over a whole sequence. It keeps nothing for the next one.
-
-    config: the model's; None if no layer has a sliding window.
-    """
-
-    def __init__(self, config: Config | None = None) -> None:
-        self.windows = config.windows if config else ()
+    """Attention of one forward pass over a whole sequence. It keeps nothing for the next one."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v (T, H, D) -> (T, H, D)."""
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # (T, H, D) -> (H, T, D)
-        window = self.windows[layer] if self.windows else ALL
-        return fused_attention(q, k, v, window).transpose(0, 1)
+        return fused_attention(q, k, v).transpose(0, 1)

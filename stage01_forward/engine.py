@@ -13,11 +13,19 @@ import torch
 
 from shared.records import StepRecord
 
-from .attention import Recompute
-from .fast_sampling import sample
-from .generation import Output, Sampling, Token, check_request, finish_reason, sampling_per_prompt
+from .families import attention_of
+from .generation import (
+    Output,
+    Row,
+    Sampling,
+    Token,
+    check_request,
+    finish_reason,
+    sampling_per_prompt,
+)
 from .model import GPT2
 from .params import SamplingParams
+from .sampling import sample
 
 
 class Engine:
@@ -37,8 +45,8 @@ class Engine:
         outputs = [Output(list(prompt)) for prompt in prompts]
         self.steps = []
         for output, param in zip(outputs, params, strict=True):
-            for token in self._tokens(output.prompt_ids, param):
-                output.append(token)
+            for _ in self._tokens(output, param):
+                pass
         return outputs
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Token]:
@@ -46,28 +54,24 @@ class Engine:
         finish reason."""
         check_request(prompt, sampling, self.config)
         self.steps = []
-        yield from self._tokens(list(prompt), sampling)
+        yield from self._tokens(Output(list(prompt)), sampling)
 
-    def _tokens(self, prompt: list[int], params: SamplingParams) -> Iterator[Token]:
-        output_ids: list[int] = []
-        generator = params.generator()
-        reason = None
-        while reason is None:
-            started = time.perf_counter()
-            logits = self._forward(prompt + output_ids)  # all of it, again
-            ids, logprobs = sample(
-                logits[None], [params], [(prompt, output_ids)], [generator], self.eos_ids
-            )
-            output_ids.append(int(ids[0]))
-            reason = finish_reason(output_ids, len(prompt), params, self.config, self.eos_ids)
-            repeated = len(output_ids) - 1
+    def _tokens(self, output: Output, params: SamplingParams) -> Iterator[Token]:
+        prompt, answer = output.prompt_ids, output.token_ids
+        row = Row(params, prompt, answer)
+        while output.finish_reason is None:
+            started, repeated = time.perf_counter(), len(answer)
+            logits = self._forward(prompt + answer)  # all of it, again
+            (id,), (logprobs,) = sample(logits[None], [row], self.eos_ids)
+            token = Token(id, logprobs, finish_reason(id, row, self.config, self.eos_ids))
+            output.append(token)
             self.steps.append(StepRecord(1, len(prompt), repeated, time.perf_counter() - started))
-            yield Token(output_ids[-1], logprobs[0], reason)
+            yield token
 
     @torch.inference_mode()
     def _forward(self, ids: list[int]) -> torch.Tensor:
         """Logits (V,) for the token after `ids` (T,)."""
         tokens = torch.tensor(ids, device=self.model.device)  # (T,)
         positions = torch.arange(len(ids), device=self.model.device)
-        hidden = self.model(tokens, positions, Recompute(self.config).attend)  # (T,) -> (T, C)
+        hidden = self.model(tokens, positions, attention_of(self.config).attend)  # (T, C)
         return self.model.logits(hidden[-1])  # (C,) -> (V,)

@@ -10,16 +10,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from shared import checkpoint
 from shared.checkpoint import Checkpoint
 from shared.config import READERS, Config, Reader
 from shared.paths import ROOT, discover
 
+from .attention import Recompute
 from .model import load_model as load_gpt2
+
+
+class Whole(Protocol):
+    """Attention of one forward pass over a whole sequence."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -28,12 +36,20 @@ class Family:
 
     config: the class of their configs. readers: by model_type. presets: known shapes, by name.
     load_model: makes a model from a checkpoint, a device and a dtype.
+
+    Attention of a family's own is what these bring for a config, where the stages' own will not do:
+    attention: that over a whole sequence, in place of stage 01's.
+    plain: the config with the longest context in which each token attends to all before it.
+    organs: the cache and the scheduler for stage 05's `make`, as make_cache and make_scheduler.
     """
 
     config: type[Config]
     readers: Mapping[str, Reader]
     presets: Mapping[str, Config]
     load_model: Callable[..., Any]
+    attention: Callable[..., Whole] = lambda config: Recompute()
+    plain: Callable[..., Config] = lambda config: config
+    organs: Callable[..., Mapping[str, Callable]] = lambda config: {}
 
 
 GPT2 = Family(Config, READERS, checkpoint.PRESETS, load_gpt2)
@@ -44,6 +60,22 @@ def families() -> tuple[Family, ...]:
     """All families, GPT-2 first."""
     names = [name for name in discover() if (ROOT / name / "family.py").exists()]
     return GPT2, *(import_module(f"{name}.family").FAMILY for name in names)
+
+
+def family_of(config: Config) -> Family:
+    """The family whose config this is. One that is none's has no needs of its own, as GPT-2."""
+    kinds = {family.config: family for family in families()}
+    return kinds.get(type(config), GPT2)
+
+
+def attention_of(config: Config) -> Whole:
+    """Attention over a whole sequence: for GPT-2 this stage's `Recompute`."""
+    return family_of(config).attention(config)
+
+
+def plain(config: Config) -> Config:
+    """The config for engines whose attention sees all tokens before a query (stages 02 to 04)."""
+    return family_of(config).plain(config)
 
 
 def presets() -> dict[str, Config]:

@@ -12,6 +12,7 @@ from shared.errors import UserError
 from .params import SamplingParams
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Sampling = SamplingParams | Sequence[SamplingParams]
@@ -19,6 +20,30 @@ NOT_FINITE = (
     "The model's scores are NaN or infinite, so there is no next token: use another --dtype "
     "(float16 overflows easily), or check the weights."
 )
+
+
+@dataclass
+class Row:
+    """One sequence as a sampler sees it.
+
+    output: the ids so far; the list that grows, so one row serves for a whole answer.
+    generator: of its random numbers; None: `dart` makes it, from the seed in `params`.
+    mask: (V,) of bool, True for ids that may come next; None: all may.
+    """
+
+    params: SamplingParams
+    prompt: Sequence[int] = ()
+    output: Sequence[int] = ()
+    generator: torch.Generator | None = None
+    mask: Tensor | None = None
+
+    def dart(self) -> float:
+        """The row's next random number, at least 0 and below 1. A drawn token takes one."""
+        import torch  # here, because schedulers import this module
+
+        if self.generator is None:
+            self.generator = self.params.generator()
+        return torch.rand((), dtype=torch.float64, generator=self.generator).item()
 
 
 @dataclass
@@ -50,14 +75,18 @@ class Output:
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    logprobs: list[Logprobs] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)  # `token_ids`, each with what came with it
     error: str | None = None
+
+    @property
+    def logprobs(self) -> list[Logprobs]:
+        """Of each token, if they were requested."""
+        return [token.logprobs for token in self.tokens if token.logprobs is not None]
 
     def append(self, token: Token) -> None:
         self.token_ids.append(token.id)
+        self.tokens.append(token)
         self.finish_reason = token.finish_reason
-        if token.logprobs is not None:
-            self.logprobs.append(token.logprobs)
 
     def fail(self, error: UserError) -> None:
         """End with the reason "error"."""
@@ -106,24 +135,18 @@ def sampling_per_prompt(
     return list(sampling)
 
 
-def finish_reason(
-    output_ids: Sequence[int],
-    prompt_length: int,
-    params: SamplingParams,
-    config: Config,
-    eos_ids: Sequence[int],
-) -> str | None:
-    """Why the sequence ends with its newest token; None if it does not end.
+def finish_reason(token_id: int, row: Row, config: Config, eos_ids: Sequence[int]) -> str | None:
+    """Why the sequence ends with `token_id`, the next of its output; None if it does not end.
 
     "stop" precedes "length", as in vLLM: an end of text as the last allowed token is a stop.
     """
-    newest = output_ids[-1]
-    if len(output_ids) >= params.min_tokens:
-        if newest in eos_ids and not params.ignore_eos:
+    params, length = row.params, len(row.output) + 1
+    if length >= params.min_tokens:
+        if token_id in eos_ids and not params.ignore_eos:
             return "stop"
-        if newest in params.stop_token_ids:
+        if token_id in params.stop_token_ids:
             return "stop"
-    full = prompt_length + len(output_ids) >= config.n_positions
-    if len(output_ids) >= params.max_tokens or full:
+    full = len(row.prompt) + length >= config.n_positions
+    if length >= params.max_tokens or full:
         return "length"
     return None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+
+from shared.cli import Streaming
 
 from .engine import Engine
 from .generation import Token
@@ -11,13 +12,13 @@ from .model import GPT2
 from .params import SamplingParams
 
 
-def make(model: GPT2, contexts: int | None = None, **options: Any) -> Engine:
+def make(model: GPT2, contexts: int | None = None, eos_ids: Sequence[int] | None = None) -> Engine:
     """An engine for `model`. It has no cache, so `contexts` has no effect."""
-    return Engine(model, **options)
+    return Engine(model, eos_ids)
 
 
 def answer(
-    engine: Any, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+    engine: Streaming, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
 ) -> Iterator[tuple[int, Token]]:
     """Answer `prompts` one after the other. Yields (index of the prompt, token) as soon as each
     token is sampled."""

@@ -15,6 +15,7 @@ checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,22 @@ from shared.checkpoint import Checkpoint, without_weights
 from shared.config import Config
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Model(Protocol):
+    """What engines use of a model, of any family."""
+
+    config: Any  # a Config
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class Attention(nn.Module):

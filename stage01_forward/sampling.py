@@ -4,7 +4,8 @@ The operations run in a fixed order, that of vLLM's V1 sampler. The order matter
 not commute:
 
     1. log probabilities, if a request wants them, come from the model's unmodified logits
-    2. min_tokens: the ids that would end the text get -inf while the output is too short
+    2. the ids that a row's mask forbids get -inf, and while the output is shorter than min_tokens,
+       so do those that would end it
     3. logit_bias is added
     4. repetition_penalty (ids of the prompt and the output), then frequency_penalty and
        presence_penalty (output only)
@@ -14,11 +15,11 @@ not commute:
     7. min_p, then top_k, then top_p; each sees only what the one before it kept
     8. one token is drawn
 
-Each row depends only on its own logits, options, history and generator, so a request gets the same
-token alone and in a batch. The engines use fast_sampling.py: the same distribution without a sort,
-and, except with top_p, the same tokens from the same generators. With top_p it throws darts at all
-tokens until one hits the nucleus. To throw a single dart it would have to find the nucleus first,
-which takes a sort and at least twice the time of the whole draw.
+A row depends only on itself, so a request gets the same token alone and in a batch. The draw is
+defined to the last number: the row throws one dart, a uniform random number times the sum of what
+is kept, and takes the first token, by id, at which the running sum exceeds the dart. Sums are in
+float64. Every other sampler does the same, without a sort, so a seed gives the same tokens in every
+engine.
 
 Left out on purpose: stop strings (they need text), beam search, grammars.
 """
@@ -26,7 +27,6 @@ Left out on purpose: stop strings (they need text), beam search, grammars.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,79 +35,63 @@ from torch import Tensor
 
 from shared.errors import UserError
 
-from .generation import NOT_FINITE, Logprobs
+from .generation import NOT_FINITE, Logprobs, Row
 from .params import SamplingParams
-
-Ids = Sequence[int] | np.ndarray
-History = tuple[Ids, Ids]  # ids of the prompt, ids of the output so far
 
 MIN_TEMPERATURE = 0.01  # smaller ones are raised to it, as in vLLM: dividing by them overflows
 
 
 def sample(
-    logits: Tensor,
-    params: Sequence[SamplingParams],
-    histories: Sequence[History],
-    generators: Sequence[torch.Generator | None],
-    eos_ids: Sequence[int] = (),
-) -> tuple[Tensor, list[Logprobs | None]]:
+    logits: Tensor, rows: Sequence[Row], eos_ids: Sequence[int] = ()
+) -> tuple[list[int], list[Logprobs | None]]:
     """The next token of each row of logits (R, V), and its log probabilities where requested.
 
-    histories: each row's prompt and output so far. generators: each advances by one number; None
-    means torch's global generator. eos_ids: the ids that end a text, for min_tokens.
-    Returns int64 ids (R,) on the CPU. Raises UserError where scores are NaN or infinite.
+    eos_ids: the ids that end a text, for min_tokens. Raises UserError where scores are NaN or
+    infinite.
     """
-    ids = draw(distribution(logits, params, histories, eos_ids), generators)
-    rows = zip(logits, ids.tolist(), params, strict=True)
+    ids: list[int] = []
+    for row, unmodified in zip(rows, logits, strict=True):
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        scores = unmodified.to("cpu", dtype, copy=True)
+        edit(scores, row, eos_ids)
+        best = int(scores.argmax())  # the lowest id of a tie
+        if not scores[best].isfinite():
+            raise UserError(NOT_FINITE)
+        if row.params.greedy:
+            ids.append(best)
+        else:
+            ids.append(draw(distribution(scores, row.params), row.dart()))
     return ids, [
-        None if p.logprobs is None else _logprobs(row, token, p.logprobs) for row, token, p in rows
+        None if row.params.logprobs is None else logprobs_of(unmodified, id, row.params.logprobs)
+        for row, unmodified, id in zip(rows, logits, ids, strict=True)
     ]
 
 
-def distribution(
-    logits: Tensor,
-    params: Sequence[SamplingParams],
-    histories: Sequence[History],
-    eos_ids: Sequence[int] = (),
-) -> Tensor:
-    """Steps 2 to 7: the probabilities (R, V) of the next tokens, float64 on the CPU."""
-    if not logits.ndim == 2 or not len(logits) == len(params) == len(histories):
-        raise ValueError(f"logits {tuple(logits.shape)} need one row each of params and histories")
-    result = torch.zeros(logits.shape, dtype=torch.float64)
-    for row, p, history, out in zip(logits, params, histories, result, strict=True):
-        scores = _edited(row, p, history, eos_ids)
-        if not scores.max().isfinite():
-            raise UserError(NOT_FINITE)
-        if p.greedy:
-            out[scores.argmax()] = 1  # argmax: the lowest id of a tie
-        else:
-            temperature = max(p.temperature, MIN_TEMPERATURE)
-            weights = _filtered(((scores - scores.max()) / temperature).exp(), p)
-            out.copy_(weights / weights.sum())
-    return result
+def distribution(scores: Tensor, params: SamplingParams) -> Tensor:
+    """Steps 6 and 7: the probabilities (V,) that follow from scores (V,), in float64."""
+    temperature = max(params.temperature, MIN_TEMPERATURE)
+    weights = _filtered(((scores - scores.max()) / temperature).exp(), params)
+    return weights / weights.sum()
 
 
-def _edited(
-    row: Tensor, params: SamplingParams, history: History, eos_ids: Sequence[int]
-) -> Tensor:
-    """Steps 2 to 4: an edited copy of one row of logits (V,), in float64 or float32."""
-    prompt, output = history
-    dtype = torch.float64 if row.dtype == torch.float64 else torch.float32
-    scores = row.to("cpu", dtype, copy=True)
-    if len(output) < params.min_tokens:
-        scores[[*params.stop_token_ids, *eos_ids]] = -math.inf
-    for token, bias in params.logit_bias.items():
+def edit(scores: Tensor, row: Row, eos_ids: Sequence[int]) -> None:
+    """Steps 2 to 4, in place, on one row of scores (V,)."""
+    p = row.params
+    if row.mask is not None:
+        scores.masked_fill_(~row.mask.to(scores.device), -math.inf)
+    if len(row.output) < p.min_tokens:
+        scores[[*p.stop_token_ids, *eos_ids]] = -math.inf
+    for token, bias in p.logit_bias.items():
         scores[token] += bias
-    if params.repetition_penalty != 1:
-        for token in {*prompt, *output}:  # dividing a negative score would raise it
-            if scores[token] > 0:
-                scores[token] /= params.repetition_penalty
-            else:
-                scores[token] *= params.repetition_penalty
-    if params.frequency_penalty or params.presence_penalty:
-        for token, count in Counter(output).items():
-            scores[token] -= params.frequency_penalty * count + params.presence_penalty
-    return scores
+    if p.repetition_penalty != 1:
+        ids = torch.tensor([*{*row.prompt, *row.output}], dtype=torch.int64)
+        seen = scores[ids]  # dividing a negative score would raise it
+        scores[ids] = torch.where(
+            seen > 0, seen / p.repetition_penalty, seen * p.repetition_penalty
+        )
+    if p.frequency_penalty or p.presence_penalty:
+        ids, counts = torch.tensor([*row.output], dtype=torch.int64).unique(return_counts=True)
+        scores[ids] -= (p.frequency_penalty * counts.double() + p.presence_penalty).to(scores)
 
 
 def _filtered(weights: Tensor, params: SamplingParams) -> Tensor:
@@ -127,24 +111,23 @@ def _filtered(weights: Tensor, params: SamplingParams) -> Tensor:
     return weights
 
 
-def draw(probabilities: Tensor, generators: Sequence[torch.Generator | None]) -> Tensor:
-    """Step 8: an id for each row of probabilities (R, V): (R,) int64 on the CPU.
+def draw(probabilities: Tensor, dart: float) -> int:
+    """Step 8: an id, from probabilities (V,) and a random number from 0 to 1.
 
-    Lay a row's probabilities end to end and throw one dart: likelier tokens are wider targets.
+    Lay the probabilities end to end and throw a dart at them: likelier tokens are wider targets.
     """
-    ends = probabilities.cpu().double().cumsum(-1)  # (R, V)
-    darts = torch.empty(len(ends), 1, dtype=torch.float64)
-    for dart, generator in zip(darts, generators, strict=True):
-        dart.uniform_(generator=generator)
-    below_end = torch.nextafter(ends[:, -1:], torch.zeros((), dtype=ends.dtype))
-    hits = torch.minimum(darts * ends[:, -1:], below_end)  # (R, 1): rounding must not pass the end
-    return torch.searchsorted(ends, hits, right=True)[:, 0]
+    ends = probabilities.cumsum(0)
+    hit = int(torch.searchsorted(ends, dart * ends[-1], right=True))
+    return min(hit, int(probabilities.nonzero()[-1]))  # rounding must not carry it past the last
 
 
-def _logprobs(row: Tensor, token: int, count: int) -> Logprobs:
+def logprobs_of(logits: Tensor, token: int, count: int) -> Logprobs:
     """Step 1, last because it needs the token: log softmax of unmodified logits (V,)."""
-    scores = row.cpu().double()
-    logprobs = scores.log_softmax(-1)
-    order = logprobs.sort(descending=True, stable=True).indices[:count].tolist()
-    top = [(id, float(logprobs[id])) for id in order]
-    return Logprobs(float(logprobs[token]), top, float(scores.max()))
+    scores = (logits if logits.dtype == torch.float64 else logits.float()).cpu().numpy()
+    highest = float(scores.max())
+    log_total = highest + math.log(np.exp(scores - highest).sum(dtype=np.float64))
+    limit = float(torch.from_numpy(scores).topk(count).values[-1]) if count else math.inf
+    ids = np.flatnonzero(scores >= limit)  # more than `count` if some tie
+    ids = ids[np.argsort(-scores[ids], kind="stable")[:count]]  # of a tie, the lower id first
+    top = [(id, float(scores[id]) - log_total) for id in ids.tolist()]
+    return Logprobs(float(scores[token]) - log_total, top, highest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shared.errors import UserError
 
-from .attention import Recompute
+from .families import attention_of
 from .generation import Logprobs
 from .model import GPT2
 
@@ -49,7 +49,7 @@ def perplexity(
         start = 0 if judged == 0 else judged + stride - window
         end = min(start + window, len(ids) - 1)
         positions = torch.arange(end - start, device=model.device)  # (T,)
-        hidden = model(tokens[start:end], positions, Recompute(model.config).attend)  # (T, C)
+        hidden = model(tokens[start:end], positions, attention_of(model.config).attend)  # (T, C)
         parts = hidden[judged - start :].split(ROWS), tokens[judged + 1 : end + 1].split(ROWS)
         for rows, targets in zip(*parts, strict=True):
             logits = model.logits(rows)  # (R, C) -> (R, V)
@@ -70,24 +70,24 @@ def prompt_logprobs(model: GPT2, ids: Sequence[int], top: int) -> list[Logprobs 
 
     None for the first token, which has no context.
     """
+    tokens = torch.tensor(ids, device=model.device)  # (T,)
+    positions = torch.arange(len(ids), device=model.device)
+    hidden = model(tokens, positions, attention_of(model.config).attend)  # (T, C)
     scores: list[Logprobs | None] = [None]
-    for part in prompt_logits(model, ids):
-        logits = part.float()  # (R, V)
-        logprobs = logits.log_softmax(-1).cpu()
-        for row in range(len(logits)):
-            values, indices = logprobs[row].topk(top)
-            likeliest = list(zip(indices.tolist(), values.tolist(), strict=True))
-            token = float(logprobs[row, ids[len(scores)]])
-            scores.append(Logprobs(token, likeliest, float(logits[row].max())))
+    for rows, targets in zip(hidden[:-1].split(ROWS), tokens[1:].split(ROWS), strict=True):
+        scores += score_rows(model.logits(rows), targets, top)
     return scores
 
 
-@torch.inference_mode()
-def prompt_logits(model: GPT2, ids: Sequence[int]) -> Iterator[Tensor]:
-    """The logits (R, V) of all T tokens of a prompt but the last, which predicts none of them.
-    One forward pass, then up to ROWS rows at a time."""
-    tokens = torch.tensor(ids, device=model.device)  # (T,)
-    positions = torch.arange(len(ids), device=model.device)
-    hidden = model(tokens, positions, Recompute(model.config).attend)  # (T, C)
-    for rows in hidden[:-1].split(ROWS):
-        yield model.logits(rows)  # (R, C) -> (R, V)
+def score_rows(logits: Tensor, targets: Tensor, top: int) -> list[Logprobs]:
+    """The log probabilities of the tokens `targets` (R,), each by its row of `logits` (R, V), and
+    of the `top` likeliest tokens of the row."""
+    logits = logits.float()
+    logprobs = logits.log_softmax(-1)
+    values, indices = logprobs.topk(top)  # (R, top) each
+    tops = zip(indices.tolist(), values.tolist(), strict=True)
+    columns = logprobs.gather(-1, targets[:, None])[:, 0].tolist(), logits.amax(-1).tolist()
+    return [
+        Logprobs(token, list(zip(*pair, strict=True)), highest)
+        for token, pair, highest in zip(columns[0], tops, columns[1], strict=True)
+    ]

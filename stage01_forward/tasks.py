@@ -95,15 +95,16 @@ TASKS = (
     Task(
         number=5,
         file="sampling.py",
-        functions=("distribution", "_filtered", "draw"),
+        functions=("sample", "distribution", "_filtered", "draw"),
         title="sampling by one sort",
-        text="`distribution`: return the probabilities (R, V) of the next tokens. Edit each row "
-        "(_edited) and refuse scores that are not finite. A greedy row gives all probability to "
-        "its highest score; divide the others by the temperature and filter their weights, scaled "
-        "so that the largest is 1. `_filtered`: min_p drops weights below min_p; top_k, those "
+        text="`sample`: edit a copy of each row of logits (edit), in float64 or float32; refuse "
+        "scores that are not finite. A greedy row takes its highest score; any other, a draw from "
+        "its distribution, with one dart. Log probabilities are those of the unmodified logits. "
+        "`distribution`: divide by the temperature, filter the weights, scaled so that the largest "
+        "is 1, and divide by their sum. `_filtered`: min_p drops weights below min_p; top_k, those "
         "below the k-th largest of the rest; top_p, those with top_p of the rest or more in "
         "heavier tokens. Equal weights are kept or dropped together, and the result is float64. "
-        "`draw`: sample a token for each row with one number from its generator.",
+        "`draw`: the token that the dart hits.",
         points=20,
         hints=(
             "Subtract the row's maximum before exp. A temperature below MIN_TEMPERATURE is raised "
@@ -115,8 +116,8 @@ TASKS = (
             "top_p: at each place, the running sum of the sorted weights less the place's own is "
             "the weight of all heavier tokens. Count the places where that is less than top_p of "
             "the total; the last of them is the limit. To draw, lay the probabilities end to end "
-            "(cumsum), pick a random number from 0 to their sum, and find it with "
-            "searchsorted(right=True).",
+            "(cumsum), and find dart times their sum with searchsorted(right=True). Rounding may "
+            "carry it past the end: then the last token that is not 0 is hit.",
         ),
         tests=(
             "tests/test_sampling.py::test_what_the_filters_keep",
@@ -124,7 +125,9 @@ TASKS = (
             "tests/test_sampling.py::"
             "test_scores_that_are_not_finite_and_rows_that_do_not_match_are_refused",
             "tests/test_sampling.py::test_frequencies_follow_the_softmax",
-            "tests/test_sampling.py::test_the_fast_sampler_takes_the_tokens_of_the_plain_one",
+            "tests/test_sampling.py::test_a_seed_repeats_and_another_seed_differs",
+            "tests/test_sampling.py::test_logprobs_are_those_of_the_unmodified_logits",
+            "tests/test_sampling.py::test_a_dart_at_either_end_hits_a_token_that_has_weight",
         ),
     ),
     Task(
@@ -133,15 +136,14 @@ TASKS = (
         functions=("Engine._tokens",),
         title="the naive engine's loop",
         text="Write the generator that continues one prompt. Until there is a finish reason, run "
-        "the whole sequence again, sample the next token, record the step in self.steps, and yield "
-        "a Token.",
+        "the whole sequence again, sample the next token, append it to the output as a Token, "
+        "record the step in self.steps, and yield the Token.",
         points=20,
         hints=(
-            "Each round is: self._forward over prompt and output, sample, finish_reason, a "
-            "StepRecord, yield.",
-            "sample works on rows: pass logits[None], and lists of one for the options, the "
-            "history (prompt, output so far) and the generator. Create the generator once, before "
-            "the loop.",
+            "Each round is: self._forward over prompt and output, sample, finish_reason, a Token, "
+            "a StepRecord, yield.",
+            "sample works on rows: pass logits[None] and a list of one Row. Create the Row once, "
+            "before the loop: it holds the generator, and the output list that grows.",
             "StepRecord(rows, prefill tokens, decode tokens, seconds): 1 row, the prompt, and the "
             "output that was computed again (all but the new token). The last Token carries the "
             "reason, the others None.",
@@ -171,6 +173,6 @@ TASKS = (
             "Run the output layer on ROWS rows at a time, add up F.cross_entropy(..., "
             "reduction='sum') in float32 or better, and divide by the number of tokens at the end.",
         ),
-        tests=("tests/test_perplexity.py::test_sliding_windows",),
+        tests=("tests/test_perplexity.py::test_overlapping_windows",),
     ),
 )

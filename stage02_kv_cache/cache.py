@@ -7,20 +7,18 @@ The cache stores them once, and a forward pass runs over the new tokens alone.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from shared.config import ALL, Config
+from shared.attention import attention
+from shared.config import Config
 from shared.errors import UserError
-from shared.windows import by_layer, sees
 
 
 class KVCache:
     """Keys and values of one sequence, allocated once: `kv` is (layers, 2, H_kv, capacity, D).
 
-    The first `length` slots hold tokens; the slots after them are never read. Heads come before
-    positions, so that the keys of one head are contiguous and attention reads them as a view.
-    `dtype` may differ from that of the weights.
+    The first `length` slots hold tokens; the rest is never read. Heads come before positions, so
+    that attention reads one head's keys as a view. `dtype` may differ from that of the weights.
     """
 
     def __init__(
@@ -38,8 +36,6 @@ class KVCache:
             )
         shape = (config.n_layer, 2, config.n_kv_head, self.capacity, config.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
-        self.group = config.n_head // config.n_kv_head  # query heads that share a head of keys
-        self.windows = config.windows  # none in GPT-2: every query sees all before it
         self.length = 0
 
     @property
@@ -60,19 +56,14 @@ class KVCache:
                 f"cannot add {count} tokens: {self.length} of {self.capacity} slots are taken"
             )
         start, self.length = self.length, self.length + count
-        return by_layer(
-            self.windows,
-            lambda window: CachedAttention(self.kv, start, self.length, self.group, window),
-        )
+        return CachedAttention(self.kv, start, self.length)
 
 
 class CachedAttention:
-    """Attention of one forward pass over the tokens at positions start..end-1 and all before them.
+    """Attention of one forward pass over the tokens at positions start..end-1 and all before them:
+    what all layers share (the slots, the mask), computed once per step."""
 
-    What all layers share (the slots, the mask) is computed here, once per step.
-    """
-
-    def __init__(self, kv: Tensor, start: int, end: int, group: int = 1, window: int = ALL) -> None:
+    def __init__(self, kv: Tensor, start: int, end: int) -> None:
         self.new = kv[:, :, :, start:end]  # (layers, 2, H_kv, T, D): where this step writes
         self.seen = kv[:, :, :, :end]  # (layers, 2, H_kv, end, D): what it reads, in place
         self.positions = torch.arange(start, end, device=kv.device)  # (T,)
@@ -83,28 +74,12 @@ class CachedAttention:
         self.mask = None
         if not self.square and end - start > 1:
             columns = torch.arange(end, device=kv.device)
-            self.mask = columns <= self.positions.repeat(group)[:, None]  # (group * T, end)
-        if end > window:
-            self.square, self.mask = False, sees(self.positions.repeat(group), end, window)
-        # On a CPU, the fused kernel is slow for a single bfloat16 row. Widening the cache to
-        # float32 is faster, copy included, and twice as fast from 500 tokens on.
-        self.widen = end - start == 1 and kv.device.type == "cpu" and kv.dtype == torch.bfloat16
+            self.mask = columns <= self.positions[:, None]  # (T, end)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (T, H, D), and k and v (T, H_kv, D), of the new tokens -> (T, H, D)."""
         self.new[layer, 0] = k.transpose(0, 1)  # (T, H_kv, D) -> (H_kv, T, D)
         self.new[layer, 1] = v.transpose(0, 1)
-        dtype = torch.float32 if self.widen else q.dtype
-        keys, values = self.seen[layer].to(dtype)  # each (H_kv, end, D); copied if dtypes differ
-        rows = q.transpose(0, 1).to(dtype)  # (H, T, D)
-        if not self.square:  # query heads that share keys become rows of one product
-            rows = rows.reshape(len(keys), -1, q.shape[-1])  # (H_kv, group * T, D)
-        out = F.scaled_dot_product_attention(
-            rows[None],
-            keys[None],
-            values[None],
-            attn_mask=self.mask,
-            is_causal=self.square,
-            enable_gqa=len(rows) > len(keys),
-        )  # (1, H_kv, group * T, D), or (1, H, T, D)
-        return out[0].reshape(q.shape[1], -1, q.shape[-1]).transpose(0, 1).to(q.dtype)  # (T, H, D)
+        keys, values = self.seen[layer][:, None]  # each (1, H_kv, end, D): a batch of one
+        out = attention(q.transpose(0, 1)[None], keys, values, self.mask, self.square)
+        return out[0].transpose(0, 1)  # (1, H, T, D) -> (T, H, D)

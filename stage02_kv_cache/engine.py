@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from shared.records import StepRecord
-from stage01_forward.fast_sampling import sample
+from stage01_forward.families import plain
 from stage01_forward.generation import (
     Output,
+    Row,
     Sampling,
     Token,
     check_request,
@@ -23,6 +24,7 @@ from stage01_forward.generation import (
 )
 from stage01_forward.model import GPT2
 from stage01_forward.params import SamplingParams
+from stage01_forward.sampling import sample
 
 from .cache import KVCache
 
@@ -31,10 +33,10 @@ class Engine:
     """Generates with `model`, one prompt after the other. `eos_ids` None: the config's."""
 
     def __init__(self, model: GPT2, eos_ids: Sequence[int] | None = None) -> None:
-        self.model, self.config = model, model.config
+        self.model, self.config = model, plain(model.config)
         self.eos_ids = tuple(model.config.eos_ids if eos_ids is None else eos_ids)
         self.steps: list[StepRecord] = []  # of the last call, one for each forward pass
-        self.cache = KVCache(model.config, dtype=model.dtype, device=model.device)
+        self.cache = KVCache(self.config, dtype=model.dtype, device=model.device)
         self._owner: object = None  # the request whose tokens the cache holds
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Output]:
@@ -46,8 +48,8 @@ class Engine:
         outputs = [Output(list(prompt)) for prompt in prompts]
         self.steps = []
         for output, param in zip(outputs, params, strict=True):
-            for token in self._tokens(output.prompt_ids, param):
-                output.append(token)
+            for _ in self._tokens(output, param):
+                pass
         return outputs
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Token]:
@@ -55,16 +57,15 @@ class Engine:
         finish reason."""
         check_request(prompt, sampling, self.config)
         self.steps = []
-        yield from self._tokens(list(prompt), sampling)
+        yield from self._tokens(Output(list(prompt)), sampling)
 
-    def _tokens(self, prompt: list[int], params: SamplingParams) -> Iterator[Token]:
-        output_ids: list[int] = []
-        generator = params.generator()
-        reason = None
+    def _tokens(self, output: Output, params: SamplingParams) -> Iterator[Token]:
+        prompt, answer = output.prompt_ids, output.token_ids
+        row = Row(params, prompt, answer)
         self.cache.crop(0)  # the slots of the last request are free again
         self._owner = owner = object()
         fresh = prompt  # not in the cache yet: first the prompt, then one token a step
-        while reason is None:
+        while output.finish_reason is None:
             if self._owner is not owner:
                 raise RuntimeError(
                     "another request has overwritten this engine's cache: read one stream to its "
@@ -72,15 +73,13 @@ class Engine:
                 )
             started = time.perf_counter()
             logits = self._forward(fresh)
-            ids, logprobs = sample(
-                logits[None], [params], [(prompt, output_ids)], [generator], self.eos_ids
-            )
-            output_ids.append(int(ids[0]))
-            reason = finish_reason(output_ids, len(prompt), params, self.config, self.eos_ids)
+            (id,), (logprobs,) = sample(logits[None], [row], self.eos_ids)
+            token = Token(id, logprobs, finish_reason(id, row, self.config, self.eos_ids))
+            output.append(token)
             prefill, decode = (len(fresh), 0) if fresh is prompt else (0, 1)
             self.steps.append(StepRecord(1, prefill, decode, time.perf_counter() - started))
-            fresh = output_ids[-1:]
-            yield Token(output_ids[-1], logprobs[0], reason)
+            fresh = answer[-1:]
+            yield token
 
     @torch.inference_mode()
     def _forward(self, ids: list[int]) -> torch.Tensor:

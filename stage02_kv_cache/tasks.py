@@ -11,10 +11,10 @@ TASKS = (
         functions=("KVCache.__init__", "KVCache.crop", "KVCache.extend"),
         title="allocate, take slots, forget them",
         text="Allocate the cache once, and write its bookkeeping: capacity (by default the "
-        "context; UserError unless it is from 1 to the context), kv, group (query heads that share "
-        "a head of keys), windows, length. `extend` takes the next slots and returns the attention "
-        "of the step that fills them; `crop` forgets all tokens from a position on and erases "
-        "nothing. Given impossible arguments, both raise ValueError and change nothing.",
+        "context; UserError unless it is from 1 to the context), kv, length. `extend` takes the "
+        "next slots and returns the attention of the step that fills them; `crop` forgets all "
+        "tokens from a position on and erases nothing. Given impossible arguments, both raise "
+        "ValueError and change nothing.",
         points=25,
         hints=(
             "kv is (layers, 2, H_kv, capacity, D); the other sizes are in the config. The state is "
@@ -22,9 +22,8 @@ TASKS = (
             "Check first, change afterwards. extend refuses fewer than 1 token and more than fit "
             "the capacity; crop refuses a length below 0 or above what the cache holds. Each "
             "message gives both numbers.",
-            "CachedAttention takes the tensor, the start and the end of the step (the old length "
-            "and the new one), self.group and the window; by_layer makes one for each kind of "
-            "layer.",
+            "CachedAttention takes the tensor, the start and the end of the step: the old length "
+            "and the new one.",
         ),
         tests=(
             "tests/test_cache.py::test_the_cache_refuses_more_than_it_holds",
@@ -38,8 +37,8 @@ TASKS = (
         functions=("CachedAttention.__init__",),
         title="what a step writes and sees",
         text="Compute what is the same in every layer of a step over positions start..end-1: the "
-        "views `new` and `seen`, the `positions`, whether the step is `square`, the `mask` where "
-        "one is needed, and `widen` (see its use in attend).",
+        "views `new` and `seen`, the `positions`, whether the step is `square`, and the `mask` "
+        "where one is needed.",
         points=25,
         hints=(
             "kv is (layers, 2, H_kv, capacity, D), and slicing makes views: `new` is where this "
@@ -47,16 +46,13 @@ TASKS = (
             "A step from position 0 is square: is_causal handles it. A single token sees "
             "everything and needs no mask. That leaves a chunk with a past: its row i sees start + "
             "i + 1 columns.",
-            "The mask (T, end) compares two ranges, columns against positions as a column; its "
-            "rows repeat for each query head of a group. widen holds for one token, on a CPU, in "
-            "bfloat16.",
+            "The mask (T, end) compares two ranges, columns against positions as a column.",
         ),
         tests=(
             "tests/test_cache.py::test_a_chunk_sees_all_before_it_and_nothing_after",
             "tests/test_cache.py::test_attention_reads_the_cache_in_place",
             "tests/test_cache.py::test_any_cutting_into_passes_gives_the_hidden_states_of_one_pass",
-            "tests/test_cache.py::"
-            "test_heads_may_share_keys_and_the_cache_may_have_a_dtype_of_its_own",
+            "tests/test_cache.py::test_the_cache_may_have_a_dtype_of_its_own",
         ),
     ),
     Task(
@@ -65,17 +61,16 @@ TASKS = (
         functions=("CachedAttention.attend",),
         title="write, then attend",
         text="Write the keys and values of the new tokens into the cache, and return the attention "
-        "of their queries over all keys seen. q and the result are (T, H, D), k and v (T, H_kv, "
-        "D); the cache has heads first. Use the kernel, or compute scores, mask, softmax and sum "
-        "by hand.",
+        "of their queries over all keys seen. q, k, v and the result are (T, H, D); the cache has "
+        "heads first, and a dtype of its own. Use `attention`, or compute scores, mask, softmax "
+        "and sum by hand.",
         points=25,
         hints=(
             "Write before you read: a token sees itself.",
             "self.new[layer, 0] takes the keys and [layer, 1] the values, with T and H exchanged. "
             "self.seen[layer] holds both.",
-            "scaled_dot_product_attention takes four axes, (1, H, T, D), self.mask and "
-            "self.square. Unless the step is square, reshape the queries to (H_kv, group * T, D): "
-            "one product per group of heads. By hand, a square step has no mask yet: build one.",
+            "`attention` takes four axes, (1, H, T, D), self.mask and self.square. By hand, a "
+            "square step has no mask yet: build one.",
         ),
         tests=(
             "tests/test_cache.py::test_one_decode_step_is_explicit_attention_over_all_keys",

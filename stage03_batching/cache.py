@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shared.config import ALL, Config
-from shared.windows import by_layer, sees
+from shared.config import Config
 
 from .attention import masked_attention
 
@@ -38,7 +37,6 @@ class PaddedCache:
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
         padding = [max(prompt_lengths) - length for length in prompt_lengths]
         self.padding = torch.tensor(padding, device=device)  # (B,)
-        self.windows = config.windows  # none in GPT-2: every query sees all before it
         self.length = 0
 
     @property
@@ -53,8 +51,7 @@ class PaddedCache:
                 f"cannot add {count} columns: {self.length} of {self.columns} are taken"
             )
         start, self.length = self.length, self.length + count
-        own = self.kv, self.padding, start, self.length, self.last_position
-        return by_layer(self.windows, lambda window: PaddedAttention(*own, window))
+        return PaddedAttention(self.kv, self.padding, start, self.length, self.last_position)
 
 
 class PaddedAttention:
@@ -64,13 +61,7 @@ class PaddedAttention:
     """
 
     def __init__(
-        self,
-        kv: Tensor,
-        padding: Tensor,
-        start: int,
-        end: int,
-        last_position: int,
-        window: int = ALL,
+        self, kv: Tensor, padding: Tensor, start: int, end: int, last_position: int
     ) -> None:
         self.new = kv[:, :, :, :, start:end]  # (layers, 2, B, H_kv, T, D): where this step writes
         self.seen = kv[:, :, :, :, :end]  # (layers, 2, B, H_kv, end, D): what it reads, in place
@@ -83,8 +74,6 @@ class PaddedAttention:
         # A padding query would see nothing, and a plain softmax of nothing is NaN, which spreads:
         # let the query see itself.
         self.mask = ((columns <= queries) & real | (columns == queries))[:, None]  # (B, 1, T, end)
-        if end > window:
-            self.mask = self.mask & sees(columns[start:], end, window)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B, T, H, D), and k and v (B, T, H_kv, D), of the new columns -> (B, T, H, D)."""

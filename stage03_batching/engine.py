@@ -13,9 +13,10 @@ import torch
 
 from shared.errors import UserError
 from shared.records import StepRecord
-from stage01_forward.fast_sampling import sample
+from stage01_forward.families import plain
 from stage01_forward.generation import (
     Output,
+    Row,
     Sampling,
     Token,
     check_request,
@@ -25,6 +26,7 @@ from stage01_forward.generation import (
 )
 from stage01_forward.model import GPT2
 from stage01_forward.params import SamplingParams
+from stage01_forward.sampling import sample
 
 from .cache import PaddedCache
 
@@ -37,7 +39,7 @@ class Engine:
     ) -> None:
         if max_batch < 1:
             raise UserError(f"max_batch must be at least 1 prompt, not {max_batch}.")
-        self.model, self.config = model, model.config
+        self.model, self.config = model, plain(model.config)
         self.eos_ids = tuple(model.config.eos_ids if eos_ids is None else eos_ids)
         self.steps: list[StepRecord] = []  # of the last call, one for each forward pass
         self.max_batch = max_batch
@@ -82,16 +84,16 @@ class Engine:
             batch = valid[start : start + self.max_batch]
             tokens = self._tokens([outputs[i] for i in batch], [params[i] for i in batch])
             for row, token in tokens:
-                outputs[batch[row]].append(token)
                 yield batch[row], token
 
     def _tokens(
         self, outputs: list[Output], params: list[SamplingParams]
     ) -> Iterator[tuple[int, Token]]:
-        prompts = [output.prompt_ids for output in outputs]
-        lengths = [len(prompt) for prompt in prompts]
-        output_ids: list[list[int]] = [[] for _ in prompts]
-        generators = [param.generator() for param in params]
+        rows = [
+            Row(param, output.prompt_ids, output.token_ids)
+            for output, param in zip(outputs, params, strict=True)
+        ]
+        lengths = [len(row.prompt) for row in rows]
         config, width = self.config, max(lengths)
         # The last token of an answer is never run, so it needs no column.
         answers = [
@@ -102,28 +104,20 @@ class Engine:
         cache = PaddedCache(config, lengths, columns, self.model.dtype, self.model.device)
         self.cache_bytes = max(self.cache_bytes, cache.bytes)
         # B rows of T ids; any id may serve as padding
-        fresh = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
-        alive = list(range(len(prompts)))  # the rows that have not ended
+        fresh = [[0] * (width - len(output.prompt_ids)) + output.prompt_ids for output in outputs]
+        alive = list(range(len(rows)))  # those that have not ended
         while alive:
             started = time.perf_counter()
             logits = self._forward(fresh, cache, alive)  # (rows alive, V)
             finite = finite_rows(logits, [outputs[row] for row in alive])
             if len(finite) < len(alive):
                 alive, logits = [alive[row] for row in finite], logits[finite]
-            ids, logprobs = sample(
-                logits,
-                [params[row] for row in alive],
-                [(prompts[row], output_ids[row]) for row in alive],
-                [generators[row] for row in alive],
-                self.eos_ids,
-            )
+            ids, logprobs = sample(logits, [rows[row] for row in alive], self.eos_ids)
             tokens = []
-            for row, id, logprob in zip(alive, ids.tolist(), logprobs, strict=True):
-                output_ids[row].append(id)
-                reason = finish_reason(
-                    output_ids[row], lengths[row], params[row], config, self.eos_ids
-                )
-                tokens.append((row, Token(id, logprob, reason)))
+            for row, id, logprob in zip(alive, ids, logprobs, strict=True):
+                token = Token(id, logprob, finish_reason(id, rows[row], config, self.eos_ids))
+                outputs[row].append(token)
+                tokens.append((row, token))
             prefill, decode = (sum(lengths), 0) if cache.length == width else (0, len(alive))
             wasted = len(fresh) * len(fresh[0]) - prefill - decode
             self.steps.append(
@@ -131,7 +125,7 @@ class Engine:
             )
             alive = [row for row, token in tokens if token.finish_reason is None]
             # (B, 1); a row that has ended runs its last token again
-            fresh = [ids[-1:] or [0] for ids in output_ids]
+            fresh = [output.token_ids[-1:] or [0] for output in outputs]
             yield from tokens
 
     @torch.inference_mode()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from stage01_forward.generation import Output, Token
 from stage01_forward.model import GPT2
@@ -12,11 +11,9 @@ from stage01_forward.params import SamplingParams
 from .engine import Engine
 
 
-def make(model: GPT2, contexts: int | None = None, **options: Any) -> Engine:
+def make(model: GPT2, contexts: int | None = None, eos_ids: Sequence[int] | None = None) -> Engine:
     """An engine for `model` with at most `contexts` prompts in a batch; None: its default."""
-    if contexts is not None:
-        options["max_batch"] = contexts
-    return Engine(model, **options)
+    return Engine(model, eos_ids) if contexts is None else Engine(model, eos_ids, contexts)
 
 
 def answer(

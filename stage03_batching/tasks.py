@@ -11,7 +11,7 @@ TASKS = (
         functions=("PaddedCache.__init__", "PaddedCache.extend"),
         title="one allocation, columns for all rows",
         text="Allocate keys and values for all rows and columns, and store each row's padding: kv, "
-        "padding (B,), columns, last_position (of the model's context), windows and length. "
+        "padding (B,), columns, last_position (of the model's context) and length. "
         "`extend` takes the next columns, the same for every row, and returns the attention of the "
         "step that fills them. If fewer are left, or for a count below 1, it raises ValueError and "
         "changes nothing.",
@@ -22,32 +22,29 @@ TASKS = (
             "Check first. The message gives the columns that cannot be added, those taken, and the "
             "cache's total. The state is one number: self.length.",
             "PaddedAttention takes the tensor, the padding of the rows, the old length, the new "
-            "one, the last position and the window; by_layer makes one for each kind of layer.",
+            "one, and the last position.",
         ),
         tests=("tests/test_cache.py::test_the_cache_refuses_more_than_it_holds",),
     ),
     Task(
         number=2,
         file="attention.py",
-        functions=("masked_attention", "_by_hand"),
+        functions=("masked_attention",),
         title="masked attention by hand",
         text="Write attention over a cache, without PyTorch's kernel. masked_attention takes "
-        "queries (B, H, T, D), keys and values (B, H_kv, S, D) of any dtype, and a mask (B, 1, T, "
-        "S), True where a query sees a key. Where the mask is None, `causal` says whether a query "
-        "sees only the keys up to its own. H / H_kv query heads share a head of keys. `_by_hand` "
-        "is the sum for H = H_kv, with a softmax in float32 or better.",
+        "queries (B, H, T, D), keys and values (B, H, S, D) of any dtype, and a mask (B, 1, T, S), "
+        "True where a query sees a key. Where the mask is None, `causal` says whether a query "
+        "sees only the keys up to its own.",
         points=20,
         hints=(
             "The sum is two matrix products with a softmax over the keys in between. Divide the "
             "scores by the square root of D. Hidden keys get -inf before the softmax.",
-            "For heads that share keys, put their queries on one axis, (B, H_kv, group * T, D), "
-            "and repeat the mask for each head. The causal mask is a lower triangle.",
-            "Convert keys and values to q's dtype first. torch.promote_types(q.dtype, "
-            "torch.float32) is the dtype of the softmax; afterwards go back to that of the values.",
+            "The mask has one axis of 1 for all heads. The causal mask is a lower triangle.",
+            "Convert keys and values to q's dtype first. A softmax needs float32 or better: "
+            "torch.promote_types(q.dtype, torch.float32); afterwards go back to q's dtype.",
         ),
         tests=(
             "tests/test_attention.py::test_a_query_sees_what_its_mask_says",
-            "tests/test_attention.py::test_the_sum_by_hand_serves_any_number_of_queries",
             "tests/test_attention.py::test_hidden_keys_and_values_may_hold_any_finite_number",
             "tests/test_attention.py::test_rows_do_not_meet",
         ),
@@ -109,17 +106,17 @@ TASKS = (
         title="a batch to its last row",
         text="Write the loop of a static batch: one padded prefill, then one token per row and "
         "step, until every row has ended; `_forward` runs one step and scores the rows that are "
-        "alive. Yield (row, Token) for each row that is alive. A row that has ended emits nothing "
-        "more but stays in the rectangle. A row whose scores are not finite ends alone "
-        "(finite_rows). Record every step, with its wasted tokens.",
+        "alive. Append each Token to its output, and yield (row, Token). A row that has ended "
+        "emits nothing more but stays in the rectangle. A row whose scores are not finite ends "
+        "alone (finite_rows). Record every step, with its wasted tokens.",
         points=20,
         hints=(
             "State: the ids to run next, one list per row; which rows are alive; each row's output "
             "ids. The cache needs room for the longest prompt and the longest answer less one "
             "token, because an answer's last token is never run.",
             "Pad on the left, with any id. self._forward takes the rows that are alive and returns "
-            "logits for them only: sample with the options, histories and generators of the same "
-            "rows.",
+            "logits for them only: sample with the same rows. A Row (options, prompt, output) "
+            "serves for a whole answer.",
             "The waste is the whole rectangle less what was real: all prompt tokens in the "
             "prefill, a token per live row in a decode. A row that has ended runs its last token "
             "again, or 0 if it has none.",
@@ -140,10 +137,9 @@ TASKS = (
         file="engine.py",
         functions=("Engine.run",),
         title="cut batches, set invalid prompts aside",
-        text="Continue the prompts of `outputs`, at most max_batch at a time. Append each token to "
-        "its output, then yield (index of the output, Token). An invalid prompt fails alone and "
-        "takes no place in a batch. Raise UserError if there are no prompts at all. Reset the "
-        "records and cache_bytes.",
+        text="Continue the prompts of `outputs`, at most max_batch at a time, and yield (index of "
+        "the output, Token). An invalid prompt fails alone and takes no place in a batch. Raise "
+        "UserError if there are no prompts at all. Reset the records and cache_bytes.",
         points=10,
         hints=(
             "sampling_per_prompt makes a list of options. check_request raises UserError: pass the "

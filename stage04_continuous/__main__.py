@@ -53,12 +53,12 @@ def make_parser() -> cli.Parser:
     parser = cli.generation_parser(
         "stage04_continuous",
         ABOUT,
-        "--slots 2 --gantt slots.svg",
+        "--max-num-seqs 2 --gantt slots.svg",
         "--prompts prompts.txt --every 1",
     )
     group = live.add_options(parser, "slot", POLICIES)
     group.add_argument(
-        "--slots",
+        "--max-num-seqs",
         type=cli.whole_number(1, MOST_SLOTS),
         metavar="N",
         help="answers generated at a time; each takes memory for a whole context; "
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     trace = cli.output_file(options.trace, ".json") if options.trace is not None else None
     prompts = cli.read_prompts(options)
     sampling = SamplingParams(**cli.sampling_fields(options))
-    slots = options.slots or (1 if isinstance(prompts, str) else SLOTS)
+    slots = options.max_num_seqs or (1 if isinstance(prompts, str) else SLOTS)
     scheduler = Scheduler(slots, **live.scheduling(options, slots))
 
     from stage01_forward import families
@@ -111,7 +111,7 @@ def make_engine(loaded: cli.Loaded, scheduler: Scheduler, slots: int) -> Engine:
     if loaded.device.type == "cpu" and need > free:
         raise UserError(
             f"{slots} slots of {config.name} take {need / 2**30:.1f} GiB of memory, but only "
-            f"{free / 2**30:.1f} GiB are free: give a smaller --slots."
+            f"{free / 2**30:.1f} GiB are free: give a smaller --max-num-seqs."
         )
     return make(loaded.model, scheduler=scheduler)
 

@@ -10,18 +10,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from shared.config import ALL, Config
+from shared.config import Config
 from shared.errors import UserError
-from shared.windows import by_layer, sees
 from stage03_batching.attention import masked_attention
 
 from .plan import Wipe
 
+AShare = TypeVar("AShare", bound=tuple[object, int, int])
 Share = tuple[int, int, int]  # slot, first position, number of tokens that a pass computes
 
 # Sequences of different lengths attend in one call, with a mask over the difference, as long as
@@ -44,7 +44,7 @@ class SlotCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.slots, self.windows = slots, config.windows
+        self.slots = slots
         self.slot_tokens = config.n_positions if slot_tokens is None else slot_tokens
         if not 1 < self.slot_tokens <= config.n_positions:
             raise UserError(
@@ -81,7 +81,7 @@ class SlotCache:
                     f"no place for {count} tokens at {start} in slot {slot}: "
                     f"{self.slots} x {self.slot_tokens}"
                 )
-        return by_layer(self.windows, lambda window: PackedAttention(self.kv, shares, window))
+        return PackedAttention(self.kv, shares)
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ class PackedAttention:
     what is visible) is worked out here, once per pass.
     """
 
-    def __init__(self, kv: Tensor, shares: Sequence[Share], window: int = ALL) -> None:
-        self.kv, self.window = kv, window
+    def __init__(self, kv: Tensor, shares: Sequence[Share]) -> None:
+        self.kv = kv
         self.order, ranked = ordered(shares, key=lambda share: (share[2], share[0]))
         slots, positions = addresses(ranked)
         self.groups: list[Group] = []
@@ -153,9 +153,6 @@ class PackedAttention:
         mask = None
         if not causal and (count > 1 or min(ends) < end):
             mask = torch.arange(end) <= positions.view(len(run), 1, count, 1)  # (B, 1, T, end)
-            mask = mask.to(self.kv.device)
-        if end > self.window:
-            causal, mask = False, sees(positions.view(len(run), 1, count), end, self.window)
             mask = mask.to(self.kv.device)
         return Group(rows, slice(first, first + len(run)), end, count, mask, causal)
 
@@ -180,7 +177,9 @@ class PackedAttention:
         return out
 
 
-def ordered(shares: Sequence[Any], key: Callable[[Any], Any]) -> tuple[Tensor, list[Any]]:
+def ordered(
+    shares: Sequence[AShare], key: Callable[[AShare], tuple[int, int]]
+) -> tuple[Tensor, list[AShare]]:
     """`shares` sorted by `key`, and the resulting order (N,) of their packed tokens:
     token i of the sorted shares is token order[i] of `shares`."""
     firsts = list(itertools.accumulate((share[2] for share in shares), initial=0))

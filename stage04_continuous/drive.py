@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from shared.errors import UserError
 from stage01_forward.generation import Output, Sampling, Token, sampling_per_prompt
@@ -12,10 +12,16 @@ from stage01_forward.params import SamplingParams
 from .request import Request
 
 
+class Clearable(Protocol):
+    def clear(self) -> None: ...
+
+
 class Steps(Protocol):
     """An engine that advances all its requests, one step at a time."""
 
-    steps: Any  # records, cleared by `generate`
+    @property
+    def steps(self) -> Clearable: ...  # records, cleared by `generate`
+
     requests: dict[str, Request]  # those that wait or run
 
     def add(self, request: Request) -> Request: ...
@@ -61,14 +67,12 @@ def stream(engine: Steps, prompt: Sequence[int], sampling: SamplingParams) -> It
     request = engine.add(Request(prompt, sampling))
     output, sent = request.output, 0
     try:
-        while output.finish_reason is None or sent < len(output.token_ids):
-            if sent == len(output.token_ids):
+        while output.finish_reason is None or sent < len(output.tokens):
+            if sent == len(output.tokens):
                 engine.step()
-            while sent < len(output.token_ids):
+            for token in output.tokens[sent:]:
                 sent += 1
-                reason = output.finish_reason if sent == len(output.token_ids) else None
-                logprobs = output.logprobs[sent - 1] if output.logprobs else None
-                yield Token(output.token_ids[sent - 1], logprobs, reason)
+                yield token
     finally:
         if engine.requests.get(request.id) is request:  # not a later one with the same id
             engine.abort(request.id)

@@ -8,67 +8,69 @@ no padding), sample, postprocess (who has ended).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from shared.errors import UserError
-from stage01_forward.fast_sampling import sample
 from stage01_forward.generation import (
+    NOT_FINITE,
     Logprobs,
     Output,
+    Row,
     Token,
     check_request,
     finish_reason,
-    finite_rows,
 )
+from stage01_forward.params import SamplingParams
 
 from . import drive
-from .plan import Observer, Plan
+from .fast_sampling import choose, sample
+from .plan import AnyScheduler, Observer, Plan
 from .records import Recorder
 from .request import Request, State
 from .runner import AnyRunner
 
 Sampled = tuple[Request, int, Logprobs | None]  # a request and its next token
+SchedulerT = TypeVar("SchedulerT", bound=AnyScheduler)
 
 
-def draw(requests: Sequence[Request], logits: Tensor, eos_ids: Sequence[int]) -> list[Sampled]:
-    """The next token of each of `requests`, from its row of logits (R, V). A request whose logits
-    are not finite ends with an error; the others go on."""
-    finite = finite_rows(logits, [request.output for request in requests])
-    if len(finite) < len(requests):
-        requests, logits = [requests[row] for row in finite], logits[finite]
-    ids, logprobs = sample(
-        logits,
-        [request.sampling for request in requests],
-        [(request.output.prompt_ids, request.output.token_ids) for request in requests],
-        [request.generator for request in requests],
-        eos_ids,
-    )
-    return list(zip(requests, ids.tolist(), logprobs, strict=True))
+def sample_tokens(
+    requests: Sequence[Request],
+    logits: Tensor,
+    eos_ids: Sequence[int],
+    choose: Callable[[Tensor, Sequence[Row]], list[int]] = choose,
+) -> list[Sampled]:
+    """The next token of each of `requests`, from its row of logits (R, V), which are overwritten. A
+    request whose logits are not finite ends with an error; the others go on. choose: see `sample`.
+    """
+    ids, logprobs = sample(logits, [request.row for request in requests], eos_ids, choose)
+    for request, id in zip(requests, ids, strict=True):
+        if id < 0:
+            request.output.fail(UserError(NOT_FINITE))
+    return [sampled for sampled in zip(requests, ids, logprobs, strict=True) if sampled[1] >= 0]
 
 
-class Engine:
+class Engine(Generic[SchedulerT]):
     """Generates with the logits of `runner`, in the steps that `scheduler` plans.
 
-    scheduler: offers check, add, schedule, advance and finish, as this stage's Scheduler does.
     eos_ids: the ids that end a text; None: those of the model's config.
     recorder: the observer that keeps `steps`, one record a pass; None: this stage's Recorder.
     observers: see every plan before its pass and after its step.
-    draw: takes the next tokens, like this module's `draw`.
+    sample_tokens: takes the next tokens, like this module's function.
     """
 
     def __init__(
         self,
         runner: AnyRunner,
-        scheduler: Any,
+        scheduler: SchedulerT,
         eos_ids: Sequence[int] | None = None,
         recorder: Any = None,
         observers: Sequence[Observer] = (),
-        draw: Callable[..., list[Sampled]] = draw,
+        sample_tokens: Callable[..., list[Sampled]] = sample_tokens,
     ) -> None:
         self.runner, self.scheduler, self.config = runner, scheduler, runner.config
-        self.draw = draw
+        self.sample_tokens = sample_tokens
         self.eos_ids = self.config.eos_ids if eos_ids is None else tuple(eos_ids)
         self.recorder = Recorder(scheduler) if recorder is None else recorder
         self.steps, self.observers = self.recorder.steps, [self.recorder, *observers]
@@ -80,7 +82,11 @@ class Engine:
 
     def add(self, request: Request) -> Request:
         """Queue a request. Raises UserError if it is invalid, or if its id is taken."""
-        self.check(request)
+        self.check(request.prompt_ids, request.sampling)
+        return self.enqueue(request)
+
+    def enqueue(self, request: Request) -> Request:
+        """Queue a request that `check` has accepted. Raises UserError if its id is taken."""
         if not request.id:
             self._named += 1
             while f"request-{self._named}" in self.requests:  # a caller chose this name
@@ -94,11 +100,11 @@ class Engine:
         self.requests[request.id] = request
         return request
 
-    def check(self, request: Request) -> None:
-        """Raise UserError if `request` can never be answered. Reads settings only, so any thread
-        may call it."""
-        check_request(request.output.prompt_ids, request.sampling, self.config)
-        self.scheduler.check(request)
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raise UserError if such a request can never be answered. Reads settings only, so any
+        thread may call it."""
+        check_request(prompt, params, self.config)
+        self.scheduler.check(len(prompt), params.max_tokens)
 
     def abort(self, request_id: str) -> Output:
         """End a request now, waiting or running; returns its output so far.
@@ -144,23 +150,17 @@ class Engine:
     def _sample(self, plan: Plan, logits: Tensor) -> list[Sampled]:
         """The next token of each request whose last token was computed."""
         requests = [work.request for work in plan.work if work.rows]
-        return self.draw(requests, logits, self.eos_ids)
+        return self.sample_tokens(requests, logits, self.eos_ids)
 
     def _postprocess(self, plan: Plan, sampled: list[Sampled]) -> list[tuple[str, Token]]:
         """Note what was computed and sampled, and release the requests that have ended."""
         self.scheduler.advance(plan)
         tokens = []
-        for request, token_id, logprobs in sampled:
-            output = request.output
-            output.append(Token(token_id, logprobs, None))
-            output.finish_reason = finish_reason(
-                output.token_ids,
-                len(output.prompt_ids),
-                request.sampling,
-                self.config,
-                self.eos_ids,
-            )
-            tokens.append((request.id, Token(token_id, logprobs, output.finish_reason)))
+        for request, id, logprobs in sampled:
+            reason = finish_reason(id, request.row, self.config, self.eos_ids)
+            token = Token(id, logprobs, reason)
+            request.output.append(token)
+            tokens.append((request.id, token))
         for work in plan.work:
             if work.request.output.finish_reason is not None:
                 self._finish(work.request)

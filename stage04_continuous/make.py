@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from stage01_forward.families import plain
 from stage01_forward.generation import Token
+from stage01_forward.model import Model
 from stage01_forward.params import SamplingParams
 
 from .cache import SlotCache
@@ -19,7 +21,7 @@ from .scheduler import Scheduler
 
 
 def make(
-    model: Any,
+    model: Model,
     contexts: int | None = None,
     *,
     scheduler: Scheduler | None = None,
@@ -36,14 +38,14 @@ def make(
         options["max_sequences"] = contexts
     if scheduler is None:
         scheduler = Scheduler(**options)
-    slot_count = scheduler.max_sequences
-    cache = SlotCache(model.config, slot_count, dtype=model.dtype, device=model.device)
+    config, slot_count = plain(model.config), scheduler.max_sequences
+    cache = SlotCache(config, slot_count, dtype=model.dtype, device=model.device)
     recorder = Recorder(scheduler, steps_kept)
-    return Engine(Runner(model, cache), scheduler, eos_ids, recorder, observers)
+    return Engine(Runner(model, cache, config), scheduler, eos_ids, recorder, observers)
 
 
 def answer(
-    engine: Any, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+    engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
 ) -> Iterator[tuple[int, Token]]:
     """Answer `prompts`, which arrive together. Yields (index of the prompt, token) for each
     token at once."""

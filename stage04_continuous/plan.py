@@ -12,9 +12,8 @@ from typing import Any, Protocol
 
 from .request import Request
 
-Table = (
-    int | list[int]
-)  # where a cache keeps a sequence: its slot, or (from stage 05 on) its blocks
+Table = Any  # where a cache keeps a sequence: its slot, or (from stage 05 on) its blocks
+Move = Any  # what a cache's `move` takes: a Wipe, or (from stage 05 on) a move of a block
 Share = tuple[Table, int, int]  # table, first position, number of tokens that a pass computes
 
 
@@ -28,13 +27,20 @@ class Wipe:
 
 @dataclass(frozen=True)
 class Work:
-    """One request's share of a pass: compute `count` tokens from position `start` on."""
+    """One request's share of a pass: compute `count` tokens from position `start` on.
+
+    Raises ValueError for more rows than tokens: they would be the logits of another request.
+    """
 
     request: Request
-    table: Any  # a Table
+    table: Table
     start: int
     count: int
     rows: int  # how many of its last tokens need logits: 0 for a chunk that is not the last
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rows <= self.count:
+            raise ValueError(f"{self.rows} rows of logits from {self.count} tokens")
 
     @property
     def prefill_tokens(self) -> int:
@@ -50,7 +56,7 @@ class Plan:
 
     started: float = field(default_factory=time.perf_counter)  # when scheduling began
     work: list[Work] = field(default_factory=list)
-    moves: list[Any] = field(default_factory=list)  # what the cache's `move` takes
+    moves: list[Move] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.work)
@@ -74,3 +80,25 @@ class Observer(Protocol):
 
     def after(self, plan: Plan) -> None:
         """Called at the end of the step."""
+
+
+class AnyScheduler(Protocol):
+    """What an engine needs of a scheduler. `running` is in order of admission, `waiting` of
+    arrival."""
+
+    running: list[Request]
+    waiting: list[Request]
+
+    def check(self, prompt: int, answer: int) -> None:
+        """Raises UserError if a request for so many tokens can never run."""
+
+    def add(self, request: Request) -> None:
+        """Queues the request, which `check` has accepted."""
+
+    def schedule(self) -> Plan: ...
+
+    def advance(self, plan: Plan) -> None:
+        """Called when the pass of `plan` was computed."""
+
+    def finish(self, request: Request) -> None:
+        """Releases the request, waiting or running."""

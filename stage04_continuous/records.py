@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from shared.records import StepRecord, Stopwatch
 
-from .plan import Plan
-from .scheduler import Scheduler
+from .plan import AnyScheduler, Plan
 
 STEPS_KEPT = 100_000
 
@@ -38,7 +37,7 @@ class SlotsRecord(StepRecord):
 class Recorder:
     """Keeps the records of the last `kept` steps. The engine times each pass with `model_time`."""
 
-    def __init__(self, scheduler: Scheduler, kept: int = STEPS_KEPT) -> None:
+    def __init__(self, scheduler: AnyScheduler, kept: int = STEPS_KEPT) -> None:
         self.scheduler, self.model_time = scheduler, Stopwatch()
         self.steps: deque[SlotsRecord] = deque(maxlen=kept)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from stage01_forward.generation import Output
+from stage01_forward.generation import Output, Row
 from stage01_forward.params import SamplingParams
 
 
@@ -44,7 +44,6 @@ class Request:
     parent: Request | None = None  # begins with the same tokens: share its memory (stage 05)
 
     output: Output = field(init=False)
-    drafts: list[int] = field(init=False, default_factory=list)  # proposed tokens, not verified yet
     state: State = field(init=False, default=State.NEW)
     computed: int = field(init=False, default=0)
     slot: int = field(init=False, default=-1)  # while it runs; else -1
@@ -53,35 +52,27 @@ class Request:
 
     def __post_init__(self) -> None:
         self.output = Output(list(self.prompt_ids))
-        # Its own generator, so that neighbours never change what it draws.
-        self.generator = self.sampling.generator()
-
-    @property
-    def verified(self) -> int:
-        """Number of certain tokens: the prompt and the answer so far."""
-        return len(self.output.prompt_ids) + len(self.output.token_ids)
+        # With its own random numbers, so that neighbours never change what it draws.
+        self.row = Row(self.sampling, self.output.prompt_ids, self.output.token_ids)
 
     @property
     def token_count(self) -> int:
-        """All tokens to compute: the verified ones and the drafts."""
-        output = self.output  # inlined: this is read several times a step for each request
-        return len(output.prompt_ids) + len(output.token_ids) + len(self.drafts)
+        """Number of tokens of the prompt and the answer so far."""
+        return len(self.output.prompt_ids) + len(self.output.token_ids)
 
     @property
     def remaining(self) -> int:
-        """Tokens not computed yet. The logits of the last ones give the next tokens."""
+        """Tokens not computed yet. The logits of the last one give the next token."""
         return self.token_count - self.computed
 
     @property
     def decoding(self) -> bool:
-        """Whether the newest token, with its drafts, is all that is left to compute."""
-        return self.computed >= self.verified - 1
+        """Whether the newest token is all that is left to compute."""
+        return self.computed >= self.token_count - 1
 
     def tokens(self, start: int, count: int) -> list[int]:
-        """The ids at positions start..start+count-1 of prompt, answer and drafts."""
+        """The ids at positions start..start+count-1 of prompt and answer."""
         prompt, answer = self.output.prompt_ids, self.output.token_ids
-        if self.drafts:
-            answer = answer + self.drafts
         first, last = max(0, start - len(prompt)), max(0, start + count - len(prompt))
         return prompt[start : start + count] + answer[first:last]
 

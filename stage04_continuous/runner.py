@@ -8,14 +8,35 @@ arguments, which are plain integers, to other processes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shared.config import Config
+from stage01_forward.model import Model
 
-from .plan import Share
+from .plan import Move, Share
+
+
+class Attention(Protocol):
+    """The attention of one pass over N packed tokens, as the model calls it."""
+
+    @property
+    def order(self) -> Tensor: ...  # (N,): the caller's tokens in the order the model gets them
+
+    @property
+    def positions(self) -> Tensor: ...  # (N,): of the tokens in that order
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+class Cache(Protocol):
+    """What a runner needs of a cache."""
+
+    def move(self, moves: Sequence[Move]) -> None: ...
+
+    def extend(self, shares: Sequence[Share]) -> Attention: ...
 
 
 class AnyRunner(Protocol):
@@ -23,18 +44,20 @@ class AnyRunner(Protocol):
 
     config: Config
 
-    def move(self, moves: Sequence[Any]) -> None: ...
+    def move(self, moves: Sequence[Move]) -> None: ...
 
     def run(self, ids: Sequence[int], shares: Sequence[Share], rows: Sequence[int]) -> Tensor: ...
 
 
 class Runner:
-    """Runs passes of `model` over the keys and values in `cache`."""
+    """Runs passes of `model` over the keys and values in `cache`. `config` None: the model's."""
 
-    def __init__(self, model: Any, cache: Any) -> None:
-        self.model, self.cache, self.config = model, cache, model.config
+    def __init__(self, model: Model, cache: Cache, config: Config | None = None) -> None:
+        self.model, self.cache = model, cache
+        self.config = model.config if config is None else config
+        self.hidden = torch.empty(0, self.config.n_embd)  # (R, C), of the last pass's rows
 
-    def move(self, moves: Sequence[Any]) -> None:
+    def move(self, moves: Sequence[Move]) -> None:
         """Prepare memory for the next pass, as if one move after the other."""
         self.cache.move(moves)
 
@@ -54,4 +77,5 @@ class Runner:
         tokens = torch.tensor(ids)[order].to(self.model.device)  # (N,)
         hidden = self.model(tokens, attention.positions, attention.attend)  # (N,) -> (N, C)
         wanted = order.argsort()[torch.tensor(rows, dtype=torch.int64)]  # (R,)
-        return self.model.logits(hidden[wanted.to(hidden.device)])  # (R, C) -> (R, V)
+        self.hidden = hidden[wanted.to(hidden.device)]
+        return self.model.logits(self.hidden)  # (R, C) -> (R, V)

@@ -61,16 +61,15 @@ class Scheduler:
         self._arrivals = 0
 
     def add(self, request: Request) -> None:
-        """Queue a new request. Raises UserError if it can never run."""
-        self.check(request)
+        """Queue a new request, which `check` has accepted."""
         request.move(State.WAITING)
         request.arrival, request.arrival_step = self._arrivals, self.step
         self._arrivals += 1
         self.waiting.append(request)
 
-    def check(self, request: Request) -> None:
-        """Raise UserError if `request` can never run, however long it waits."""
-        prompt = len(request.output.prompt_ids)
+    def check(self, prompt: int, answer: int) -> None:
+        """Raise UserError if a request for `answer` tokens after `prompt` tokens can never run,
+        however long it waits. Reads settings only."""
         if not self.chunked and prompt > self.token_budget:
             raise UserError(
                 f"The prompt has {prompt} tokens, but a step has room for {self.token_budget}: "
@@ -84,12 +83,12 @@ class Scheduler:
         budget = self.token_budget
         # Decoding requests first; otherwise in order of admission.
         for request in sorted(self.running, key=lambda request: not request.decoding):
-            if count := self._share(request, budget):
+            if count := self._chunk_size(request, budget):
                 plan.work.append(self._work(request, count))
                 budget -= count
         while self.waiting and self.free_slots:
             request = self._next_waiting()
-            count = self._share(request, budget)
+            count = self._chunk_size(request, budget)
             if not count:
                 break  # no request overtakes the first in line
             self.waiting.remove(request)
@@ -122,14 +121,14 @@ class Scheduler:
         """Requests that wait or run."""
         return len(self.waiting) + len(self.running)
 
-    def _share(self, request: Request, budget: int) -> int:
+    def _chunk_size(self, request: Request, budget: int) -> int:
         """How many tokens of `request` fit into the remaining budget."""
         if self.chunked:
             return min(request.remaining, self.max_chunk, budget)
         return request.remaining if request.remaining <= budget else 0
 
     def _work(self, request: Request, count: int) -> Work:
-        rows = 1 + len(request.drafts) if count == request.remaining else 0
+        rows = int(count == request.remaining)  # the last token gives the next one
         return Work(request, request.slot, request.computed, count, rows)
 
     def _next_waiting(self) -> Request:

@@ -33,8 +33,7 @@ TASKS = (
         "the position of each packed token. `_group` describes a run of B adjacent sequences with "
         "T new tokens each: how many keys attention reads from each slot, and which of them each "
         "query sees. Make no mask where none is needed: where every key is visible, or where one "
-        "whole prompt attends alone, which is `causal`. (For stage 08: with more keys than "
-        "`window`, nothing is causal, and `sees` makes the mask.)",
+        "whole prompt attends alone, which is `causal`.",
         points=20,
         hints=(
             "No loop over tokens is needed: torch.repeat_interleave and torch.arange make all "
@@ -66,28 +65,32 @@ TASKS = (
         ),
         tests=(
             "tests/test_cache.py::test_any_packing_is_explicit_attention_of_each_sequence",
-            "tests/test_cache.py::test_heads_share_keys_and_the_cache_has_a_dtype_of_its_own",
+            "tests/test_cache.py::test_the_cache_has_a_dtype_of_its_own",
             "tests/test_cache.py::test_keys_and_values_are_read_in_place",
         ),
     ),
     Task(
         number=4,
         file="scheduler.py",
-        functions=("Scheduler.schedule", "Scheduler._share", "Scheduler._work", "Scheduler.finish"),
+        functions=(
+            "Scheduler.schedule",
+            "Scheduler._chunk_size",
+            "Scheduler._work",
+            "Scheduler.finish",
+        ),
         title="who runs in the next step",
         text="Make the plan of the next step: who runs, and how many tokens of each. Decoding "
         "requests go first; the rest of the budget goes to chunks of prompts, and then to waiting "
         "requests for which a slot is free. No request overtakes the first in line. To admit a "
         "request, take it out of the line, make it RUNNING, give it the lowest free slot, plan a "
         "Wipe of what the slot's last sequence used (0 in a new slot), and add it to the running "
-        "requests. `finish` undoes this. `_share` is how much of a request fits into a budget, "
-        "`_work` its entry in the plan.",
+        "requests. `finish` undoes this. `_chunk_size` is how much of a request fits into a "
+        "budget, `_work` its entry in the plan.",
         points=30,
         hints=(
             "Decodes and chunks are one list. Python's sort keeps the order of equals.",
             "A share is limited by what remains, by max_chunk and by the budget; without chunks it "
-            "is all or nothing. Logits are wanted when the last token is computed: for that token "
-            "and for each draft.",
+            "is all or nothing. Logits are wanted when the last token is computed.",
             "Count the step before anything else. free_slots is a heap. dirty counts the positions "
             "used in each slot: what writes it, and when?",
         ),
@@ -134,8 +137,8 @@ TASKS = (
         hints=(
             "The lesson's step 4 has the order. When does self.plan change, if moving memory may "
             "fail too?",
-            "Append the token before you call finish_reason, which looks at the newest. The "
-            "returned Token carries the reason.",
+            "finish_reason takes the new id and the request's row, whose output does not hold it "
+            "yet. The Token with the reason is appended to the output, and returned.",
             "A request may also end without a token, if its logits were not finite: look at the "
             "output of every Work in the plan.",
         ),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -17,8 +18,10 @@ from shared import charts
 
 from .records import SlotsRecord
 
+Fields = dict[str, Any]
+
 # Prefill is dark and hatched, decode light and plain: they differ in greyscale too.
-LOOKS: dict[str, dict[str, Any]] = {
+LOOKS: dict[str, Fields] = {
     "prefill": {"facecolor": charts.COLOURS[1], "hatch": charts.HATCHES[1], "edgecolor": "white"},
     "decode": {"facecolor": charts.COLOURS[4], "edgecolor": "none"},
 }
@@ -89,7 +92,7 @@ def draw(tenants: Sequence[Bar], steps: int, title: str, slots: int | None = Non
                 if pieces:
                     axes.broken_barh(pieces, (slot - 0.4, 0.8), linewidth=0, **look)
             outlines = [(bar.start, bar.end - bar.start) for bar in mine]
-            frame: dict[str, Any] = {"facecolor": "none", "edgecolor": charts.INK, "linewidth": 0.8}
+            frame: Fields = {"facecolor": "none", "edgecolor": charts.INK, "linewidth": 0.8}
             axes.broken_barh(outlines, (slot - 0.4, 0.8), **frame)
         axes.set_xlim(0, steps)
         axes.set_ylim(rows - 0.5, -0.5)
@@ -100,13 +103,13 @@ def draw(tenants: Sequence[Bar], steps: int, title: str, slots: int | None = Non
         axes.tick_params(axis="y", length=0)
         keys = [Patch(label=kind, linewidth=0, **look) for kind, look in LOOKS.items()]
         # A title may take the whole width above the axes, so the key is below them.
-        place: dict[str, Any] = {"loc": "outside lower right", "borderaxespad": 0.1}
+        place: Fields = {"loc": "outside lower right", "borderaxespad": 0.1}
         figure.legend(handles=keys, ncols=2, frameon=False, fontsize=9, **place)
         _label(figure, axes, tenants)
     return figure
 
 
-def _label(figure: Figure, axes: Any, tenants: Sequence[Bar]) -> None:
+def _label(figure: Figure, axes: Axes, tenants: Sequence[Bar]) -> None:
     """Write each request's id into the longest decode of its bar, if it fits; not over hatching."""
     figure.draw_without_rendering()  # lays the axes out, so that a step has a size in points
     box = axes.get_window_extent()
@@ -115,12 +118,7 @@ def _label(figure: Figure, axes: Any, tenants: Sequence[Bar]) -> None:
     height = box.height * points / abs(axes.get_ylim()[0] - axes.get_ylim()[1])
     if height * 0.8 < 10:
         return
-    style: dict[str, Any] = {
-        "ha": "center",
-        "va": "center_baseline",
-        "fontsize": 9,
-        "parse_math": False,
-    }
+    style: Fields = {"ha": "center", "va": "center_baseline", "fontsize": 9, "parse_math": False}
     for bar in tenants:
         plain = [(end - start, start, end) for kind, start, end in bar.pieces if kind == "decode"]
         if not plain:
@@ -132,7 +130,7 @@ def _label(figure: Figure, axes: Any, tenants: Sequence[Bar]) -> None:
                 break
 
 
-def perfetto(steps: Sequence[SlotsRecord]) -> dict[str, Any]:
+def perfetto(steps: Sequence[SlotsRecord]) -> Fields:
     """Chrome's trace event format, an object for json.dump; times in microseconds from step 0.
 
     A track for each slot, with a slice for each request and step; counters for the rows of a step
@@ -141,8 +139,8 @@ def perfetto(steps: Sequence[SlotsRecord]) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "traceEvents": list(_events(steps))}
 
 
-def _events(steps: Sequence[SlotsRecord]) -> Iterator[dict[str, Any]]:
-    def event(kind: str, name: str, tid: int = 0, **fields: Any) -> dict[str, Any]:
+def _events(steps: Sequence[SlotsRecord]) -> Iterator[Fields]:
+    def event(kind: str, name: str, tid: int = 0, **fields: object) -> Fields:
         return {"ph": kind, "name": name, "pid": 1, "tid": tid, **fields}
 
     yield event("M", "process_name", args={"name": "engine"})
@@ -158,7 +156,7 @@ def _events(steps: Sequence[SlotsRecord]) -> Iterator[dict[str, Any]]:
             yield event("C", counter, ts=start, args={counter: value})
         for used in step.slots:
             tokens = {"prefill_tokens": used.prefill_tokens, "decode_tokens": used.decode_tokens}
-            args: dict[str, Any] = {"step": number, **tokens}
+            args: Fields = {"step": number, **tokens}
             if used.finish_reason is not None:
                 args["finish_reason"] = used.finish_reason
             kind = "prefill" if used.prefill_tokens else "decode"

@@ -89,7 +89,7 @@ def make_parser() -> cli.Parser:
         "N equal prompts; needs a --temperature above 0",
     )
     group.add_argument(
-        "--sequences",
+        "--max-num-seqs",
         type=cli.whole_number(1, MOST_SEQUENCES),
         metavar="N",
         help="most answers generated at a time, if memory allows; "
@@ -104,7 +104,7 @@ def make_parser() -> cli.Parser:
         type=MEMORY,
         metavar="SIZE",
         help="memory for keys and values: 512MiB, 2GB, or 25%% for a share of the free memory; "
-        "default: enough for --sequences whole contexts, but at most half of the free memory, "
+        "default: enough for --max-num-seqs whole contexts, but at most half of the free memory, "
         f"and only {SHOWN} tokens for the built-in prompts",
     )
     group.add_argument(
@@ -139,9 +139,10 @@ def make_parser() -> cli.Parser:
         "never preempted",
     )
     group.add_argument(
-        "--no-prefix-cache",
-        action="store_true",
-        help="do not share the blocks of a common beginning, and keep none for later",
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="share the blocks of a common beginning, and keep them for later",
     )
     group.add_argument(
         "--sanitize",
@@ -204,7 +205,7 @@ def make_engine(
     from .engine import make
 
     config, dtype = loaded.config, loaded.dtype
-    sequences = options.sequences or (1 if alone else SEQUENCES)
+    sequences = options.max_num_seqs or (1 if alone else SEQUENCES)
     free = free_memory(loaded.device)
     if options.kv_memory is not None:
         memory = parse_memory(options.kv_memory, free)
@@ -221,7 +222,7 @@ def make_engine(
             swap_pool=swap,
             sanitize=options.sanitize,
             max_sequences=sequences,
-            prefix_caching=not options.no_prefix_cache,
+            prefix_caching=options.enable_prefix_caching,
             watermark=options.watermark,
             preemption=options.preemption,
             **live.scheduling(options, sequences),

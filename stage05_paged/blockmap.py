@@ -17,8 +17,10 @@ from rich.text import Text
 from .scheduler import Scheduler
 
 if TYPE_CHECKING:  # takes a second to load, and only the picture needs it
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Fields = dict[str, Any]
 FREE, CACHED, SHARED = -1, -2, -3
 MARKS = {FREE: ".", CACHED: "+", SHARED: "#"}
 LETTERS = string.ascii_lowercase + string.ascii_uppercase  # they suffice without colours
@@ -56,7 +58,7 @@ def blockmap(scheduler: Scheduler) -> list[int]:
     for block in pool.cached:
         states[block] = CACHED
     for request, table in scheduler.tables.items():
-        for block in table.held:
+        for block in table.blocks:
             states[block] = request.arrival if pool.references[block] == 1 else SHARED
     return states
 
@@ -165,7 +167,7 @@ def picture(frames: Sequence[Sequence[int]], title: str) -> Figure:
     from shared import charts
 
     # Only cached blocks are light grey, and only shared ones hatched: they differ in greyscale too.
-    looks: dict[int, dict[str, Any]] = {
+    looks: dict[int, Fields] = {
         SHARED: {"facecolor": "white", "hatch": charts.HATCHES[1], "edgecolor": charts.INK},
         CACHED: {"facecolor": charts.FAINT, "edgecolor": "none"},
     }
@@ -201,7 +203,7 @@ def picture(frames: Sequence[Sequence[int]], title: str) -> Figure:
         ]
         keys.append(Patch(label="free", facecolor="white", edgecolor=charts.INK, linewidth=0.5))
         # A title may take the whole width above the axes, so the key is below them.
-        place: dict[str, Any] = {"loc": "outside lower right", "borderaxespad": 0.1}
+        place: Fields = {"loc": "outside lower right", "borderaxespad": 0.1}
         figure.legend(handles=keys, ncols=4, frameon=False, fontsize=9, **place)
         _label(figure, axes, boxes)
     return figure
@@ -218,7 +220,7 @@ def _boxes(grid: np.ndarray) -> dict[int, list[Box]]:
     return boxes
 
 
-def _label(figure: Figure, axes: Any, boxes: dict[int, list[Box]]) -> None:
+def _label(figure: Figure, axes: Axes, boxes: dict[int, list[Box]]) -> None:
     """Write the sequence's letter or number into each rectangle that has room for it."""
     from shared import charts
 
@@ -229,7 +231,7 @@ def _label(figure: Figure, axes: Any, boxes: dict[int, list[Box]]) -> None:
     high = area.height * points / abs(axes.get_ylim()[1] - axes.get_ylim()[0])  # of a block
     if high < LETTER:
         return
-    style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": 9}
+    style: Fields = {"ha": "center", "va": "center_baseline", "fontsize": 9}
     lettered = max(boxes, default=0) < len(LETTERS)
     for state in filter(lambda state: state >= 0, boxes):
         sign = mark(state) if lettered else str(state + 1)

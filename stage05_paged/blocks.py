@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 
 from shared.errors import UserError
 
-NOWHERE = -1  # in a table: a block that was given back because no query sees it any more (stage 08)
-
 
 @dataclass(frozen=True)
 class Move:
@@ -51,7 +49,7 @@ class BlockPool:
         self.free = list(range(count - 1, -1, -1))  # a stack: last freed, first taken
         self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.digests: list[bytes | None] = [None] * count  # of each published block
-        self.found: dict[bytes, int] = {}  # digest -> block
+        self.by_digest: dict[bytes, int] = {}  # digest -> block
         self.shared = 0  # blocks that several tables hold
         self.evictions = 0
 
@@ -78,7 +76,7 @@ class BlockPool:
             block = self.free.pop()
         elif self.cached:
             block, _ = self.cached.popitem(last=False)
-            self.forget(block)
+            self.unpublish(block)
             self.evictions += 1
         else:
             raise RuntimeError(f"all {self.count} blocks are owned")
@@ -108,23 +106,23 @@ class BlockPool:
 
     def publish(self, block: int, digest: bytes) -> None:
         """Make `block`, full and owned, findable by `digest`, unless another block already is."""
-        if digest not in self.found and self.digests[block] is None:
-            self.digests[block], self.found[digest] = digest, block
+        if digest not in self.by_digest and self.digests[block] is None:
+            self.digests[block], self.by_digest[digest] = digest, block
 
     def match(self, digests: Iterable[bytes]) -> list[int]:
         """The blocks, owned or cached, of the longest known prefix of a chain of digests."""
         blocks = []
         for digest in digests:
-            if digest not in self.found:
+            if digest not in self.by_digest:
                 break
-            blocks.append(self.found[digest])
+            blocks.append(self.by_digest[digest])
         return blocks
 
-    def forget(self, block: int) -> None:
+    def unpublish(self, block: int) -> None:
         """Drop the digest of `block`, so that it no longer matches."""
         digest = self.digests[block]
         if digest is not None:
-            del self.found[digest]
+            del self.by_digest[digest]
             self.digests[block] = None
 
 
@@ -141,7 +139,6 @@ def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
 @dataclass
 class BlockTable:
     """The blocks of one sequence: position p is in blocks[p // block_size], at p % block_size.
-    Behind a sliding window, blocks are NOWHERE.
 
     digests: of its full blocks, as far as computed; they survive when the blocks are taken away.
     salt: its SHA-256 is the parent of the first digest. Sequences with different salts, such as
@@ -168,23 +165,8 @@ class BlockTable:
     def adopt(self, blocks: Iterable[int]) -> None:
         """Append blocks that matched or that another table holds, and share them."""
         for block in blocks:
-            if block != NOWHERE:
-                self.pool.share(block)
+            self.pool.share(block)
             self.blocks.append(block)
-
-    @property
-    def held(self) -> list[int]:
-        """The blocks, without those given back behind a window."""
-        return [block for block in self.blocks if block != NOWHERE]
-
-    def pass_by(self, count: int) -> None:
-        """Give back the first `count` blocks, which no query will see again. Their places in the
-        table stay, so that addresses remain valid."""
-        for index in range(count - 1, -1, -1):
-            if self.blocks[index] == NOWHERE:
-                break  # and all before it
-            self.pool.give_back(self.blocks[index])
-            self.blocks[index] = NOWHERE
 
     def replace(self, position: int) -> tuple[int, int]:
         """Copy-on-write: put a new block in place of the shared one at `position`.
@@ -205,26 +187,14 @@ class BlockTable:
             self.digests.append(chain(parent, tokens[first : first + size]))
         return self.digests
 
-    def shrink(self, tokens: int) -> None:
-        """Roll back: give back the blocks that `tokens` tokens do not need, the last first."""
-        while len(self.blocks) > self.pool.blocks_for(tokens):
-            self.pool.give_back(self.blocks.pop())
-
     def release(self, trusted: bool = True) -> None:
         """Give all blocks back, the last first; content that is not `trusted` no longer matches.
 
         The last first, because the end of a cached chain must be evicted before its beginning:
         without the beginning, no lookup reaches the end.
         """
-        held, found = self.held, self.pool.found
-        if not trusted:  # nor are those given back behind a window
-            passed = self.digests[: len(self.blocks) - len(held)]
-            again = [found[digest] for digest in passed if digest in found]
-            for block in again:
-                self.pool.share(block)
-            held = again + held
-        for block in reversed(held):
+        for block in reversed(self.blocks):
             if not trusted:
-                self.pool.forget(block)
+                self.pool.unpublish(block)
             self.pool.give_back(block)
         self.blocks.clear()

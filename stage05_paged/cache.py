@@ -11,16 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shared.config import ALL, Config
-from shared.windows import by_layer
+from shared.config import Config
 from stage03_batching.attention import masked_attention
 from stage04_continuous.cache import CALL, ordered
+from stage04_continuous.runner import Cache
 
-from .blocks import NOWHERE, Move
+from .blocks import Move
+from .planes import Allocate, Device, Planes, zeros
 
 Share = tuple[list[int], int, int]  # blocks, first position, number of tokens that a pass computes
 
@@ -29,11 +31,22 @@ Share = tuple[list[int], int, int]  # blocks, first position, number of tokens t
 TILE = 2**23
 
 
+class BlockCache(Cache, Protocol):
+    """What this stage's engine, sanitizer and later stages need of a cache in blocks."""
+
+    blocks: int
+    block_size: int
+    dtype: torch.dtype  # that it was asked to keep
+    memory: Planes
+
+
 class PagedCache:
     """Keys and values in `blocks` blocks: `kv` is (layers, 2, H, blocks, block_size, D), with the H
     heads of keys and values; `swapped` is the same for `swap_blocks` blocks in the CPU's memory.
+    `memory` is both, for those who move blocks and need not know what is in them.
 
     It knows neither requests nor owners of blocks: each pass names the blocks of its sequences.
+    `allocate` makes `kv`.
     """
 
     def __init__(
@@ -43,33 +56,26 @@ class PagedCache:
         block_size: int = 16,
         swap_blocks: int = 0,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        device: Device = "cpu",
+        allocate: Allocate = zeros,
     ) -> None:
-        self.blocks, self.block_size, self.windows = blocks, block_size, config.windows
+        self.blocks, self.block_size, self.dtype = blocks, block_size, dtype
         # Heads first: all blocks of one head are then a table of rows, which one operator gathers
         # in any order.
         heads, width = config.n_kv_head, config.head_dim
         shape = (config.n_layer, 2, heads, blocks, block_size, width)
-        self.kv = torch.zeros(shape, dtype=dtype, device=device)
+        self.kv = allocate(shape, dtype, device)
         self.swapped = torch.zeros((*shape[:3], swap_blocks, *shape[4:]), dtype=dtype)
+        self.memory = Planes([self.kv.movedim(3, 0)], [self.swapped.movedim(3, 0)])
 
     @property
     def bytes(self) -> int:
         """Memory taken, used or not, without the swap pool."""
-        return self.kv.nbytes
+        return self.blocks * self.memory.bytes_per_block
 
     def move(self, moves: Sequence[Move]) -> None:
         """Do `moves`, one after the other."""
-        do_moves(self.kv, self.swapped, 3, moves)
-
-    def read(self, blocks: Sequence[int]) -> Tensor:
-        """A copy of the content of `blocks`, (blocks, numbers of each): for checks."""
-        chosen = self.kv.index_select(3, torch.tensor(blocks, device=self.kv.device))
-        return chosen.movedim(3, 0).flatten(1)
-
-    def fill(self, blocks: Sequence[int], value: float) -> None:
-        """Overwrite `blocks` with one value: for checks."""
-        self.kv.index_fill_(3, torch.tensor(blocks, device=self.kv.device), value)
+        self.memory.move(moves)
 
     def extend(self, shares: Sequence[Share]) -> PagedAttention:
         """The attention of a pass whose tokens are those of `shares`, one share after the other.
@@ -77,7 +83,7 @@ class PagedCache:
         Raises ValueError for a share outside its blocks.
         """
         check_places(shares, self.block_size)
-        return by_layer(self.windows, lambda window: PagedAttention(self.kv, shares, window))
+        return PagedAttention(self.kv, shares)
 
 
 def check_places(shares: Sequence[Share], block_size: int) -> None:
@@ -87,16 +93,6 @@ def check_places(shares: Sequence[Share], block_size: int) -> None:
             raise ValueError(
                 f"no place for {count} tokens at {start} in {len(blocks)} blocks of {block_size}"
             )
-
-
-def do_moves(kv: Tensor, swapped: Tensor, axis: int, moves: Sequence[Move]) -> None:
-    """Do `moves`, one after the other. The blocks are along `axis` of `kv` and `swapped`."""
-    for move in moves:
-        target = (swapped if move.kind == "out" else kv).select(axis, move.target)
-        if move.kind == "wipe":
-            target.zero_()
-        else:
-            target.copy_((swapped if move.kind == "in" else kv).select(axis, move.source))
 
 
 @dataclass(frozen=True)
@@ -132,17 +128,14 @@ def runs(shares: Sequence[Share]) -> list[list[Share]]:
     return result
 
 
-def padded(shares: Sequence[Share], window: int) -> Tensor:
+def padded(shares: Sequence[Share]) -> Tensor:
     """The tables of `shares`, (sequences, width).
 
     A table shorter than the widest is padded with its own last block. A mask hides what is read
     there, but a NaN would come through, so the block must not be a neighbour's.
     """
     width = max(len(blocks) for blocks, _, _ in shares)
-    tables = torch.tensor([blocks + blocks[-1:] * (width - len(blocks)) for blocks, _, _ in shares])
-    if window < ALL:  # blocks behind a window are given back, and may be a neighbour's by now
-        tables = torch.where(tables == NOWHERE, tables[:, -1:], tables)
-    return tables
+    return torch.tensor([blocks + blocks[-1:] * (width - len(blocks)) for blocks, _, _ in shares])
 
 
 def addresses(tables: Tensor, shares: Sequence[Share], size: int) -> tuple[Tensor, Tensor]:
@@ -163,11 +156,11 @@ class PagedAttention:
     share (where to write, what to gather, what is visible) is worked out once per pass.
     """
 
-    def __init__(self, kv: Tensor, shares: Sequence[Share], window: int = ALL) -> None:
-        self.kv, self.window = kv, window
+    def __init__(self, kv: Tensor, shares: Sequence[Share]) -> None:
+        self.kv = kv
         self.order, ranked = ordered(shares, key=lambda share: (share[2], share[1]))
         size = kv.shape[4]
-        tables = padded(ranked, window)  # (sequences, width)
+        tables = padded(ranked)  # (sequences, width)
         slots, positions = addresses(tables, ranked, size)
         self.prompts: list[tuple[slice, int]] = []  # whole prompts: their rows and length
         self.tiles: list[Tile] = []
@@ -178,40 +171,46 @@ class PagedAttention:
         for run in runs(ranked):
             count = run[0][2]
             rows = slice(row, row + len(run) * count)
-            if run[0][1] == 0 and count <= window:
+            if run[0][1] == 0 and self.sees_all(count):
                 self.prompts.append((rows, count))
             else:
                 used = -(-(max(start for _, start, _ in run) + count) // size)
-                first = max(0, min(start for _, start, _ in run) - window + 1) // size
-                blocks = tables[sequence : sequence + len(run), first:used]
-                self._add_tiles(rows, count, blocks, positions[rows] - first * size)
+                blocks = tables[sequence : sequence + len(run), :used]
+                self.add_tiles(rows, count, blocks, positions[rows])
             row, sequence = rows.stop, sequence + len(run)
         self.slots, self.positions = slots.to(kv.device), positions.to(kv.device)
 
-    def _add_tiles(self, rows: slice, new: int, tables: Tensor, positions: Tensor) -> None:
+    def sees_all(self, tokens: int) -> bool:
+        """Whether each of the first `tokens` tokens of a sequence sees all before it."""
+        return True
+
+    def visible(self, columns: Tensor, positions: Tensor) -> Tensor:
+        """Which tokens at `columns` those at `positions` see; both broadcast to the result."""
+        return columns <= positions
+
+    def add_tiles(self, rows: slice, new: int, tables: Tensor, positions: Tensor) -> None:
         """Cut a run of B sequences with `tables` (B, W) into tiles of about TILE bytes: as many
         sequences with all their heads as fit, or one sequence with as many heads as fit. Positions
         count from the beginning of the tables."""
         _, _, heads, blocks, size, width = self.kv.shape
         columns = torch.arange(tables.shape[1] * size)
-        seen = columns <= positions.view(-1, 1, new, 1)  # (B, 1, T, W * block_size)
-        if len(columns) > self.window:
-            seen &= columns > positions.view(-1, 1, new, 1) - self.window
+        seen = self.visible(columns, positions.view(-1, 1, new, 1))  # (B, 1, T, W * block_size)
         lines = torch.arange(2 * heads).view(2, 1, heads, 1) * blocks + tables[:, None]
         # lines: (2, B, H, W)
         head_bytes = 2 * len(columns) * width * self.kv.itemsize  # of one sequence
-        some, part = max(1, TILE // (head_bytes * heads)), min(heads, max(1, TILE // head_bytes))
-        for first in range(0, len(tables), some):
-            here = slice(first, min(first + some, len(tables)))
-            mask = None if bool(seen[here].all()) else seen[here].to(self.kv.device)
-            packed = slice(rows.start + here.start * new, rows.start + here.stop * new)
-            for head in range(0, heads, part):
-                chosen = lines[:, here, head : head + part]  # (2, B, h, W)
+        sequences = max(1, TILE // (head_bytes * heads))  # of a tile
+        height = min(heads, max(1, TILE // head_bytes))  # its heads
+        for first in range(0, len(tables), sequences):
+            batch = slice(first, min(first + sequences, len(tables)))
+            mask = None if bool(seen[batch].all()) else seen[batch].to(self.kv.device)
+            packed = slice(rows.start + batch.start * new, rows.start + batch.stop * new)
+            for head in range(0, heads, height):
+                chosen = lines[:, batch, head : head + height]  # (2, B, h, W)
                 target = self.buffer[: chosen.numel() * size * width]
                 keys, values = target.view(*chosen.shape[:3], -1, width)  # (B, h, W * size, D)
                 gathers = chosen.flatten().to(self.kv.device), target.view(-1, size * width)
                 self.tiles.append(
-                    Tile(packed, slice(head, head + part), new, *gathers, keys, values, mask)
+                    Tile(packed, slice(head, head + height), new, *gathers, keys, values, mask)
                 )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -12,22 +12,29 @@ from typing import Any
 
 import torch
 
-from shared.config import ALL
-from stage04_continuous.engine import Engine, Sampled, draw
+from shared.config import Config
+from stage01_forward.families import family_of
+from stage01_forward.model import Model
+from stage04_continuous.engine import Engine, Sampled, sample_tokens
 from stage04_continuous.plan import Observer
 from stage04_continuous.records import STEPS_KEPT
-from stage04_continuous.runner import Runner
+from stage04_continuous.runner import AnyRunner, Runner
 
 from .blocks import BlockPool
-from .cache import PagedCache
+from .cache import BlockCache, PagedCache
 from .memory import SEQUENCES, default_memory, free_memory, make_pool, measure_cost
 from .records import Recorder
 from .sanitizer import Sanitizer
 from .scheduler import Scheduler
 
 
+def cache_type(config: Config) -> Callable[..., BlockCache]:
+    """Makes the cache for models of this shape, from PagedCache's arguments."""
+    return family_of(config).organs(config).get("make_cache", PagedCache)
+
+
 def make(
-    model: Any,
+    model: Model,
     contexts: int | None = None,
     *,
     pool: BlockPool | None = None,
@@ -38,22 +45,23 @@ def make(
     eos_ids: Sequence[int] | None = None,
     observers: Sequence[Observer] = (),
     steps_kept: int = STEPS_KEPT,
-    make_cache: Callable[..., Any] = PagedCache,
-    make_runner: Callable[..., Any] = Runner,
-    draw: Callable[..., list[Sampled]] = draw,
+    make_cache: Callable[..., BlockCache] | None = None,
+    make_runner: Callable[..., AnyRunner] = Runner,
+    sample_tokens: Callable[..., list[Sampled]] = sample_tokens,
     **options: Any,
-) -> Engine:
+) -> Engine[Scheduler]:
     """The engine with the blocks of `pool`; without a pool, with blocks for `contexts` whole
     contexts; with neither, with those of `default_memory` for SEQUENCES requests at a time.
 
     dtype: of the cache; None: the model's.
     sanitize: check after every step that no block is lost, shared by mistake or read after it was
         given back; slow.
-    make_cache, make_runner, draw: another stage's, with the arguments of PagedCache, Runner and
-        stage 04's `draw`.
+    make_cache, make_runner, sample_tokens: another stage's, with the arguments of PagedCache,
+        Runner and stage 04's function. make_cache None: that of the model's family, or PagedCache.
     options: those of Scheduler. Raises UserError for invalid settings.
     """
     config, dtype = model.config, model.dtype if dtype is None else dtype
+    make_scheduler = family_of(config).organs(config).get("make_scheduler", Scheduler)
     if pool is None and contexts is None:
         memory = default_memory(config, dtype, SEQUENCES, free_memory(model.device), block_size)
         pool = make_pool(memory, config, dtype, block_size)
@@ -61,13 +69,14 @@ def make(
     elif pool is None:
         pool = BlockPool(contexts * -(-config.n_positions // block_size), block_size)
     swap_blocks = swap_pool.count if swap_pool else 0
+    make_cache = cache_type(config) if make_cache is None else make_cache
     cache = make_cache(config, pool.count, pool.block_size, swap_blocks, dtype, model.device)
     runner = make_runner(model, cache)
     if swap_pool and options.get("preemption", "auto") == "auto" and "cheaper" not in options:
         options["cheaper"] = measure_cost(runner, pool, swap_pool, dtype).cheaper
-    widest = max(config.windows, default=ALL)
-    options = {"longest": config.n_positions, "window": widest, **options}
-    scheduler = Scheduler(pool, swap_pool=swap_pool, **options)
+    options = {"longest": config.n_positions, **options}
+    scheduler = make_scheduler(pool, swap_pool=swap_pool, **options)
     if sanitize:
-        observers = [*observers, Sanitizer(scheduler, cache)]
-    return Engine(runner, scheduler, eos_ids, Recorder(scheduler, steps_kept), observers, draw)
+        observers = [*observers, Sanitizer(scheduler, cache.memory)]
+    recorder = Recorder(scheduler, steps_kept)
+    return Engine(runner, scheduler, eos_ids, recorder, observers, sample_tokens)

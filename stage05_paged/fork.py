@@ -42,7 +42,7 @@ def fork(
         parent.output.prompt_ids, sampling, fork_id, parent.priority, parent.salt, parent
     )
     child.output.token_ids += answer
-    child.output.logprobs += parent.output.logprobs
+    child.output.tokens += parent.output.tokens
     return engine.add(child)
 
 
@@ -65,7 +65,7 @@ def add_samples(
         parent = requests[0] if requests else None
         requests.append(Request(prompt, options, name, salt=salt, parent=parent))
     for request in requests:
-        engine.check(request)
+        engine.check(request.prompt_ids, request.sampling)
         if request.id in engine.requests:
             raise UserError(
                 f"The engine already has a request '{request.id}': give each request its own id."
@@ -73,4 +73,4 @@ def add_samples(
     for name, count in Counter(name for name in names if name).items():
         if count > 1:
             raise UserError(f"Two samples have the id '{name}': give each its own id.")
-    return [engine.add(request) for request in requests]
+    return [engine.enqueue(request) for request in requests]

@@ -74,7 +74,7 @@ class Recorder:
         pool, sequences = self.scheduler.pool, []
         for work in plan.work:
             prefill, output = work.prefill_tokens, work.request.output
-            blocks = pool.blocks_for(work.start + work.count) - self.scheduler.behind(work.start)
+            blocks = pool.blocks_for(work.start + work.count)
             sequences.append(
                 SequenceRecord(
                     work.request.id, prefill, work.count - prefill, blocks, output.finish_reason

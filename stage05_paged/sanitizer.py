@@ -12,14 +12,13 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request, State
 
-from .blocks import NOWHERE, BlockPool, chain
-from .cache import PagedCache
+from .blocks import BlockPool, chain
+from .planes import POISON, Planes
 from .scheduler import Scheduler
 
 GROUP = 256  # blocks that are read together
@@ -30,14 +29,15 @@ class SanitizerError(AssertionError):
 
 
 class Sanitizer:
-    """An observer that checks one engine's scheduler and cache.
+    """An observer that checks one engine's scheduler and the memory of its cache.
 
     Free blocks are filled with NaN, so that a read of one shows. They must still hold NaN later, so
-    that a write to one shows too. The content of a block that can be found must not change.
+    that a write to one shows too. The content of a block that can be found must not change. What
+    the cache's planes are for, it does not know.
     """
 
-    def __init__(self, scheduler: Scheduler, cache: PagedCache) -> None:
-        self.scheduler, self.cache = scheduler, cache
+    def __init__(self, scheduler: Scheduler, memory: Planes) -> None:
+        self.scheduler, self.memory = scheduler, memory
         self.poisoned: set[int] = set()
         # block -> its digest, and a fingerprint of its content
         self.published: dict[int, tuple[bytes, bytes]] = {}
@@ -72,8 +72,6 @@ class Sanitizer:
                     None,
                     [work.request],
                 )
-            if NOWHERE in work.table[self.scheduler.behind(work.start) :]:
-                self._fail("a block in its window was given back", None, [work.request])
             for block in work.table[work.start // size : -(-end // size)]:
                 if block in writers:
                     self._fail("it has two writers", block, [writers[block], work.request])
@@ -86,7 +84,7 @@ class Sanitizer:
     def after(self, plan: Plan) -> None:
         """After the step: every rule of memory holds. Raises SanitizerError."""
         scheduler, pool = self.scheduler, self.scheduler.pool
-        tables = {request: table.held for request, table in scheduler.tables.items()}
+        tables = {request: table.blocks for request, table in scheduler.tables.items()}
         self._whole(pool, tables, "")
         if scheduler.swap_pool:
             self._whole(scheduler.swap_pool, scheduler.swapped, "swap ")
@@ -95,8 +93,8 @@ class Sanitizer:
                 self._fail("swapped out, but not waiting", None, [request])
         for request, table in scheduler.tables.items():
             running, blocks = request.state is State.RUNNING, table.blocks
-            if table.held and not running:
-                self._fail("held by a request that does not run", table.held[0], [request])
+            if blocks and not running:
+                self._fail("held by a request that does not run", blocks[0], [request])
             if running and request.computed > len(blocks) * pool.block_size:
                 self._fail(f"{request.computed} tokens in {len(blocks)} blocks", None, [request])
             self._names(request, blocks, request.computed)
@@ -126,7 +124,7 @@ class Sanitizer:
         if pool.shared != sum(count > 1 for count in pool.references):
             self._fail(f"{pool.shared} {kind}blocks are counted as shared", None)
         digests = {digest: block for block, digest in enumerate(pool.digests) if digest is not None}
-        if digests != pool.found:
+        if digests != pool.by_digest:
             self._fail(f"the {kind}blocks' digests and the blocks by digest differ", None)
         for block in pool.cached:
             if pool.digests[block] is None:
@@ -137,7 +135,7 @@ class Sanitizer:
         pool, digest = self.scheduler.pool, hashlib.sha256(request.salt).digest()
         for index, block in enumerate(blocks[: computed // pool.block_size]):
             digest = chain(digest, request.tokens(index * pool.block_size, pool.block_size))
-            if block != NOWHERE and pool.digests[block] not in (None, digest):
+            if pool.digests[block] not in (None, digest):
                 self._fail("found under tokens that it does not hold", block, [request])
 
     def _contents(self) -> None:
@@ -146,7 +144,7 @@ class Sanitizer:
         names = {block: digest for block, digest in enumerate(digests) if digest is not None}
         now: dict[int, tuple[bytes, bytes]] = {}
         for group, contents in self._read(list(names)):
-            rows = contents.view(torch.uint8).cpu().numpy()
+            rows = contents.cpu().numpy()
             for block, content in zip(group, rows, strict=True):
                 now[block] = names[block], hashlib.blake2b(content, digest_size=16).digest()
                 before = self.published.get(block, now[block])
@@ -158,19 +156,20 @@ class Sanitizer:
         """Fill newly free blocks with NaN; the other free blocks must still be full of it."""
         free = set(self.scheduler.pool.free)
         for group, contents in self._read(sorted(free & self.poisoned)):
-            for block, untouched in zip(group, contents.isnan().all(1).tolist(), strict=True):
+            clean = (contents == POISON).all(1).tolist()
+            for block, untouched in zip(group, clean, strict=True):
                 if not untouched:
                     self._fail("written while it is free", block)
         if new := sorted(free - self.poisoned):
-            self.cache.fill(new, torch.nan)
+            self.memory.poison(new)
         self.poisoned = free
 
     def _read(self, blocks: Sequence[int]) -> Iterator[tuple[Sequence[int], Tensor]]:
-        """The content of `blocks`, (blocks, numbers of each), a group at a time: otherwise
+        """The content of `blocks`, (blocks, bytes of each), a group at a time: otherwise
         a large pool would be in memory twice."""
         for first in range(0, len(blocks), GROUP):
             group = blocks[first : first + GROUP]
-            yield group, self.cache.read(group)
+            yield group, self.memory.read(group)
 
     def _fail(
         self, what: str, block: int | None, requests: Sequence[Request] | None = None

@@ -14,13 +14,12 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.config import ALL
 from shared.errors import UserError
 from stage04_continuous.plan import Plan, Work
 from stage04_continuous.request import Request, State
 from stage04_continuous.scheduler import POLICIES
 
-from .blocks import NOWHERE, BlockPool, BlockTable, Move
+from .blocks import BlockPool, BlockTable, Move
 
 PREEMPTIONS = ("auto", "recompute", "swap")
 
@@ -58,7 +57,6 @@ class Scheduler:
         "auto" does what `cheaper` returns for the number of computed tokens. Without room to swap,
         they are dropped.
     longest: most tokens that a sequence may have: the model's context.
-    window: most tokens that a query sees in any layer; blocks wholly behind it are given back.
     Raises UserError for settings that cannot work.
     """
 
@@ -77,7 +75,6 @@ class Scheduler:
         swap_pool: BlockPool | None = None,
         cheaper: Callable[[int], str] = lambda tokens: "recompute",
         longest: int = sys.maxsize,
-        window: int = ALL,
     ) -> None:
         if max_sequences < 1:
             raise UserError(f"There must be at least 1 sequence at a time, not {max_sequences}.")
@@ -115,7 +112,7 @@ class Scheduler:
         self.token_budget, self.policy, self.patience = token_budget, policy, patience
         self.chunked, self.max_chunk = chunked, token_budget if max_chunk is None else max_chunk
         self.prefix_caching, self.preemption = prefix_caching, preemption
-        self.cheaper, self.longest, self.window = cheaper, longest, window
+        self.cheaper, self.longest = cheaper, longest
         self.watermark = math.ceil(watermark * pool.count)  # in blocks
         self.tables: dict[Request, BlockTable] = {}  # of all requests that wait or run
         self.swapped: dict[Request, list[int]] = {}  # waiting requests -> blocks of the swap pool
@@ -129,27 +126,25 @@ class Scheduler:
     # ---- requests come and go -------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a new request. Raises UserError if it can never run.
+        """Queue a new request, which `check` has accepted.
 
         A request with a `parent` begins with the parent's tokens. It waits until the parent has
         computed them, and shares its blocks: several answers to a prompt, or a fork of an answer.
         """
-        self.check(request)
         request.move(State.WAITING)
         request.arrival, request.arrival_step = self._arrivals, self.step
         self._arrivals += 1
         self.tables[request] = BlockTable(self.pool, request.salt)
         self.waiting.append(request)
 
-    def check(self, request: Request) -> None:
-        """Raise UserError if `request` can never run, however long it waits."""
-        prompt = len(request.output.prompt_ids)
+    def check(self, prompt: int, answer: int) -> None:
+        """Raise UserError if a request for `answer` tokens after `prompt` tokens can never run,
+        however long it waits. Reads settings only."""
         if not self.chunked and prompt > self.token_budget:
             raise UserError(
                 f"The prompt has {prompt} tokens, but a step has room for {self.token_budget}: "
                 "allow chunks, or raise the budget."
             )
-        answer = request.sampling.max_tokens
         most = min(prompt + answer, self.longest) - 1  # an answer's last token is never computed
         needed, size = self.pool.blocks_for(most), self.pool.block_size
         if needed > self.pool.count:
@@ -181,21 +176,14 @@ class Scheduler:
             work.request.computed += work.count
             if self.prefix_caching:
                 self._publish(work)
-            if self.window < ALL:
-                certain = min(work.request.computed, work.request.verified)
-                self.tables[work.request].pass_by(self.behind(certain))
 
     def _publish(self, work: Work) -> None:
         table, size, request = self.tables[work.request], self.pool.block_size, work.request
-        end = min(work.start + work.count, request.verified)  # a draft may still be rejected
+        end = work.start + work.count
         digested = len(table.digests) * size
         table.digest(request.tokens(digested, max(0, end - digested)))
         for index in range(work.start // size, end // size):
             self.pool.publish(table.blocks[index], table.digests[index])
-
-    def behind(self, tokens: int) -> int:
-        """Number of blocks that neither a query after `tokens` tokens nor any later one sees."""
-        return max(0, tokens - self.window + 1) // self.pool.block_size
 
     @property
     def unfinished(self) -> int:
@@ -212,14 +200,14 @@ class Scheduler:
         preempted = self._make_room(plan)
         # Decoding requests first; otherwise in order of admission.
         for request in sorted(self.running, key=lambda request: not request.decoding):
-            if count := self._share(request, budget):
+            if count := self._chunk_size(request, budget):
                 plan.work.append(self._work(request, count))
                 budget -= count
         while len(self.running) < self.max_sequences and not preempted:
             first = self._next_waiting()
             if first is None or not budget or not self._admit(plan, first, budget):
                 break  # no request overtakes the first in line
-            count = self._share(first, budget)
+            count = self._chunk_size(first, budget)
             plan.work.append(self._work(first, count))
             budget -= count
         return plan
@@ -255,10 +243,8 @@ class Scheduler:
         else:
             blocks = self._lookup(request, known)
             computed = max(request.computed, len(blocks) * size)
-        behind = self.behind(computed)
-        blocks[:behind] = [NOWHERE] * behind
         copied = inherited and known % size > 0  # the next write would hit the parent's last block
-        unused = sum(self.pool.references[block] == 0 for block in blocks[behind:])  # until now
+        unused = sum(self.pool.references[block] == 0 for block in blocks)  # until now
         needed = self.pool.blocks_for(request.token_count) - len(blocks) + unused + copied
         if needed + (self.watermark if self.running else 0) > self.pool.available:
             return False
@@ -278,9 +264,7 @@ class Scheduler:
         self._grow(plan, request)
         if request in self.swapped:
             self.counts.swapped_in += 1
-        swapped = self.swapped.pop(request, [])  # its last blocks: none behind a window
-        first = self.pool.blocks_for(request.computed) - len(swapped)
-        for index, block in enumerate(swapped, first):
+        for index, block in enumerate(self.swapped.pop(request, ())):
             if index >= len(blocks):
                 plan.moves.append(Move("in", block, table.blocks[index]))
             self._swap_pool.give_back(block)
@@ -288,19 +272,17 @@ class Scheduler:
         return True
 
     def _parents_blocks(self, request: Request, known: int) -> list[int]:
-        """The parent's blocks with the first `known` tokens of `request`, if the parent runs,
-        has computed them, and still has the blocks that `request` will see."""
+        """The parent's blocks with the first `known` tokens of `request`, if the parent runs
+        and has computed them."""
         parent = request.parent
         if parent is None or parent.state is not State.RUNNING or parent.computed < known:
             return []
         if parent.tokens(0, known) != request.tokens(0, known):
             return []
-        blocks = self.tables[parent].blocks[: self.pool.blocks_for(known)]
-        return [] if NOWHERE in blocks[self.behind(known) :] else blocks
+        return self.tables[parent].blocks[: self.pool.blocks_for(known)]
 
     def _lookup(self, request: Request, known: int) -> list[int]:
-        """The cached blocks with the first tokens of `request`, at most `known` of them. The
-        chain must match from the first block on, even behind a window, where none are adopted."""
+        """The cached blocks with the first tokens of `request`, at most `known` of them."""
         if not self.prefix_caching:
             return []
         table, size = self.tables[request], self.pool.block_size
@@ -312,10 +294,10 @@ class Scheduler:
     def _preempt(self, plan: Plan, request: Request) -> None:
         """Take the blocks of a running request and make it wait again. It keeps its answer."""
         table = self.tables[request]
-        behind, used = self.behind(request.computed), self.pool.blocks_for(request.computed)
-        if self._swaps(request, used - behind):
-            blocks = [self._swap_pool.take() for _ in range(used - behind)]
-            pairs = zip(table.blocks[behind:], blocks, strict=False)
+        used = self.pool.blocks_for(request.computed)
+        if self._swaps(request, used):
+            blocks = [self._swap_pool.take() for _ in range(used)]
+            pairs = zip(table.blocks, blocks, strict=False)
             plan.moves += [Move("out", *pair) for pair in pairs]
             self.swapped[request] = blocks
             self.counts.swapped_out += 1
@@ -339,7 +321,7 @@ class Scheduler:
         assert self.swap_pool is not None
         return self.swap_pool
 
-    def _share(self, request: Request, budget: int) -> int:
+    def _chunk_size(self, request: Request, budget: int) -> int:
         """How many tokens of `request` fit into the remaining budget."""
         # Unchunked prompts fit the budget. After preemption, prompt and answer together may not.
         if self.chunked or request.token_count > self.token_budget:
@@ -347,7 +329,7 @@ class Scheduler:
         return request.remaining if request.remaining <= budget else 0
 
     def _work(self, request: Request, count: int) -> Work:
-        rows = 1 + len(request.drafts) if count == request.remaining else 0
+        rows = int(count == request.remaining)
         return Work(request, self.tables[request].blocks, request.computed, count, rows)
 
     def _rank(self, request: Request) -> tuple[int, int]:

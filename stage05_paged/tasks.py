@@ -53,8 +53,8 @@ TASKS = (
             "the last full block are left out.",
             "What is the parent of the first block? The SHA-256 of the salt, so that only requests "
             "with equal salts share.",
-            "pool.found maps a name to its block, and pool.digests maps back: keep both in step. "
-            "Looking up a name does not take the block.",
+            "pool.by_digest maps a name to its block, and pool.digests maps back: keep both in "
+            "step. Looking up a name does not take the block.",
         ),
         tests=(
             "tests/test_blocks.py::"
@@ -70,9 +70,8 @@ TASKS = (
         functions=("padded", "addresses"),
         title="addresses through a table",
         text="`padded` puts the tables of a step into one tensor. A table's own last block fills "
-        "the places that it lacks and those that are NOWHERE (given back behind a window, stage "
-        "08). `addresses` gives the slot and the position of each packed token; the slots of block "
-        "b begin at b * size.",
+        "the places that it lacks. `addresses` gives the slot and the position of each packed "
+        "token; the slots of block b begin at b * size.",
         points=10,
         hints=(
             "Which sequence does packed token i belong to, and what is its position there? A loop "
@@ -94,7 +93,7 @@ TASKS = (
         functions=("PagedAttention.attend",),
         title="attention with a gather",
         text="Write the keys and values of N packed tokens to their slots, and return the "
-        "attention of their queries. q and the result are (N, heads, D), k and v (N, H, D). Whole "
+        "attention of their queries: q, k, v and the result are (N, H, D). Whole "
         "prompts attend over the keys and values that were just computed. The others attend tile "
         "by tile, over what is gathered from the blocks into the tile's memory.",
         points=15,
@@ -104,12 +103,12 @@ TASKS = (
             "tile's `lines` index.",
             "torch.index_select copies rows in any order, and `out` is the target. tile.keys and "
             "tile.values are that same memory, as attention reads it.",
-            "Query heads may share a head of keys, q.shape[1] // k.shape[1] to each. A tile has "
-            "some heads of keys; which rows and heads of q attend to them?",
+            "A tile has some of the heads, and some of the rows. Which rows and heads of q attend "
+            "to them, and where do they go in the result?",
         ),
         tests=(
             "tests/test_cache.py::test_any_packing_is_explicit_attention_of_each_sequence",
-            "tests/test_cache.py::test_heads_share_keys_and_the_cache_has_a_dtype_of_its_own",
+            "tests/test_cache.py::test_the_cache_has_a_dtype_of_its_own",
         ),
     ),
     Task(
@@ -129,9 +128,8 @@ TASKS = (
         hints=(
             "self._rank is seniority: the lowest keeps its memory longest. A request that was "
             "preempted in this round must not grow in it.",
-            "Only computed blocks are worth swapping, and none behind a window (self.behind). Name "
-            "the table's blocks in the moves before you release it; the moves come before any "
-            "wipe.",
+            "Only computed blocks are worth swapping. Name the table's blocks in the moves before "
+            "you release it; the moves come before any wipe.",
             "Each way has its own counter. What must `computed` be after each, and where else is "
             "the request listed: self.swapped, self._preempted, self.running, self.waiting?",
         ),

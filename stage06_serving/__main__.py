@@ -12,13 +12,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from shared import cli
+from shared import cli, program
 from shared.config import Config
 from shared.errors import UserError
 from stage05_paged.memory import default_memory, free_memory, make_pool, parse_memory, size
@@ -27,7 +26,7 @@ from . import logs
 from .async_engine import EngineThread
 from .chat import ChatTemplate, load_template
 from .connection import Connection, Door, Listening, most_connections
-from .settings import AUTO, Settings, engines, parse
+from .settings import AUTO, Settings, parse
 from .status import AnyEngine, Status
 
 if TYPE_CHECKING:  # the settings are checked, and the port is taken, before these are imported
@@ -66,10 +65,18 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if engine := self.app.state.engine:
+            if engine.in_flight and self.grace:
+                log.warning(
+                    "Waiting up to %g s for %d sequences in flight: Ctrl-C again ends them at "
+                    "once.",
+                    *(self.grace, len(engine.in_flight)),
+                )
             await engine.drain(self.grace, lambda: self.force_exit)
         self.force_exit = False  # all answers have ended: let the application end in order
         asyncio.get_running_loop().call_later(CLOSE / 2, self._hang_up)
         await super().shutdown(sockets)
+        for handler in logging.root.handlers:  # a signal may end the process now
+            handler.flush()
 
     def _hang_up(self) -> None:
         """End streams that clients do not read to the end: uvicorn would log them as our errors."""
@@ -77,26 +84,8 @@ class Server(uvicorn.Server):
             connection.transport.abort()
 
 
-def choose(settings: Settings) -> str:
-    """The name of the engine for these settings. If not every machine can run an engine, its
-    stage's make.py has a function `why_not`. Raises UserError if the settings name an engine that
-    cannot run here."""
-    device = cli.choose_device(settings.device)
-    dtype = cli.choose_dtype(settings.dtype, device)
-    for name, stage in reversed(engines().items()):
-        made: Any = import_module(f"{stage}.make") if stage > "stage06" else None
-        if settings.engine in (name, AUTO) and hasattr(made, "why_not"):
-            why = made.why_not(dtype, device)
-            if not why:
-                return name
-            if settings.engine == name:
-                raise UserError(f"{why} Use --engine {AUTO} to get one that runs here.")
-            log.warning("%s Using another engine instead.", why)
-    return "paged" if settings.engine == AUTO else settings.engine
-
-
 def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.Loaded]:
-    """The model and its engine; `settings` then has the engine's name.
+    """The model and its engine; `settings` then has the engine's name, and what would be faster.
 
     maker: `load`, `make` and `serve` in place of `cli.load_model_from`, of the stage's `make` and
         of Paged, for an engine that a later stage sets up by options of its own.
@@ -105,25 +94,31 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
     """
     from stage01_forward import families
 
+    from .choice import PAGED, Choice, choose, faster
     from .engines import Paged
 
-    settings.engine = choose(settings)
-    if maker and settings.engine != "paged":
-        raise UserError("This server has an engine of its own: leave --engine out.")
-    stage = engines()[settings.engine]
+    if maker:
+        if settings.engine not in (AUTO, PAGED):
+            raise UserError("This server has an engine of its own: leave --engine out.")
+        chosen = Choice(PAGED, automatic=True)
+    else:
+        device = cli.choose_device(settings.device)
+        stored = None if settings.random_weights else settings.model
+        chosen = choose(settings.engine, cli.choose_dtype(settings.dtype, device, stored), device)
+    settings.engine, stage = chosen.name, chosen.stage
     if stage < "stage05" and (settings.sanitize or settings.swap_memory):
         raise UserError(
             "--sanitize and --swap-memory are for blocks, which the engine "
             f"'{settings.engine}' does not have: leave them out."
         )
-    made: Any = import_module(f"{stage}.make") if stage >= "stage05" else None
     options = argparse.Namespace(
         model=settings.model,
         random_weights=settings.random_weights,
+        max_model_len=settings.max_model_len,
         seed=0,
         device=settings.device,
         dtype=settings.dtype,
-        linear=getattr(made, "LINEAR", settings.linear),
+        linear=chosen.linear(settings.linear),
         threads=settings.threads or None,
     )
     loaded = (maker.load if maker else cli.load_model_from)(options, families)
@@ -132,28 +127,32 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
     if settings.kv_memory:
         memory = parse_memory(settings.kv_memory, free)
     else:
-        memory = default_memory(config, dtype, settings.max_sequences, free, block_size)
-    budget = settings.token_budget or max(BUDGET, settings.max_sequences)
+        memory = default_memory(config, dtype, settings.max_num_seqs, free, block_size)
+    budget = settings.max_num_batched_tokens or max(BUDGET, settings.max_num_seqs)
     if stage < "stage05":
         pool = make_pool(memory, config, dtype, config.n_positions)  # a block is a whole context
-        rows = min(settings.max_sequences, pool.count)
+        rows = min(settings.max_num_seqs, pool.count)
         return make_earlier(stage, settings, loaded, rows, budget), loaded
     swap_pool = None
     if settings.swap_memory:
         swap = parse_memory(settings.swap_memory, free_memory("cpu"))
         swap_pool = make_pool(swap, config, dtype, block_size)
-    engine = (maker or made).make(
-        loaded.model,
+    make = (
+        partial(maker.make, loaded.model)
+        if maker
+        else partial(chosen.make, loaded, settings.linear)
+    )
+    engine = make(
         pool=make_pool(memory, config, dtype, block_size),
         swap_pool=swap_pool,
         sanitize=settings.sanitize,
         steps_kept=RECORDS,
-        max_sequences=settings.max_sequences,
+        max_sequences=settings.max_num_seqs,
         token_budget=budget,
-        prefix_caching=settings.prefix_caching,
+        prefix_caching=settings.enable_prefix_caching,
         preemption=settings.preemption,
-        **getattr(made, "ALONE", {}),
     )
+    settings.engine, settings._faster = chosen.name, "" if maker else faster(chosen, loaded)
     return (maker.serve if maker else Paged)(engine), loaded
 
 
@@ -198,9 +197,10 @@ def plan(settings: Settings, status: Status, loaded: cli.Loaded, address: str) -
     key = ' -H "Authorization: Bearer $STAIRCASE_API_KEY"' if settings.keys else ""
     return (
         f"Staircase serves {name} at {address}\n"
-        f"  model   {loaded}\n"
-        f"  engine  {settings.engine}\n"
-        f"  memory  {memory} in {count} blocks of {status.block_size} tokens: {contexts} of "
+        f"  model   {config.name}, context of {config.n_positions:,} tokens\n"
+        f"  engine  {settings.engine}, {loaded.machine}\n"
+        + (f"  faster  {settings._faster}\n" if settings._faster else "")
+        + f"  memory  {memory} in {count} blocks of {status.block_size} tokens: {contexts} of "
         f"{config.n_positions}; at most {status.max_sequences} sequences at a time, "
         f"{settings.max_queue} more in the queue\n"
         f"  page    {address}/\n"
@@ -216,6 +216,9 @@ def main(argv: list[str] | None = None, maker: Any = None) -> int:
     template = load_template(settings.chat_template)
     # Before the model is loaded, which takes longer.
     with listen(settings.host, settings.port) as listening:
+        # Python's own handler would end the interpreter under a thread that computes, and abort.
+        # The server shuts down first, and then lets the signal end the process.
+        program.die_at_interrupt()
         serve(settings, template, listening, maker)
     return 0
 
@@ -237,6 +240,10 @@ def serve(
             "this one, without an API key: set one with --api-key-file, or listen on 127.0.0.1.",
             file=sys.stderr,
         )
+
+    print(
+        f"Loading {settings.model}; {address} answers 503 until then.", file=sys.stderr, flush=True
+    )
 
     def loaded() -> None:
         engine, model = made.result()

@@ -6,29 +6,33 @@ protocol.py describes their bodies, service.py does their work, and formats.py w
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import ValidationError
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shared.cli import Loaded
 from shared.errors import UserError
 
-from .async_engine import AsyncEngine, Broken, EngineDead, EngineThread, Overloaded, log
+from . import embeddings
+from .async_engine import AsyncEngine, Broken, EngineDead, EngineThread, Overloaded
 from .chat import ChatTemplate, OwnTemplate, own_template
-from .errors import ApiError, error_body, validation_message
+from .errors import NOT_AN_OBJECT, ApiError, error_body, failure, validation_message
 from .formats import Chat, Completion, Echo, Format, Generate, Offsets, Scores, completion_logprobs
-from .guard import Guard
+from .guard import Guard, loading
 from .live import Live
 from .metrics import Metrics
 from .protocol import (
@@ -39,17 +43,15 @@ from .protocol import (
     GenerateBody,
     TokenizeBody,
 )
-from .service import Answer, Choice, Service
+from .service import Answer, Choice, Service, due
 from .settings import Settings
-from .sse import DONE, EventStream, event
+from .sse import EventStream
 from .status import AnyEngine
+from .writer import Events, Stream, gone
 
 VERSION = "staircase stage06"
 PAGE = Path(__file__).with_name("page.html")
-LATE = (
-    "The request took longer than the server allows: ask for fewer tokens, or raise "
-    "--request-timeout."
-)
+GATHERED = 64  # tokens of a whole answer that are read at a time
 Result = TypeVar("Result")
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody}
@@ -57,32 +59,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }  # as in /openapi.json
 
 
-def failure(error: BaseException) -> ApiError:
-    """The answer for an error. An unexpected error is logged, and its text is not sent."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, UserError):
-        return ApiError(400, str(error))
-    if isinstance(error, Overloaded):
-        return ApiError(503, str(error), headers={"Retry-After": "1"})
-    if isinstance(error, EngineDead):
-        return ApiError(503, str(error), headers={"Retry-After": "5"})
-    if isinstance(error, Broken):
-        return ApiError(500, str(error))
-    if isinstance(error, TimeoutError):  # a retry would double the work
-        return ApiError(504, LATE, headers={"x-should-retry": "false"})
-    log.error("a request failed", exc_info=error)
-    return ApiError(500, "The server failed to answer this request: see its log for the reason.")
-
-
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """The result of `work`; if the client leaves, `work` is cancelled and ApiError raised."""
 
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.create_task(work), asyncio.create_task(gone())
+    working, leaving = asyncio.create_task(work), asyncio.create_task(gone(request.receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -100,32 +80,32 @@ class Api:
     def __init__(self, service: Service) -> None:
         self.service = service
 
-    async def generate(self, request: Request, body: GenerateBody) -> Response:
+    async def generate(self, request: Request, body: GenerateBody) -> ASGIApp:
         deadline = self._deadline()
         choices = await self.service.generate(body, request.scope["tenant"])
         made = Generate(choices, self.service.note(body.max_tokens, choices))
         return await self._respond(request, choices, made, bool(body.stream), deadline)
 
-    async def complete(self, request: Request, body: CompletionBody) -> Response:
+    async def complete(self, request: Request, body: CompletionBody) -> ASGIApp:
         service, deadline, streams = self.service, self._deadline(), bool(body.stream)
-        if body.max_tokens == 0 and body.echo:
-            scores = await self._scores(request, body, deadline)
-            return await self._respond(request, (), scores, streams, deadline)
         choices = await service.complete(body, request.scope["tenant"])
         echoes: dict[int, Echo] = {}
         if body.echo:
             n = body.n or 1
-            prompts = [choice.prompt_ids for choice in choices[::n]]
             try:
-                echoed = await self._echoes(request, prompts, body, deadline)
+                echoed = await self._echoes(request, choices[::n], body, deadline)
             except BaseException:
                 self._release(choices)
                 raise
             echoes = {choice.index: echoed[choice.index // n] for choice in choices}
+            if body.max_tokens == 0:
+                self._release(choices)
+                scores = Scores(body, echoed, choices, service.name)
+                return await self._respond(request, (), scores, streams, deadline)
         made = Completion(body, choices, service, echoes)
         return await self._respond(request, choices, made, streams, deadline)
 
-    async def chat(self, request: Request, body: ChatBody) -> Response:
+    async def chat(self, request: Request, body: ChatBody) -> ASGIApp:
         service, deadline = self.service, self._deadline()
         choices = await service.chat(body, request.scope["tenant"])
         made = Chat(body, choices, service)
@@ -142,85 +122,108 @@ class Api:
         made: Format,
         streams: bool,
         deadline: float,
-    ) -> Response:
+    ) -> ASGIApp:
         """Answer with `choices`, which the engine has, in the format `made`: as a stream or as one
         body, by `deadline` (event-loop time)."""
         if streams:
-            return EventStream(
-                self._events(choices, made, deadline), lambda: self._release(choices), deadline
-            )
+            events = Events(self.service, choices, made, self.service.stream_interval)
+            return Stream(events, lambda: self._release(choices), deadline)
 
         async def answer() -> Response:
-            answers = [Answer() for _ in choices]
-            async with aclosing(self.service.pieces(choices, deadline)) as pieces:
-                async for choice, piece in pieces:
-                    answers[choice.index].add(piece)
-            return JSONResponse(made.whole(answers))
+            async with asyncio.timeout_at(deadline):
+                return JSONResponse(made.whole(await self._answers(choices)))
 
         try:
             return await unless_gone(request, answer())
         finally:
             self._release(choices)
 
-    async def _events(
-        self, choices: Sequence[Choice], made: Format, deadline: float
-    ) -> AsyncIterator[str]:
-        try:
-            async with aclosing(self.service.pieces(choices, deadline)) as pieces:
-                async for choice, piece in pieces:
-                    for chunk in made.chunks(choice, piece):
-                        yield event(chunk)
-            for chunk in made.last():
-                yield event(chunk)
-        except Exception as error:  # the status is sent already: report the error in the stream
-            yield event(failure(error).body())
-        yield DONE
+    async def _answers(self, choices: Sequence[Choice]) -> list[Answer]:
+        """The whole answers. Raises Broken, EngineDead."""
+        answers, enough = [Answer() for _ in choices], asyncio.Event()
+
+        def news() -> None:
+            if due(choices, GATHERED):
+                enough.set()
+
+        for choice in choices:
+            choice.ticket.news = news
+        while True:
+            for choice, piece in self.service.pieces(choices):
+                answers[choice.index].add(piece)
+            if all(choice.ended for choice in choices):
+                return answers
+            enough.clear()
+            await enough.wait()
 
     def _release(self, choices: Sequence[Choice]) -> None:
         for choice in choices:
             self.service.engine.abort(choice.ticket)
 
     async def _echoes(
-        self, request: Request, prompts: Sequence[list[int]], body: CompletionBody, deadline: float
+        self, request: Request, choices: Sequence[Choice], body: CompletionBody, deadline: float
     ) -> list[Echo]:
-        """The text of `prompts` (ids), with log-probabilities if the body asks for them.
+        """The texts of the prompts, with log-probabilities if the body asks for them. choices: one
+        for each prompt.
 
-        Raises ApiError, TimeoutError.
+        Raises ApiError, Broken, EngineDead, TimeoutError.
         """
-        service, top = self.service, body.logprobs
-        tokenizer = service.loaded.tokenizer
+        engine, tokenizer = self.service.engine, self.service.loaded.tokenizer
         texts = [text if isinstance(text, str) else tokenizer.decode(text) for text in body.prompts]
-        if top is None:
+        if body.logprobs is None:
             return [(text, None) for text in texts]
-        if service.check_model(body.model):
-            message = (
-                "Only the model itself scores prompts: leave 'echo' or 'logprobs' out, or ask "
-                f"for '{service.name}'."
-            )
-            raise ApiError(400, message, "logprobs")
-        service.check_scores(sum(map(len, prompts)), top)
 
-        async def score() -> list[Echo]:
+        async def tables() -> list[Echo]:
             echoes: list[Echo] = []
-            for text, ids in zip(texts, prompts, strict=True):
-                scored = list(zip(ids, await service.score(ids, top), strict=True))
+            for text, choice in zip(texts, choices, strict=True):
+                scores = await engine.result(choice.ticket)
+                scored = list(zip(choice.prompt_ids, scores, strict=True))
                 # Thousands of texts: decoded off the event loop.
                 table = await asyncio.to_thread(completion_logprobs, tokenizer, scored, Offsets())
                 echoes.append((text, table))
             return echoes
 
         async with asyncio.timeout_at(deadline):
-            return await unless_gone(request, score())
+            return await unless_gone(request, tables())
 
-    async def _scores(self, request: Request, body: CompletionBody, deadline: float) -> Scores:
-        service = self.service
-        service.check_model(body.model)
-        prompts = await service.all_prompt_ids(body.prompts)
-        for ids in prompts:
-            service.check_ids(ids, "prompt")
-        with service.engine.place(len(prompts)):
-            echoes = await self._echoes(request, prompts, body, deadline)
-        return Scores(body, echoes, sum(map(len, prompts)), service.name)
+
+Endpoint = Callable[[Request, Any], Awaitable[ASGIApp]]
+
+
+class Direct:
+    """Calls the endpoints that generate, past FastAPI, whose way to them takes longer than their
+    own work. FastAPI knows them too, for /openapi.json. endpoints: by path, with their bodies."""
+
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, tuple[Any, Endpoint]]) -> None:
+        self.app, self.endpoints = app, endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self.endpoints.get(scope.get("path", ""))
+        if endpoint is None or scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        kind, answer = endpoint
+        request = Request(scope, receive)
+        try:
+            response = await answer(request, parse(kind, await request.body()))
+        except Exception as error:
+            response = error_response(error)
+        await response(scope, receive, send)
+
+
+def parse(kind: Any, data: bytes) -> Any:
+    """The body of a request. Raises ApiError."""
+    try:
+        return kind.model_validate(json.loads(data))
+    except ValidationError as error:
+        raise ApiError(400, *validation_message(error.errors())) from None
+    except (ValueError, RecursionError):
+        raise ApiError(400, NOT_AN_OBJECT) from None
+
+
+def error_response(error: Exception) -> Response:
+    answer = failure(error)
+    return JSONResponse(answer.body(), answer.status, answer.headers)
 
 
 def answer_errors(app: FastAPI) -> None:
@@ -228,7 +231,8 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        message, field = validation_message(list(error.errors()))
+        details = [{**detail, "loc": detail["loc"][1:]} for detail in error.errors()]  # no "body"
+        message, field = validation_message(details)
         return JSONResponse(error_body(400, message, field), 400)
 
     @app.exception_handler(HTTPException)
@@ -240,8 +244,7 @@ def answer_errors(app: FastAPI) -> None:
         return JSONResponse(body, error.status_code, error.headers)
 
     async def failed(request: Request, error: Exception) -> Response:
-        answer = failure(error)
-        return JSONResponse(answer.body(), answer.status, answer.headers)
+        return error_response(error)
 
     for kind in (ApiError, UserError, Overloaded, EngineDead, Broken, TimeoutError, Exception):
         app.add_exception_handler(kind, failed)
@@ -262,7 +265,11 @@ def create_app(
         name = settings.served_model_name or loaded.config.name
         running = AsyncEngine(engine, settings.max_queue, thread)
         own = own_template(loaded) if settings.chat_template == "auto" else None
-        state.service = Service(running, loaded, name, own or template, settings.request_timeout)
+        state.service = Service(
+            *(running, loaded, name, own or template),
+            timeout=settings.request_timeout,
+            stream_interval=settings.stream_interval,
+        )
         state.api = Api(state.service)
         state.metrics = Metrics(running, name, statuses)
         state.live = Live(running)
@@ -291,6 +298,8 @@ def create_app(
     )
     state: Any = app.state
     state.engine, state.statuses = None, statuses
+    direct: dict[str, tuple[Any, Endpoint]] = {}
+    app.add_middleware(Direct, endpoints=direct)  # inside of the guard
     app.add_middleware(
         Guard, keys=settings.keys, hosts=settings.hosts, statuses=statuses, state=state
     )
@@ -298,16 +307,23 @@ def create_app(
     answer_errors(app)
 
     @app.post("/generate", response_model=None)
-    async def generate(request: Request, body: GenerateBody) -> Response:
+    async def generate(request: Request, body: GenerateBody) -> ASGIApp:
         return await state.api.generate(request, body)
 
     @app.post("/v1/completions", response_model=None)
-    async def completions(request: Request, body: CompletionBody) -> Response:
+    async def completions(request: Request, body: CompletionBody) -> ASGIApp:
         return await state.api.complete(request, body)
 
     @app.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(request: Request, body: ChatBody) -> Response:
+    async def chat_completions(request: Request, body: ChatBody) -> ASGIApp:
         return await state.api.chat(request, body)
+
+    direct |= {
+        "/generate": (GenerateBody, generate),
+        "/v1/completions": (CompletionBody, completions),
+        "/v1/chat/completions": (ChatBody, chat_completions),
+    }
+    embeddings.add(app, state, unless_gone)
 
     def card(name: str) -> dict[str, Any]:
         service: Service = state.service
@@ -324,8 +340,8 @@ def create_app(
         state.service.check_model(model_id)
         return card(model_id)
 
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+    @app.post("/tokenize", response_model=None)
+    async def tokenize(body: TokenizeBody) -> Response:
         service: Service = state.service
         service.check_model(body.model)
         if body.messages is not None:
@@ -335,7 +351,8 @@ def create_app(
         answer = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
         if body.return_token_strs:
             answer["token_strs"] = await service.token_texts(tokens)
-        return answer
+        # A million ids: `json` and FastAPI take 200 ms for them, and keep them until all is sent.
+        return Response(to_json(answer), media_type="application/json")
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
@@ -347,9 +364,10 @@ def create_app(
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        """Whether the process works: if not, only a restart helps."""
+        """Whether requests can be answered. If not once the model is loaded, only a restart
+        helps."""
         if state.engine is None:
-            return {"status": "loading"}
+            raise loading()
         if not state.engine.alive:
             raise ApiError(503, "The engine has stopped: restart the server.")
         return {"status": state.engine.health}
@@ -357,15 +375,18 @@ def create_app(
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> dict[str, Any]:
-        """Whether requests are accepted."""
+        """Whether requests are accepted, and how many wait: a router counts them."""
         now = await health()
         if now["status"] != "ok":
             raise ApiError(503, f"The server is {now['status']}.", headers={"Retry-After": "1"})
-        return now
+        engine = state.engine
+        return now | {"waiting": max(0, len(engine.in_flight) - len(engine.status.running))}
 
     @app.head("/version", include_in_schema=False)
     @app.get("/version")
     async def versions() -> dict[str, str]:
+        import torch  # the router uses this module without it
+
         return {"version": VERSION, "torch": torch.__version__}
 
     @app.get("/metrics", response_model=None)

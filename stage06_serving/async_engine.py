@@ -15,7 +15,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,12 +27,12 @@ from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 from stage05_paged.records import BlocksRecord
 
+from .scoring import PromptRequest
 from .status import AnyEngine, Status
 
 BROKEN = "The engine failed in a step of this request: send the request again."
 DEAD = "The engine has stopped after repeated failures: restart the server, and read its log."
 CLOSING = "The server is shutting down: send the request again later, or to another server."
-LOST = "The engine lost this request's keys and values and is restarting: send the request again."
 FAILURES = 3  # failed steps in a row before the engine is given up
 STUCK = 5.0  # seconds: a step that takes longer ends with the process
 DRAIN = 0.05  # seconds between two checks of what is in flight, while the server shuts down
@@ -50,11 +50,15 @@ class TooMany(UserError):
 
 
 class EngineDead(Exception):
-    """The engine has stopped for good, is about to stop, or must start again."""
+    """The engine has stopped for good, or is about to stop."""
 
 
 class Broken(Exception):
     """A sequence ended through a failure that was not its own."""
+
+
+def _no_reader() -> None:
+    """The `news` of a ticket that is not read yet."""
 
 
 @dataclass(eq=False)
@@ -63,19 +67,21 @@ class Ticket:
     `time.perf_counter()`.
 
     `fresh` holds the unread tokens. A slow reader gets more of them at a time and delays no other
-    request; they never exceed the answer's `max_tokens`.
+    request; they never exceed the answer's `max_tokens`. Their reader sets `news`.
     """
 
     id: str
     prompt_tokens: int
     sampling: SamplingParams
     arrived: float
-    news: asyncio.Event  # set when there is something to read; the tickets of a request share it
+    # Called when there is something to read; once for all tickets that share it.
+    news: Callable[[], object] = _no_reader
     fresh: list[Token] = field(default_factory=list)
     generated: int = 0  # tokens
     ended: bool = False  # the engine has released it
     reason: str | None = None  # "stop", "length", "abort" or "error"
     error: str | None = None  # the failure that ended it
+    result: asyncio.Future[Any] | None = None  # of a PromptRequest
     scheduled: float | None = None  # start of its first step
     first_token: float | None = None
     last_token: float | None = None
@@ -88,6 +94,12 @@ class Step:
     record: BlocksRecord | None = None  # None: there was no forward pass
     tokens: Sequence[tuple[str, Token]] = ()
     ended: Sequence[tuple[str, str, str | None]] = ()  # id, finish reason, error if there was one
+
+
+def failure(ticket: Ticket) -> Exception:
+    """The error for the readers of a ticket that has ended with one."""
+    dead = ticket.error in (CLOSING, DEAD)
+    return (EngineDead if dead else Broken)(ticket.error or BROKEN)
 
 
 @dataclass(frozen=True)
@@ -153,9 +165,8 @@ class AsyncEngine:
         self._thread = EngineThread() if thread is None else thread
         self._running: Future[Any] | None = None
         self._loop = asyncio.get_running_loop()
-        self._held = 0  # places taken by `place`
-        self._calls: set[asyncio.Future[Any]] = set()  # of `call`, not answered yet
         self._named = 0
+        self._news: dict[Callable[[], object], None] = {}  # of tickets with something to read
         self._requests: dict[str, Request] = {}  # the thread's: all with an unreported end
 
     # ---- on the event loop ----------------------------------------------------------------------
@@ -186,39 +197,44 @@ class AsyncEngine:
         prompts: Sequence[Sequence[int]],
         sampling: Sequence[SamplingParams],
         salt: bytes = b"",
+        wants: Callable[..., PromptRequest] | None = None,
     ) -> list[list[Ticket]]:
         """Accept `prompts`, each with one sample per `sampling`. Returns a list of tickets per
         prompt.
 
+        wants: makes the first request of each prompt, whose result `result` waits for.
         All or none are accepted. Raises UserError for a request that can never be answered,
         Overloaded without room for all of them, EngineDead.
         """
         self._need_life()
+        if wants is not None and not self._engine.takes_prompt_requests:
+            raise UserError(
+                "This engine cannot score or embed a prompt: leave 'echo' or 'logprobs' out, or "
+                "start the server with --engine paged."
+            )
         for prompt in prompts:
             for params in sampling:
-                self._engine.check(Request(prompt, params))
+                self._engine.check(prompt, params)
         self._need_room(len(prompts) * len(sampling))
-        news = asyncio.Event()
-        groups = [[self._ticket(prompt, params, news) for params in sampling] for prompt in prompts]
+        groups = [[self._ticket(prompt, params) for params in sampling] for prompt in prompts]
         for prompt, group in zip(prompts, groups, strict=True):
             self.in_flight |= {ticket.id: ticket for ticket in group}
-            ids = [ticket.id for ticket in group]
-            self._command(partial(self._add, prompt, sampling, salt, ids))
+            if wants is not None:
+                group[0].result = self._loop.create_future()
+            self._command(partial(self._add, prompt, sampling, salt, wants, group))
         return groups
 
-    @contextlib.contextmanager
-    def place(self, count: int) -> Iterator[None]:
-        """Hold the places of `count` sequences, for a `call` that takes as much work.
+    @property
+    def embeds(self) -> bool:
+        return self._engine.embeds
 
-        Raises as `submit` does.
-        """
-        self._need_life()
-        self._need_room(count)
-        self._held += count
-        try:
-            yield
-        finally:
-            self._held -= count
+    async def result(self, ticket: Ticket) -> Any:
+        """What the request wanted of its prompt, once it is computed. Raises Broken, EngineDead."""
+        assert ticket.result is not None
+        await asyncio.wait([ticket.result])
+        if ticket.result.cancelled():
+            raise failure(ticket)
+        return ticket.result.result()
 
     def _need_life(self) -> None:
         if not self.alive or self.draining:
@@ -230,7 +246,7 @@ class AsyncEngine:
                 f"The request has {count} sequences, and the server accepts at most "
                 f"{self.capacity}: ask for fewer at a time."
             )
-        taken = len(self.in_flight) + self._held
+        taken = len(self.in_flight)
         if taken + count > self.capacity:
             self.rejected += 1
             raise Overloaded(
@@ -238,29 +254,13 @@ class AsyncEngine:
                 f"request needs {count} more: try again in a moment."
             )
 
-    async def tokens(
-        self, tickets: Sequence[Ticket], deadline: float | None = None
-    ) -> AsyncGenerator[tuple[Ticket, list[Token]], None]:
-        """The tokens of `tickets` of one `submit`, as they arrive, until all sequences have ended.
-
-        deadline: event-loop time. Raises Broken, EngineDead, TimeoutError.
-        """
-        unfinished = list(tickets)
-        while unfinished:
-            if not any(ticket.fresh or ticket.ended for ticket in unfinished):
-                news = unfinished[0].news
-                news.clear()
-                async with asyncio.timeout_at(deadline):
-                    await news.wait()
-            for ticket in list(unfinished):
-                tokens, ticket.fresh, ended = ticket.fresh, [], ticket.ended
-                if tokens:
-                    yield ticket, tokens
-                if ended:
-                    unfinished.remove(ticket)
-                    if ticket.reason == "error":
-                        dead = ticket.error in (CLOSING, DEAD, LOST)
-                        raise (EngineDead if dead else Broken)(ticket.error)
+    def read(self, ticket: Ticket) -> list[Token]:
+        """Take the unread tokens of `ticket`. Raises Broken or EngineDead if there are none and a
+        failure has ended it."""
+        tokens, ticket.fresh = ticket.fresh, []
+        if not tokens and ticket.reason == "error":
+            raise failure(ticket)
+        return tokens
 
     def abort(self, ticket: Ticket, reason: str = "abort") -> None:
         """End a sequence, waiting or running, before the engine's next step. Does nothing if it
@@ -275,11 +275,9 @@ class AsyncEngine:
         if not self.alive:
             raise EngineDead(DEAD)
         future = self._loop.create_future()
-        self._calls.add(future)
-        future.add_done_callback(self._calls.discard)
 
         def settle(result: Any, error: Exception | None) -> None:
-            if future.done():  # the caller has left, or `drain` has answered
+            if future.done():  # the caller has left
                 return
             if error is None:
                 future.set_result(result)
@@ -297,14 +295,11 @@ class AsyncEngine:
         with an error; at once if `hurry` returns true."""
         self.draining = True
         end = self._loop.time() + grace
-        while (self.in_flight or self._held) and not hurry() and self._loop.time() < end:
+        while self.in_flight and not hurry() and self._loop.time() < end:
             await asyncio.sleep(min(DRAIN, end - self._loop.time()))
         for name in self.in_flight:
             self._command(partial(self._abort, name))
         self._deliver(Step(ended=[(name, "error", CLOSING) for name in self.in_flight]))
-        for future in self._calls:
-            if not future.done():
-                future.set_exception(EngineDead(CLOSING))
 
     async def stop(self) -> None:
         """Let the thread end after its step; wait for it, but not longer than STUCK seconds."""
@@ -312,25 +307,23 @@ class AsyncEngine:
         if self._running is not None:
             await asyncio.wait([asyncio.wrap_future(self._running)], timeout=STUCK)
 
-    def _ticket(
-        self, prompt: Sequence[int], sampling: SamplingParams, news: asyncio.Event
-    ) -> Ticket:
+    def _ticket(self, prompt: Sequence[int], sampling: SamplingParams) -> Ticket:
         self._named += 1
-        name = f"sequence-{self._named}"
-        return Ticket(name, len(prompt), sampling, time.perf_counter(), news)
+        return Ticket(f"sequence-{self._named}", len(prompt), sampling, time.perf_counter())
 
     def _command(self, do: Callable[[], Any]) -> None:
         self._commands.put(_Command(do, _ignore))
 
     def _deliver(self, step: Step) -> None:
-        """Hand the tokens and ends of a step to their tickets, and the step to the listeners."""
+        """Hand the tokens and ends of a step to their tickets, and the step to the listeners; have
+        the readers called."""
         now = time.perf_counter()
-        spoke: dict[Ticket, None] = {}
+        emitted: dict[Ticket, None] = {}
         for name, token in step.tokens:
             if ticket := self.in_flight.get(name):
                 ticket.fresh.append(token)
                 ticket.generated += 1
-                spoke[ticket] = None
+                emitted[ticket] = None
         ended = [self.in_flight[name] for name, *_ in step.ended if name in self.in_flight]
         if step.record is not None:
             for sequence in step.record.sequences:
@@ -341,15 +334,25 @@ class AsyncEngine:
             if ticket := self.in_flight.get(name):
                 self._end(ticket, reason, error)
         for listener in self.listeners:  # before these tokens' times replace the last ones
-            listener(step, list(spoke), ended)
-        for ticket in spoke:
+            listener(step, list(emitted), ended)
+        for ticket in emitted:
             ticket.first_token = ticket.first_token or now
             ticket.last_token = now
-            ticket.news.set()
+        if not self._news:  # after all steps that wait in this turn of the loop
+            self._loop.call_soon(self._announce)
+        self._news |= dict.fromkeys(ticket.news for ticket in (*emitted, *ended))
+
+    def _announce(self) -> None:
+        """Call the readers. If the loop is slower than the engine, they get several steps' tokens
+        at a time, and so catch up."""
+        readers, self._news = self._news, {}
+        for news in readers:
+            news()
 
     def _end(self, ticket: Ticket, reason: str, error: str | None) -> None:
         ticket.ended, ticket.reason, ticket.error = True, ticket.reason or reason, error
-        ticket.news.set()
+        if ticket.result is not None:
+            ticket.result.cancel()  # unless they are there
         self.in_flight.pop(ticket.id, None)
 
     def _die(self) -> None:
@@ -419,28 +422,42 @@ class AsyncEngine:
         ]
 
     def _enter(self, request: Request) -> None:
-        self._requests[request.id] = self._engine.add(request)
+        self._requests[request.id] = self._engine.enqueue(request)
 
     def _add(
         self,
         prompt: Sequence[int],
         sampling: Sequence[SamplingParams],
         salt: bytes,
-        ids: Sequence[str],
+        wants: Callable[..., PromptRequest] | None,
+        group: Sequence[Ticket],
     ) -> None:
-        """Queue the samples of one prompt; all but the first share its blocks."""
+        """Queue the samples of one prompt; all but the first share its blocks, and its result."""
         first: Request | None = None
+        if wants is not None:
+            salt = group[0].id.encode() + b"\0" + salt  # a salt of its own
         try:
-            for name, params in zip(ids, sampling, strict=True):
-                request = Request(prompt, params, name, salt=salt, parent=first)
+            for ticket, params in zip(group, sampling, strict=True):
+                if first is not None or wants is None:
+                    request = Request(prompt, params, ticket.id, salt=salt, parent=first)
+                else:
+                    done = partial(self._have, ticket)
+                    request = wants(prompt, params, ticket.id, salt=salt, done=done)
                 self._enter(request)
                 first = first or request
         except Exception:  # a defect, since `submit` has checked; its readers must not wait
-            step = Step(ended=[(name, "error", BROKEN) for name in ids])
+            step = Step(ended=[(ticket.id, "error", BROKEN) for ticket in group])
             self._loop.call_soon_threadsafe(self._deliver, step)
-            for name in ids:
-                self._abort(name)
+            for ticket in group:
+                self._abort(ticket.id)
             raise
+
+    def _have(self, ticket: Ticket, result: Any) -> None:
+        def settle() -> None:
+            if ticket.result is not None and not ticket.result.done():
+                ticket.result.set_result(result)
+
+        self._loop.call_soon_threadsafe(settle)
 
     def _abort(self, name: str) -> None:
         """End a request, if it has not ended, before the next step."""

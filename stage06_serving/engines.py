@@ -9,7 +9,6 @@ takes some requests and runs them to the end.
 from __future__ import annotations
 
 import contextlib
-import copy
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +19,10 @@ from shared.config import Config
 from shared.errors import UserError
 from shared.peers import TransformersSequence
 from shared.records import StepRecord
-from stage01_forward.fast_sampling import sample
 from stage01_forward.generation import NOT_FINITE, Output, Token, check_request, finish_reason
 from stage01_forward.model import GPT2
-from stage01_forward.scoring import prompt_logprobs
+from stage01_forward.params import SamplingParams
+from stage01_forward.sampling import sample
 from stage02_kv_cache.engine import Engine as CacheEngine
 from stage03_batching.engine import Engine as StaticEngine
 from stage04_continuous.engine import Engine
@@ -33,6 +32,7 @@ from stage04_continuous.request import Request, State
 from stage05_paged.blockmap import FREE, blockmap
 from stage05_paged.records import BlocksRecord, SequenceRecord
 
+from .scoring import PromptRunner
 from .status import Status
 
 
@@ -40,7 +40,7 @@ class Stepping:
     """An engine that has `add`, `abort` and `step`. `status` is its state before any step."""
 
     steps: deque[BlocksRecord]
-    score = staticmethod(prompt_logprobs)
+    takes_prompt_requests = True
 
     @property
     def health(self) -> str:
@@ -52,16 +52,19 @@ class Stepping:
 
     def __init__(self, engine: Engine, status: Status) -> None:
         self.engine, self.status, self.requests = engine, status, engine.requests
-        # For `check` on any thread: a scheduler without requests, which never schedules.
-        self._config, self._idle = engine.config, copy.deepcopy(engine.scheduler)
-        engine.observers.append(self)
+        self.embeds = hasattr(engine.runner, "hidden")
+        engine.runner = prompts = PromptRunner(engine.runner)
+        engine.observers += [prompts, self]
 
-    def check(self, request: Request) -> None:
-        check_request(request.output.prompt_ids, request.sampling, self._config)
-        self._idle.check(request)
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        self.engine.check(prompt, params)
 
     def add(self, request: Request) -> Request:
-        self.engine.add(request)
+        self.check(request.prompt_ids, request.sampling)
+        return self.enqueue(request)
+
+    def enqueue(self, request: Request) -> Request:
+        self.engine.enqueue(request)
         self._report()
         return request
 
@@ -186,7 +189,8 @@ class OneByOne:
     """Stage 02's engine: one request after the other, with a KV cache."""
 
     def __init__(self, model: GPT2) -> None:
-        self.engine, self.config = CacheEngine(model), model.config
+        self.engine = CacheEngine(model)
+        self.config = self.engine.config
 
     def start(self, requests: Sequence[Request]) -> Iterator[tuple[int, Token]]:
         (request,) = requests
@@ -202,7 +206,8 @@ class Static:
     """Stage 03's engine: a batch, padded to its longest prompt, until its last row has ended."""
 
     def __init__(self, model: GPT2, rows: int) -> None:
-        self.engine, self.config = StaticEngine(model, max_batch=rows), model.config
+        self.engine = StaticEngine(model, max_batch=rows)
+        self.config = self.engine.config
 
     def start(self, requests: Sequence[Request]) -> Iterator[tuple[int, Token]]:
         # The engine gets outputs of its own: an aborted request's row still runs to its end.
@@ -223,22 +228,18 @@ class Transformers:
 
     def start(self, requests: Sequence[Request]) -> Iterator[tuple[int, Token]]:
         (request,) = requests
-        prompt, params, eos_ids = request.output.prompt_ids, request.sampling, self.config.eos_ids
-        output_ids: list[int] = []
+        prompt, row, eos_ids = request.output.prompt_ids, request.row, self.config.eos_ids
         sequence, fresh, reason = TransformersSequence(self.model), prompt, None
         while reason is None:
             started = time.perf_counter()
             logits = sequence.feed(fresh)[None]  # (1, V)
-            ids, logprobs = sample(
-                logits, [params], [(prompt, output_ids)], [request.generator], eos_ids
-            )
-            output_ids.append(int(ids[0]))
-            reason = finish_reason(output_ids, len(prompt), params, self.config, eos_ids)
+            (id,), (logprobs,) = sample(logits, [row], eos_ids)
+            reason = finish_reason(id, row, self.config, eos_ids)
             prefill = len(fresh) if fresh is prompt else 0
             seconds = time.perf_counter() - started
             self.record = StepRecord(1, prefill, 0 if prefill else 1, seconds)
-            fresh = output_ids[-1:]
-            yield 0, Token(output_ids[-1], logprobs[0], reason)
+            fresh = [id]
+            yield 0, Token(id, logprobs, reason)
 
 
 class Batches:
@@ -246,7 +247,7 @@ class Batches:
 
     health = "ok"
     variants: Mapping[str, bytes] = {}
-    score = staticmethod(prompt_logprobs)
+    takes_prompt_requests = embeds = False
 
     def __init__(self, engine: BatchEngine, rows: int, steps_kept: int) -> None:
         self.engine = engine
@@ -257,11 +258,14 @@ class Batches:
         self._tokens: Iterator[tuple[int, Token]] = iter(())
         self._arrivals = 0
 
-    def check(self, request: Request) -> None:
-        check_request(request.output.prompt_ids, request.sampling, self.engine.config)
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        check_request(prompt, params, self.engine.config)
 
     def add(self, request: Request) -> Request:
-        self.check(request)
+        self.check(request.prompt_ids, request.sampling)
+        return self.enqueue(request)
+
+    def enqueue(self, request: Request) -> Request:
         request.move(State.WAITING)
         request.arrival = self._arrivals
         self._arrivals += 1

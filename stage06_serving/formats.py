@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from shared.tokenizer import AnyTokenizer
-from stage01_forward.generation import Logprobs
+from stage01_forward.generation import Logprobs, Token
 
 from .protocol import ChatBody, CompletionBody
 from .service import Answer, Choice, Piece, Service
+from .sse import event, to_json
 
 MINUS_INFINITY = -9999.0  # JSON has no infinity
 Echo = tuple[str, dict[str, list[Any]] | None]  # a prompt's text and its log-probabilities
@@ -21,6 +22,12 @@ Echo = tuple[str, dict[str, list[Any]] | None]  # a prompt's text and its log-pr
 
 class Format(Protocol):
     """How one request is answered."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a choice's chunks before its end differ only in text and token ids, from the
+        second on."""
+        ...
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
@@ -38,10 +45,7 @@ class Format(Protocol):
 def usage(choices: Sequence[Choice]) -> dict[str, int]:
     """Token counts of all choices; a prompt counts once, however many samples it has."""
     prompts = {id(choice.prompt_ids): len(choice.prompt_ids) for choice in choices}
-    return _usage(sum(prompts.values()), sum(choice.completion_tokens for choice in choices))
-
-
-def _usage(prompt: int, completion: int) -> dict[str, int]:
+    prompt, completion = sum(prompts.values()), sum(choice.completion_tokens for choice in choices)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -59,20 +63,46 @@ def head(model: str, prefix: str, **fields: str) -> dict[str, Any]:
     return {"id": name, **fields, "created": int(time.time()), "model": model}
 
 
+class Frame:
+    """The event of a choice's chunk, with holes for the text and the token ids: most chunks of an
+    answer differ in nothing else, and JSON of the rest is written once."""
+
+    TEXT = "\0the text\0"
+
+    def __init__(self, answer: Format, choice: Choice) -> None:
+        (chunk,) = answer.chunks(choice, Piece(self.TEXT, (Token(-1, None, None),)))
+        self.head, _, tail = event(chunk).rpartition(to_json(self.TEXT).encode())
+        before, ids, after = tail.partition(b"[-1]")
+        self.tail, self.after = (before + b"[", b"]" + after) if ids else (tail, b"")
+
+    def event(self, piece: Piece) -> bytes:
+        text = to_json(piece.text).encode()
+        if not self.after:
+            return b"%b%b%b" % (self.head, text, self.tail)
+        ids = ",".join([str(token.id) for token in piece.tokens]).encode()
+        return b"%b%b%b%b%b" % (self.head, text, self.tail, ids, self.after)
+
+
 def finish(piece: Piece | Answer) -> dict[str, Any]:
     """The finish reason, and what stopped the answer if that was a stop string or token."""
     reason: dict[str, Any] = {"finish_reason": piece.finish_reason}
     return reason if piece.stop_reason is None else reason | {"stop_reason": piece.stop_reason}
 
 
-def running_usage(body: CompletionBody | ChatBody, choices: Sequence[Choice]) -> dict[str, Any]:
+def counts_on(body: CompletionBody | ChatBody) -> bool:
+    """Whether each chunk has the usage so far."""
     options = body.stream_options
-    running = options is not None and options.continuous_usage_stats
-    return {"usage": usage(choices)} if running else {}
+    return options is not None and bool(options.continuous_usage_stats)
+
+
+def running_usage(body: CompletionBody | ChatBody, choices: Sequence[Choice]) -> dict[str, Any]:
+    return {"usage": usage(choices)} if counts_on(body) else {}
 
 
 class Generate:
     """POST /generate."""
+
+    repeats = True
 
     def __init__(self, choices: Sequence[Choice], note: Mapping[str, str]) -> None:
         self.choices, self.note = choices, note
@@ -111,6 +141,7 @@ class Completion:
         self.body, self.choices, self.tokenizer = body, choices, service.loaded.tokenizer
         self.head = head(body.model or service.name, "cmpl", object="text_completion")
         self.note = service.note(body.max_tokens, choices)
+        self.repeats = body.logprobs is None and not counts_on(body)
         self._echoes = dict(echoes)  # those not sent yet
         self._offsets = [
             Offsets(len(echoes.get(choice.index, ("",))[0]), service.loaded.config.eos_ids)
@@ -157,9 +188,9 @@ class Scores:
     """POST /v1/completions with `echo` and no tokens: the log-probabilities of the prompts."""
 
     def __init__(
-        self, body: CompletionBody, echoes: Sequence[Echo], prompt_tokens: int, model: str
+        self, body: CompletionBody, echoes: Sequence[Echo], choices: Sequence[Choice], model: str
     ) -> None:
-        self.body, self.usage = body, _usage(prompt_tokens, 0)
+        self.body, self.usage, self.repeats = body, usage(choices), False
         self.head = head(model, "cmpl", object="text_completion")
         self.choices = [
             {"index": index, "text": text, "logprobs": logprobs, "finish_reason": "length"}
@@ -186,6 +217,7 @@ class Chat:
         self.body, self.choices, self.tokenizer = body, choices, service.loaded.tokenizer
         self.head = head(body.model or service.name, "chatcmpl")
         self.note = service.note(body.max_completion_tokens or body.max_tokens, choices)
+        self.repeats = not (body.logprobs or counts_on(body))
         self._greeted: set[int] = set()  # choices whose role has been sent
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:

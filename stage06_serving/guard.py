@@ -25,6 +25,7 @@ LARGEST_BODY = 2**20  # bytes
 SLOWEST_BODY = 30  # seconds: a byte now and then could hold a connection forever
 OPEN = ("/health", "/ready", "/")  # paths that need no key: the page asks for it
 EARLY = (*OPEN, "/version")  # paths that are answered while the model is loaded
+EVENTS = b"text/event-stream"
 GONE = 499  # the status of a client that left before its answer
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^][:/?#@\\\s]+)(:[0-9]*)?")
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -65,9 +66,9 @@ class Guard:
         async def answer(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
-                own = (*SAFE, (b"x-request-id", name.encode()))
-                message = {**message, "headers": [*message.get("headers", ()), *own]}
+                status, sent = message["status"], message.get("headers", ())
+                scope["streams"] = any(value.startswith(EVENTS) for _, value in sent)
+                message = {**message, "headers": [*sent, *SAFE, (b"x-request-id", name.encode())]}
             await send(message)
 
         try:
@@ -88,8 +89,10 @@ class Guard:
             if log.isEnabledFor(logging.INFO):
                 client, path = scope["client"] or ("-",), scope["path"][:LONGEST_PATH]
                 seconds = f"{time.perf_counter() - started:.3f} s"
+                more = scope.get("log", "")  # from the application
                 log.info(
-                    "%s %s %s %r %s %s", name, client[0], scope["method"], path, status, seconds
+                    "%s %s %s %r %s %s%s",
+                    *(name, client[0], scope["method"], path, status, seconds, more),
                 )
 
     def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
@@ -111,8 +114,7 @@ class Guard:
             message = "The API key is missing or wrong: send 'Authorization: Bearer KEY'."
             raise ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
         if self.state is not None and self.state.engine is None and path not in EARLY:
-            message = "The model is still loading: try again in a moment."
-            raise ApiError(503, message, headers={"Retry-After": "1"})
+            raise loading()
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if scope["method"] == "POST" and kind != b"application/json":
             # Another site's page may send us other types without a preflight request.
@@ -150,6 +152,11 @@ class Guard:
                 raise too_large()
             if not message.get("more_body", False):
                 return bytes(body)
+
+
+def loading() -> ApiError:
+    message = "The model is still loading: try again in a moment."
+    return ApiError(503, message, headers={"Retry-After": "1"})
 
 
 def too_large() -> ApiError:

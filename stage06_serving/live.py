@@ -93,7 +93,7 @@ class Live:
     def leave(self, watcher: Watcher) -> None:
         self.watchers.discard(watcher)
 
-    async def events(self, watcher: Watcher) -> AsyncIterator[str]:
+    async def events(self, watcher: Watcher) -> AsyncIterator[bytes]:
         """A frame at once, and one after each change, until the server has drained."""
         sent = 0
         while True:

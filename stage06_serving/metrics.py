@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from .async_engine import PROBE, AsyncEngine, Step, Ticket
 
@@ -17,6 +21,26 @@ SECONDS = (
 )
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 REASONS = ("stop", "length", "abort", "error")
+
+
+class Tally(Collector):
+    """A histogram for values that come with every token: prometheus_client's takes 20 times as long
+    to add one."""
+
+    def __init__(self, name: str, about: str, model: str, bounds: Sequence[float]) -> None:
+        self.name, self.about, self.model, self.bounds = name, about, model, bounds
+        self.counts, self.sum = [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        names = [*map(str, self.bounds), "+Inf"]
+        family = HistogramMetricFamily(self.name, self.about, labels=["model_name"])
+        buckets = list(zip(names, accumulate(self.counts), strict=True))
+        family.add_metric([self.model], buckets, self.sum)
+        yield family
 
 
 class Metrics:
@@ -71,9 +95,9 @@ class Metrics:
         self.first = histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", SECONDS
         )
-        self.between = histogram(
-            "inter_token_latency_seconds", "Between two tokens of an answer.", SECONDS
-        )
+        gap = ("vllm:inter_token_latency_seconds", "Between two tokens of an answer.")
+        self.between = Tally(*gap, model, SECONDS)
+        self.registry.register(self.between)
         self.whole = histogram(
             "e2e_request_latency_seconds", "From arrival to the last token.", SECONDS
         )

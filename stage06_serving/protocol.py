@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from stage01_forward.params import SamplingParams
 
@@ -58,15 +57,8 @@ class WrongField(ValueError):
         self.field = field
 
 
-def _whole(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise PydanticCustomError(NOT_UNICODE, "half a character") from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(_whole)]
+# A limit on its length, which the body's is below, makes pydantic read a text as Unicode.
+Text = Annotated[str, Field(max_length=2**20)]
 Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP)]
 Item = TypeVar("Item")
 # One error is enough: half a million of them from one body keep the event loop busy for seconds.
@@ -76,6 +68,21 @@ Ids = Annotated[Many[TokenId], Field(min_length=1)]
 
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+Prompts = (
+    Text
+    | Ids
+    | Annotated[Many[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
+    | Annotated[Many[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
+)
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """A list of prompts, each a text or token ids."""
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        return [prompts]
+    return list(prompts)
 
 
 class StreamOptions(Body):
@@ -197,12 +204,7 @@ class OpenAIBody(SamplingBody):
 class CompletionBody(OpenAIBody):
     """POST /v1/completions."""
 
-    prompt: (
-        Text
-        | Ids
-        | Annotated[Many[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[Many[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
-    )
+    prompt: Prompts
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
     return_token_ids: bool | None = None
@@ -215,10 +217,7 @@ class CompletionBody(OpenAIBody):
 
     @property
     def prompts(self) -> list[Any]:
-        """A list of prompts, each a text or token ids."""
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)
+        return as_list(self.prompt)
 
 
 class TextPart(Body):

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 from shared.cli import Loaded
 from shared.errors import UserError
-from stage01_forward.generation import Logprobs, Token
+from stage01_forward.generation import Token
 
 from .async_engine import AsyncEngine, Ticket, TooMany
 from .chat import NO_TEMPLATE, ChatTemplate, OwnTemplate
 from .errors import ApiError
 from .protocol import DEFAULT_TOKENS, ChatBody, CompletionBody, GenerateBody, Message, SamplingBody
+from .scoring import ScoredRequest
 from .text import TextStream
 
-LONG_TEXT = 65_536  # characters or tokens: longer texts are tokenized off the event loop
+LONG_TEXT = 8_192  # characters or tokens: longer texts are tokenized off the event loop
 LONGEST_TOKEN = 128  # characters, in GPT-2: a longer prompt is too long without tokenizing it
 MOST_SCORES = 50_000  # log-probabilities in one body
 FIELD = re.compile(rf"\b({'|'.join(SamplingBody.model_fields)}|logprobs)\b")  # in an error
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A part of one answer, as a stream sends it."""
 
     text: str
@@ -43,6 +44,17 @@ class Choice:
     ticket: Ticket
     text: TextStream
     completion_tokens: int = 0
+    ended: bool = False  # nothing more will be read
+
+
+def due(choices: Sequence[Choice], interval: int) -> bool:
+    """Whether to read `choices` now: `interval` tokens have gathered in one, one has ended, or a
+    stop string may end one."""
+    return any(
+        choice.ticket.ended or len(choice.ticket.fresh) >= interval or choice.text.may_stop
+        for choice in choices
+        if not choice.ended
+    )
 
 
 @dataclass
@@ -70,9 +82,12 @@ class Service:
         name: str,
         template: ChatTemplate | OwnTemplate | None,
         timeout: float,
+        stream_interval: int = 1,
     ) -> None:
+        """timeout: seconds per request. stream_interval: tokens that a stream gathers before it
+        sends them."""
         self.engine, self.loaded, self.name = engine, loaded, name
-        self.template, self.timeout = template, timeout
+        self.template, self.timeout, self.stream_interval = template, timeout, stream_interval
 
     @property
     def context(self) -> int:
@@ -164,7 +179,9 @@ class Service:
         """Raises ApiError, UserError, Overloaded, EngineDead, as `generate` and `chat` do."""
         salt += self.check_model(body.model)
         prompts = await self.all_prompt_ids(body.prompts)
-        limit = self.limit(body.max_tokens, DEFAULT_TOKENS)
+        # Where only prompts are scored, a token ends each, and is not sent.
+        asked = 1 if body.max_tokens == 0 and body.echo else body.max_tokens
+        limit = self.limit(asked, DEFAULT_TOKENS)
         return self.begin(body, prompts, body.n or 1, limit, body.logprobs, body.stops, salt)
 
     async def chat(self, body: ChatBody, salt: bytes) -> list[Choice]:
@@ -211,11 +228,15 @@ class Service:
         salt: bytes,
     ) -> list[Choice]:
         """Submit `n` choices for each prompt to the engine. Choices of one prompt are adjacent."""
+        scored = logprobs if isinstance(body, CompletionBody) and body.echo else None
+        if scored is not None:
+            self.check_scores(sum(map(len, prompts)), scored)
         if logprobs is not None and not body.stream:
             self.check_scores(len(prompts) * n * limit, logprobs)
         try:
             params = [body.params(limit, logprobs, sample) for sample in range(n)]
-            groups = self.engine.submit(prompts, params, salt)
+            wants = None if scored is None else partial(ScoredRequest, top=scored)
+            groups = self.engine.submit(prompts, params, salt, wants)
         except UserError as error:
             named = FIELD.search(str(error))
             several = isinstance(error, TooMany) and n > 1
@@ -231,26 +252,20 @@ class Service:
 
     # ---- from choices to text -------------------------------------------------------------------
 
-    async def pieces(
-        self, choices: Sequence[Choice], deadline: float
-    ) -> AsyncGenerator[tuple[Choice, Piece], None]:
-        """The text of all `choices` as it arrives; the last piece of each has its finish reason.
+    def pieces(self, choices: Sequence[Choice]) -> Iterator[tuple[Choice, Piece]]:
+        """What is new in the text of `choices`; the last piece of each has its finish reason.
 
-        deadline: event-loop time. Raises Broken, EngineDead, TimeoutError.
+        Raises Broken, EngineDead.
         """
-        unfinished = {choice.ticket: choice for choice in choices}
-        async with aclosing(self.engine.tokens(list(unfinished), deadline)) as arriving:
-            async for ticket, tokens in arriving:
-                choice = unfinished.get(ticket)
-                if choice is None:
-                    continue  # ended by a stop string: the engine emits until it reads the abort
+        for choice in choices:
+            ticket = choice.ticket
+            while not choice.ended and (tokens := self.engine.read(ticket)):
                 piece = self._piece(choice, tokens)
                 if piece.finish_reason is not None:
+                    choice.ended = True
                     self.engine.abort(ticket, piece.finish_reason)  # needed after a stop string
-                    del unfinished[ticket]
                 yield choice, piece
-                if not unfinished:
-                    return
+            choice.ended |= ticket.ended
 
     def _piece(self, choice: Choice, tokens: Sequence[Token]) -> Piece:
         text, stream = "", choice.text
@@ -266,11 +281,6 @@ class Service:
                 by_id = stopped and token.id not in self.loaded.config.eos_ids
                 return Piece(text, tokens[:count], token.finish_reason, token.id if by_id else None)
         return Piece(text, tokens)
-
-    async def score(self, prompt_ids: Sequence[int], top: int) -> list[Logprobs | None]:
-        """`prompt_logprobs` of the model, computed on the engine's thread. Raises EngineDead."""
-        model = self.loaded.model
-        return await self.engine.call(lambda engine: engine.score(model, prompt_ids, top))
 
     async def token_texts(self, ids: Sequence[int]) -> list[str]:
         """The text of each token by itself."""

@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared import models
-from shared.cli import Parser, with_default
+from shared.cli import MOST_TOKENS, OTHER_NAMES, Parser, with_default
 from shared.errors import UserError
 from shared.paths import ROOT, discover
 from stage05_paged.memory import parse_memory
 
 PREFIX = "STAIRCASE_"
 EARLIER = {"static": "stage03_batching", "sequential": "stage02_kv_cache"}
+GROUPS = {  # of the help, by their first options
+    "model": "model and machine",
+    "host": "address and access",
+    "engine": "engine and memory",
+    "max_queue": "requests",
+}
 AUTO = "auto"  # the newest engine that is found right on this machine
 
 
@@ -34,6 +48,7 @@ class Settings(BaseSettings):
     capitals; the command line wins."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", protected_namespaces=())
+    _faster: str = PrivateAttr("")  # what would be faster, once the engine is made
 
     model: Annotated[
         str,
@@ -52,6 +67,15 @@ class Settings(BaseSettings):
     random_weights: Annotated[
         bool, Field(description="seeded random weights instead of the model's, for speed tests")
     ] = False
+    max_model_len: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=MOST_TOKENS,
+            description="maximum tokens of a prompt and its answer together; "
+            "0: the model's context",
+        ),
+    ] = 0
     device: Annotated[
         Literal["auto", "cpu", "cuda", "mps"], Field(description="device to compute on")
     ] = "auto"
@@ -65,14 +89,6 @@ class Settings(BaseSettings):
     threads: Annotated[
         int, Field(ge=0, le=1024, description="CPU threads; 0 is PyTorch's choice")
     ] = 0
-
-    engine: Annotated[
-        str,
-        Field(
-            description=f"engine of a stage: {', '.join(engines())}; {AUTO} is the newest one that "
-            "runs correctly on this machine"
-        ),
-    ] = "paged"
 
     host: Annotated[
         str, Field(description="address to listen on; 0.0.0.0 lets other machines in")
@@ -101,10 +117,17 @@ class Settings(BaseSettings):
         bool, Field(description="log each request in a line on standard error")
     ] = False
 
-    max_sequences: Annotated[
+    engine: Annotated[
+        str,
+        Field(
+            description=f"engine of a stage: {', '.join(engines())}; {AUTO} is the newest one that "
+            "runs correctly on this machine"
+        ),
+    ] = AUTO
+    max_num_seqs: Annotated[
         int, Field(ge=1, le=4096, description="maximum number of sequences running at a time")
     ] = 32
-    token_budget: Annotated[
+    max_num_batched_tokens: Annotated[
         int, Field(ge=0, le=1_000_000, description="maximum tokens computed per step; 0: automatic")
     ] = 0
     kv_memory: Annotated[
@@ -121,7 +144,7 @@ class Settings(BaseSettings):
         Literal["auto", "recompute", "swap"],
         Field(description="how a preempted sequence gives up its memory"),
     ] = "auto"
-    prefix_caching: Annotated[
+    enable_prefix_caching: Annotated[
         bool, Field(description="reuse the blocks of common prompt prefixes")
     ] = True
     sanitize: Annotated[bool, Field(description="check the memory after every step; slow")] = False
@@ -129,6 +152,15 @@ class Settings(BaseSettings):
     max_queue: Annotated[
         int, Field(ge=0, le=100_000, description="maximum waiting sequences; more get 503")
     ] = 1024
+    stream_interval: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=10_000,
+            description="tokens that a stream gathers before it sends them, after its first; more "
+            "cost less time per token; with stop strings every token is sent",
+        ),
+    ] = 1
     request_timeout: Annotated[
         float, Field(gt=0, le=86400, description="seconds after which a request gets 504")
     ] = 300.0
@@ -218,21 +250,24 @@ def parse(argv: list[str] | None) -> Settings:
         "Stage 06, serving: the engine behind HTTP, for OpenAI's clients, LangChain, curl, and a "
         "browser.",
         "  python -m stage06_serving\n"
-        "  python -m stage06_serving --port 8080 --max-sequences 8 --kv-memory 256MiB\n"
+        "  python -m stage06_serving --port 8080 --max-num-seqs 8 --kv-memory 256MiB\n"
         f"  {PREFIX}API_KEY=secret python -m stage06_serving --host 0.0.0.0",
     )
+    group: Any = parser
     for name, field in Settings.model_fields.items():
+        if name in GROUPS:
+            group = parser.add_argument_group(GROUPS[name])
         about = (
             f"{with_default(str(field.description), field.default)}; also {PREFIX}{name.upper()}"
         )
         option = "--" + name.replace("_", "-")
         if field.annotation is bool:
             action: Any = argparse.BooleanOptionalAction
-            parser.add_argument(option, action=action, default=argparse.SUPPRESS, help=about)
+            group.add_argument(option, action=action, default=argparse.SUPPRESS, help=about)
         else:
             choices = ",".join(get_args(field.annotation))
             shown = f"{{{choices}}}" if choices else "VALUE"
-            parser.add_argument(option, default=argparse.SUPPRESS, metavar=shown, help=about)
+            group.add_argument(option, default=argparse.SUPPRESS, metavar=shown, help=about)
     options: dict[str, Any] = vars(parser.parse_args(argv))
     if options.get("api_key", "").strip(" ,"):
         print(
@@ -241,7 +276,7 @@ def parse(argv: list[str] | None) -> Settings:
             file=sys.stderr,
         )
     try:
-        return Settings(**options)
+        return Settings(**{**_older_variables(), **options})
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
@@ -250,3 +285,13 @@ def parse(argv: list[str] | None) -> Settings:
         raise UserError(
             f"{source}: {reason[:1].lower()}{reason[1:]}; --help lists every option."
         ) from None
+
+
+def _older_variables() -> dict[str, str]:
+    """The fields whose environment variable is set by an older name alone."""
+    fields = {}
+    for older, name in OTHER_NAMES.items():
+        old, field = (word[2:].replace("-", "_") for word in (older, name))
+        if PREFIX + old.upper() in os.environ and PREFIX + field.upper() not in os.environ:
+            fields[field] = os.environ[PREFIX + old.upper()]
+    return {name: value for name, value in fields.items() if name in Settings.model_fields}

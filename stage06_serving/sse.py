@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -11,35 +9,33 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-DONE = "data: [DONE]\n\n"
-STALLED = 5.0  # seconds after its deadline in which a client may still read a stream to its end
+DONE = b"data: [DONE]\n\n"
+KIND, HEADERS = "text/event-stream", {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+# The message that begins a stream.
+START = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": StreamingResponse((), headers=HEADERS, media_type=KIND).raw_headers,
+}
+# In ASCII: for some clients, U+2028 and U+0085 end a line.
+to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
-def event(data: dict[str, Any]) -> str:
+def event(data: dict[str, Any]) -> bytes:
     """One event with `data` as JSON."""
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {to_json(data)}\n\n".encode()
 
 
 class EventStream(StreamingResponse):
-    """An answer made of events. However it ends, even before its first event, `release` is called.
+    """Events as an iterator makes them. However they end, even before the first, `release` is
+    called."""
 
-    deadline: event-loop time by which the events are made. A client that has not read them STALLED
-        seconds later is cut off: no more can be sent to it, and its stream would never end.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self, events: AsyncIterator[str], release: Callable[[], None], deadline: float | None = None
-    ) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(self, events: AsyncIterator[bytes], release: Callable[[], None]) -> None:
+        super().__init__(events, headers=HEADERS, media_type=KIND)
         self.release = release
-        self.until = None if deadline is None else deadline + STALLED
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(self.until):
-                    await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send)
         finally:
             self.release()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from shared.errors import UserError
-from stage01_forward.generation import Logprobs, Output, Token
+from stage01_forward.generation import Output, Token
+from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 from stage05_paged.records import BlocksRecord
 
@@ -37,6 +38,8 @@ class AnyEngine(Protocol):
     engine's own may use the rest."""
 
     steps: deque[BlocksRecord]  # one a forward pass, the newest last
+    takes_prompt_requests: bool  # whether `add` takes a PromptRequest
+    embeds: bool  # and an EmbeddedRequest
 
     @property
     def health(self) -> str:
@@ -54,12 +57,12 @@ class AnyEngine(Protocol):
         the end of the salt of its requests."""
         ...
 
-    def check(self, request: Request) -> None:
-        """Raise UserError if `request` can never be answered. Reads only constant settings."""
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raise UserError if such a request can never be answered. Reads only constant settings."""
         ...
 
-    def add(self, request: Request) -> Request:
-        """Queue a request that has an id. Raises UserError if it is invalid."""
+    def enqueue(self, request: Request) -> Request:
+        """Queue a request that has an id, and that `check` has accepted."""
         ...
 
     def abort(self, request_id: str) -> Output:
@@ -72,11 +75,6 @@ class AnyEngine(Protocol):
 
     def fail(self, error: UserError) -> list[Request]:
         """End with `error` the requests of a step that raised, or all if none was running."""
-        ...
-
-    def score(self, model: Any, ids: Sequence[int], top: int) -> list[Logprobs | None]:
-        """Stage 01's `prompt_logprobs` of `model`, with any preparation that the engine's model
-        needs. Raises EngineDead."""
         ...
 
     def map(self) -> Sequence[int]:

@@ -72,29 +72,30 @@ TASKS = (
     ),
     Task(
         number=4,
-        file="async_engine.py",
-        functions=("AsyncEngine.tokens",),
-        title="read the tokens of an answer",
-        text="Write the async generator that yields the tokens of some tickets, one ticket with "
-        "its fresh tokens at a time, until all their sequences have ended. A slow reader gets more "
-        "tokens at a time and delays no other request. If a failure ended a sequence, raise "
-        "EngineDead or Broken after its last token; at the deadline, raise TimeoutError.",
+        file="writer.py",
+        functions=("Stream.news", "Stream._send", "Stream._wait"),
+        title="write the tokens of a step",
+        text="`news` runs on the event loop after a step with tokens for this stream: read the "
+        "events and hand them to the connection at once. `_send` is the stream's task: it begins "
+        "the answer, sends what the writer cannot, and ends it. `_wait` returns when the task has "
+        "something to do. No byte may be lost, doubled or overtaken, however slowly a client "
+        "reads.",
         points=20,
         hints=(
-            "The tickets share one event, ticket.news. Wait for it only when no ticket has tokens "
-            "to read, and clear it right before waiting: with no await in between, nothing is "
-            "lost. asyncio.timeout_at raises at the deadline.",
-            "Take a ticket's list of fresh tokens, leave an empty one, and remember in the same "
-            "line whether the ticket has ended: more may arrive during a yield.",
-            "Yield the tokens if there are any; drop a ticket that has ended. If its reason is "
-            "'error', raise: EngineDead for CLOSING, DEAD and LOST, else Broken.",
+            "news may write only while the task waits (self._waiting); else it would overtake the "
+            "task. If the events have ended, or self._write refuses their bytes, keep the bytes in "
+            "self._unsent, set self._waiting to False and wake the task.",
+            "_send sends START, sets the news of all tickets, and then takes turns: if there are "
+            "bytes, from the writer or newly read, send them, else wait. While it sends, further "
+            "tokens arrive unannounced: read again before each wait.",
+            "_wait clears the event, lets the writer write, and waits until the deadline. A "
+            "TimeoutError becomes the bytes of self.events.fail(error), and DONE.",
         ),
         tests=(
-            "tests/test_async_engine.py::test_the_tokens_are_those_of_the_first_stage",
-            "tests/test_async_engine.py::test_a_slow_reader_delays_no_other",
-            "tests/test_async_engine.py::test_a_deadline_ends_the_waiting",
-            "tests/test_async_engine.py::test_a_failing_step_ends_only_its_requests",
-            "tests/test_async_engine.py::test_nothing_waits_for_a_dead_engine",
+            "tests/test_writer.py::test_the_tokens_of_a_step_are_written_at_once",
+            "tests/test_writer.py::test_a_stream_gathers_tokens_over_the_interval",
+            "tests/test_writer.py::test_a_client_reads_the_same_however_it_reads",
+            "tests/test_inside.py::test_a_late_answer_ends_in_the_engine_too",
         ),
     ),
     Task(
@@ -104,6 +105,7 @@ TASKS = (
             "AsyncEngine._run",
             "AsyncEngine._obey",
             "AsyncEngine._deliver",
+            "AsyncEngine._announce",
             "AsyncEngine.abort",
             "AsyncEngine._abort",
         ),
@@ -111,9 +113,9 @@ TASKS = (
         text="Write the thread's loop: run all commands (_obey), make a step, send it to the event "
         "loop in one call of _deliver, and repeat. If a step raises, only its requests end, with "
         "BROKEN; a PROBE shows whether steps work again, and FAILURES failed steps in a row end "
-        "the loop. _deliver gives each ticket its tokens, its end and its times, wakes its reader, "
-        "and calls the listeners. `abort` sends the command _abort, which ends a sequence in the "
-        "engine.",
+        "the loop. _deliver gives each ticket its tokens, its end and its times, calls the "
+        "listeners, and has _announce call the readers. `abort` sends the command _abort, which "
+        "ends a sequence in the engine.",
         points=30,
         hints=(
             "queue.SimpleQueue.get(block=...) waits for a command only while self._idle(). A "
@@ -124,7 +126,8 @@ TASKS = (
             "there yet. A step that works resets the count of failures.",
             "_deliver ignores names that are not in self.in_flight. Tokens first, then "
             "ticket.scheduled from step.record, then self._end, then the listeners, and only then "
-            "first_token, last_token and news. _abort must report what ended if the thread is "
+            "first_token and last_token. Each ticket.news goes into self._news, whose first entry "
+            "schedules _announce with call_soon. _abort must report what ended if the thread is "
             "idle, because no step will.",
         ),
         tests=(
@@ -146,24 +149,22 @@ TASKS = (
         title="a client that leaves",
         text="unless_gone: return the result of `work`, or raise its error; but if the client "
         "leaves first, cancel the work, wait until it has ended, and raise ApiError 499. "
-        "Api._respond: answer with an EventStream, or with one body made of all pieces. However "
+        "Api._respond: answer with a Stream, or with one body made of all answers. However "
         "the answer ends, self._release(choices) aborts what is left in the engine.",
         points=15,
         hints=(
-            "A client has left when request.receive() returns a message of the type "
-            "'http.disconnect'; others may come before. asyncio.wait with FIRST_COMPLETED waits "
-            "for two tasks.",
+            "gone(request.receive) ends when the client has left. asyncio.wait with "
+            "FIRST_COMPLETED waits for two tasks.",
             "Cancel both tasks on every way out, and gather them with return_exceptions: the work "
             "may need a moment to end.",
-            "EventStream takes self._events(...), a function that releases, and the deadline. For "
-            "one body, make an Answer for each choice, add each piece of self.service.pieces to "
-            "the one with its index, and send made.whole(answers) as JSON, in a try whose finally "
+            "Stream takes Events(self.service, choices, made, self.service.stream_interval), a "
+            "function that releases, and the deadline. For one body, send made.whole(await "
+            "self._answers(choices)) as JSON, before the deadline, in a try whose finally "
             "releases.",
         ),
         tests=(
             "tests/test_inside.py::test_work_is_cancelled_when_its_client_leaves_and_not_before",
             "tests/test_inside.py::test_a_client_that_leaves_before_its_answer_ends_it",
-            "tests/test_inside.py::test_a_late_answer_ends_in_the_engine_too",
             "tests/test_inside.py::test_a_reader_that_stands_still_is_cut_off_in_time",
         ),
     ),

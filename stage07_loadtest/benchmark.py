@@ -109,7 +109,7 @@ def turns(plan: Any) -> list[tuple[str, str, int]]:
 
 def options(plan: Any, engine: str, dtype: str) -> list[str]:
     """The command line of a server. Random weights have the same seed everywhere."""
-    more = {"max_sequences": plan.sequences, "max_queue": 1000, "request_timeout": 3600}
+    more = {"max_num_seqs": plan.sequences, "max_queue": 1000, "request_timeout": 3600}
     return kit.server_options(
         plan.models[0], dtype, plan.contexts, engine=engine, device="cpu", **more
     )

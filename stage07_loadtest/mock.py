@@ -59,7 +59,7 @@ class Behaviour:
 
     ttft: float = 0.1  # seconds from a request's slot to its first token
     itl: float = 0.02  # seconds from each token to the next
-    slots: int | None = None  # answers that run at a time, the rest queue; None: no limit
+    max_num_seqs: int | None = None  # answers that run at a time, the rest queue; None: no limit
     chunk_tokens: int = 1  # tokens in one event, sent when the last of them is due
     stall: float = 0.0  # seconds of each freeze
     stall_every: float = (
@@ -147,7 +147,7 @@ class Mock:
         self.most_running = self.most_waiting = 0  # at the same time
         self.held = 0  # tokens in the imaginary cache
         self.first: float | None = None  # the loop's time at the first request
-        self._slots = asyncio.Semaphore(behaviour.slots or sys.maxsize)
+        self._slots = asyncio.Semaphore(behaviour.max_num_seqs or sys.maxsize)
         self.registry = CollectorRegistry()
         self._running, self._waiting, self._cache = (
             Gauge(f"vllm:{name}", about, ["model_name"], registry=self.registry).labels(MODEL)
@@ -440,7 +440,7 @@ def parser() -> cli.Parser:
         "stage07_loadtest.mock",
         "A server without a model, with known latencies, to check a load test against.",
         "  python -m stage07_loadtest.mock --ttft 0.1 --itl 0.02\n"
-        "  python -m stage07_loadtest.mock --slots 4                     "
+        "  python -m stage07_loadtest.mock --max-num-seqs 4              "
         "four requests at a time, the rest queue\n"
         "  python -m stage07_loadtest.mock --stall 1 --stall-every 5     "
         "frozen for one second of five\n"
@@ -466,7 +466,10 @@ def parser() -> cli.Parser:
         "--itl", type=seconds, default=0.02, metavar="S", help="seconds between tokens"
     )
     group.add_argument(
-        "--slots", type=many, metavar="N", help="requests that run at a time; default: no limit"
+        "--max-num-seqs",
+        type=many,
+        metavar="N",
+        help="requests that run at a time; default: no limit",
     )
     group.add_argument(
         "--chunk-tokens", type=many, default=1, metavar="N", help="tokens in one event"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from stage05_paged.engine import Engine
 
 ABOUT = (
-    "Stage 08, the Llama family: continue a text, or chat, on stage 05's engine. The default is "
+    "Stage 08, the Llama family: continue a text, or chat, on the fastest engine. The default is "
     "the embedded stories-chat; --model takes Llama 2 and 3, TinyLlama, SmolLM2, Mistral, Qwen2, "
     "Qwen2.5 and Qwen3."
 )
@@ -28,6 +28,16 @@ def make_parser() -> cli.Parser:
         help="chat instead of continuing one prompt, by default at temperature 0.8, top-p 0.95 and "
         "600 tokens per answer; the model's folder must have a chat template; off by default",
     )
+    parser.add_argument(
+        "--system", default="", metavar="TEXT", help="system prompt of the chat; default: none"
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("auto", "paged", "kernels"),
+        default="auto",
+        help="paged is stage 05's engine, kernels stage 09's; auto takes the kernels where they "
+        "are right",
+    )
     return parser
 
 
@@ -39,19 +49,25 @@ def main(argv: list[str] | None = None) -> int:
         options = parser.parse_args(argv)
     if options.chat and (options.prompt is not None or options.prompt_ids is not None):
         raise UserError("--chat reads your messages as you type them: leave the prompt out.")
+    if options.system and not options.chat:
+        raise UserError("--system is for a chat: add --chat, or leave it out.")
     prompt = "" if options.chat else cli.read_prompt(options)
     return talk(options) if options.chat else speak(options, prompt)
 
 
 def load(options: argparse.Namespace) -> tuple[cli.Loaded, Engine, SamplingParams]:
-    """The model, stage 05's engine for one context of it, and the sampling options."""
+    """The model, an engine for one context of it, and the sampling options."""
     from stage01_forward import families
     from stage01_forward.params import SamplingParams
-    from stage05_paged.make import make
+    from stage06_serving.choice import choose
 
     sampling = SamplingParams(**cli.sampling_fields(options))
+    device = cli.choose_device(options.device)
+    stored = None if options.random_weights else options.model
+    chosen = choose(options.engine, cli.choose_dtype(options.dtype, device, stored), device)
+    wanted, options.linear = options.linear, chosen.linear(options.linear)
     loaded = cli.load_model_from(options, families)
-    return loaded, make(loaded.model, contexts=1), sampling
+    return loaded, chosen.make(loaded, wanted, contexts=1), sampling
 
 
 def speak(options: argparse.Namespace, prompt: str) -> int:
@@ -75,7 +91,7 @@ def talk(options: argparse.Namespace) -> int:
             f"{loaded.config.name} has no chat template and was not trained to chat: give it a "
             "prompt, or choose a model with one."
         )
-    return Chat(engine, loaded, template, sampling).run()
+    return Chat(engine, loaded, template, sampling, options.system).run()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""A conversation at the terminal: history, streaming, /reset, /regenerate."""
+"""A conversation at the terminal: history, streaming, /reset, /regenerate.
+
+A conversation that no longer fits into the context loses its oldest turns, each as a whole.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from shared.cli import Loaded, Streaming, with_text
 from shared.errors import UserError
 from shared.json_tokenizer import JsonTokenizer
 
+ROOM = 0.25  # share of the context that is kept free for an answer
 HELP = (
     "/reset forgets the conversation, /regenerate answers again, Ctrl-C stops an answer, /quit ends"
 )
@@ -21,24 +25,31 @@ class Chat:
 
     Every answer's prompt is the whole conversation; an engine with a prefix cache computes only the
     new part. `ask` raises UserError if the template or the engine refuses.
+
+    system: a message that begins every conversation; "" for none.
     """
 
     def __init__(
-        self, engine: Streaming, loaded: Loaded, template: FolderTemplate, sampling: Any
+        self,
+        engine: Streaming,
+        loaded: Loaded,
+        template: FolderTemplate,
+        sampling: Any,
+        system: str = "",
     ) -> None:
         assert isinstance(loaded.tokenizer, JsonTokenizer)  # others have no control tokens
         self.engine, self.loaded, self.tokenizer = engine, loaded, loaded.tokenizer
         self.template, self.sampling = template, sampling
+        self.system = [{"role": "system", "content": system}] if system else []
         self.messages: list[dict[str, str]] = []
 
     def ask(self, text: str) -> Iterator[str]:
         """The answer to `text`, piece by piece. A stopped answer stays in the history as far as it
         came."""
-        before = len(self.messages)
-        self.messages.append({"role": "user", "content": text})
+        question = {"role": "user", "content": text}
+        self.messages.append(question)
         try:
-            ids = self.tokenizer.encode_chat(self.template.render(self.messages))
-            tokens = self.engine.stream(ids, self.sampling)
+            tokens = self.engine.stream(self._prompt(), self.sampling)
             answer = {"role": "assistant", "content": ""}
             for _, piece in with_text(tokens, self.loaded):
                 if answer is not self.messages[-1]:
@@ -46,8 +57,26 @@ class Chat:
                 answer["content"] += piece
                 yield piece
         except UserError:
-            del self.messages[before:]
+            while self.messages.pop() is not question:
+                continue
             raise
+
+    def _prompt(self) -> list[int]:
+        """The token ids of the conversation, without the oldest turns if they leave no room."""
+        context = self.loaded.config.n_positions
+        room = min(self.sampling.max_tokens, int(ROOM * context))
+        turns = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        for start in turns:
+            rendered = self.template.render([*self.system, *self.messages[start:]])
+            ids: list[int] = self.tokenizer.encode_chat(rendered)
+            if len(ids) + room <= context or start == turns[-1]:
+                break
+        if count := turns.index(start):
+            del self.messages[:start]
+            oldest = "turn is" if count == 1 else f"{count} turns are"
+            note = f"[the context is full: the oldest {oldest} left out; /reset begins anew]"
+            print(note, file=sys.stderr, flush=True)
+        return ids
 
     def regenerate(self) -> Iterator[str]:
         """Another answer to the last question. Raises UserError if there is none."""
@@ -62,7 +91,10 @@ class Chat:
 
     def run(self, read: Callable[[], str] = lambda: input("> ")) -> int:
         """Read questions until the end of the input, /quit, or Ctrl-C at the prompt."""
-        print(f"[{self.loaded}]\n[{HELP}]", file=sys.stderr, flush=True)
+        lines = [f"[{self.loaded}]", f"[{HELP}]"]
+        if self.loaded.config.name == "stories-chat":
+            lines.append("[this small model knows only its own stories: ask it for one]")
+        print("\n".join(lines), file=sys.stderr, flush=True)
         while True:
             try:
                 line = read().strip()

@@ -7,11 +7,12 @@ does not implement, is refused by name: a silent default would give a model that
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shared.config import ALL, Config, Reader, end_ids
+from shared.config import Config, Reader, check_size, end_ids
 from shared.errors import UserError
 
 from .rope import KINDS, Rope, yarn_scale
@@ -67,6 +68,7 @@ COMMON = {
 }
 BIASES = {"attention_bias", "mlp_bias"}
 LAYERS = ("full_attention", "sliding_attention")
+ALL = sys.maxsize  # a sliding window that hides nothing
 WINDOWS = {"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"}
 
 
@@ -81,6 +83,7 @@ class LlamaConfig(Config):
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    windows: tuple[int, ...] = ()  # tokens that a query of each layer sees; empty: all before it
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of each tensor, in the model's order, without the prefix "model."."""
@@ -145,12 +148,7 @@ class Fields:
         )
 
     def size(self, name: str, default: Any = None) -> int:
-        value = self.get(name, default)
-        if type(value) is not int or value < 1:
-            raise UserError(
-                f"{name} in {self.source} must be a whole number of at least 1, not {value!r}."
-            )
-        return value
+        return check_size(self.get(name, default), name, self.source)
 
     def number(self, name: str, default: Any = None, least: float = 0.0) -> float:
         value = self.get(name, default)
@@ -166,6 +164,13 @@ class Fields:
             raise UserError(f"{name} in {self.source} must be true or false, not {value!r}.")
         return value
 
+    @property
+    def window(self) -> int | None:
+        """sliding_window as transformers reads it: 4,096 if the file does not name it, and no
+        window if it is null."""
+        null = self.values.get("sliding_window", "absent") is None
+        return None if null else self.size("sliding_window", 4096)
+
 
 def _short(value: object) -> str:
     text = repr(value)
@@ -175,13 +180,15 @@ def _short(value: object) -> str:
 def _read(
     values: Mapping[str, Any], name: str, source: str, known: set[str], kv_heads: int | None
 ) -> tuple[Fields, LlamaConfig]:
-    """What all readers share. kv_heads: heads of keys and values where the file names none."""
+    """What all readers share. kv_heads: heads of keys and values if the file does not name
+    their number. If it is null, or this is None, there are as many as heads of queries."""
     fields = Fields(values, source, COMMON | known)
     if fields.get("hidden_act", "silu") != "silu":
         raise fields.refuse("hidden_act", fields.get("hidden_act"), "'silu'")
     sizes: dict[str, Any] = {ours: fields.size(theirs) for theirs, ours in SIZES.items()}
     heads, width = sizes["n_head"], sizes["n_embd"]
-    kv = fields.size("num_key_value_heads", kv_heads or heads)
+    absent = "num_key_value_heads" not in values
+    kv = fields.size("num_key_value_heads", kv_heads if absent and kv_heads else heads)
     if heads % kv:
         raise UserError(
             f"num_attention_heads in {source} must be a multiple of num_key_value_heads, which is "
@@ -275,8 +282,8 @@ def _rope(fields: Fields, context: int) -> Rope:
 
 def _windowed(config: LlamaConfig, fields: Fields, layers: Sequence[bool]) -> LlamaConfig:
     """The config with sliding_window in `layers`, unless the window hides nothing there."""
-    window = fields.size("sliding_window")
-    if not any(layers) or window >= config.n_positions:
+    window = fields.window
+    if window is None or not any(layers) or window >= config.n_positions:
         return config
     return replace(config, windows=tuple(window if here else ALL for here in layers))
 
@@ -294,8 +301,6 @@ def llama(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
 def mistral(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
     """Mistral: a window, if any, is in every layer."""
     fields, config = _read(values, name, source, {"sliding_window"}, 8)
-    if fields.get("sliding_window") is None:
-        return config
     return _windowed(config, fields, [True] * config.n_layer)
 
 
@@ -315,7 +320,7 @@ def qwen3(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
 
 def _qwen_window(fields: Fields, config: LlamaConfig) -> LlamaConfig:
     """Qwen's window, which counts only if it is switched on, and only in some layers."""
-    if not fields.flag("use_sliding_window") or fields.get("sliding_window") is None:
+    if not fields.flag("use_sliding_window") or fields.window is None:
         return config
     kinds = fields.get("layer_types")
     if kinds is None:

@@ -9,6 +9,7 @@ from stage01_forward.families import Family
 from .config import READERS, LlamaConfig
 from .model import load_model
 from .rope import Rope
+from .windows import organs, plain, whole_attention
 
 LLAMA3 = Rope(500_000.0, "llama3", 32.0, 8192)
 SHAPES = {  # of published models: their config.json, and litgpt's config.py
@@ -53,4 +54,4 @@ SHAPES = {  # of published models: their config.json, and litgpt's config.py
 # For --random-weights, which need no network.
 PRESETS = {name: replace(config, name=name) for name, config in SHAPES.items()}
 
-FAMILY = Family(LlamaConfig, READERS, PRESETS, load_model)
+FAMILY = Family(LlamaConfig, READERS, PRESETS, load_model, whole_attention, plain, organs)

@@ -26,10 +26,10 @@ TASKS = (
         file="rope.py",
         functions=("frequencies",),
         title="stretch a context",
-        text="Return the angle by which one position turns each pair, (D / 2,) in float32: "
-        "theta^(-2i / D), stretched by the rules of the five kinds. Here dynamic is the same as "
-        "default. llama3 blends by how often a pair turns within the trained context, yarn by its "
-        "place between two pairs.",
+        text="Return the angle by which one position turns each pair, (D / 2,) in float32, "
+        "on the CPU whatever the default device: theta^(-2i / D), stretched by the rules of the "
+        "five kinds. Here dynamic is the same as default. llama3 blends by how often a pair turns "
+        "within the trained context, yarn by its place between two pairs.",
         points=20,
         hints=(
             "A pair turns trained * f / (2 pi) times within the trained context. llama3 keeps "
@@ -43,6 +43,7 @@ TASKS = (
         ),
         tests=(
             "tests/test_layers.py::test_a_stretched_context_slows_the_slow_pairs",
+            "tests/test_layers.py::test_angles_are_computed_where_weights_are_not",
             "tests/test_config.py::test_llama_3_2_keeps_blends_and_stretches_pairs",
         ),
     ),
@@ -104,9 +105,9 @@ TASKS = (
             "Each option that a reader knows must be named in its call of _read, or the file is "
             "refused: WINDOWS for both, attention_bias for a Qwen3. Files without "
             "num_key_value_heads have 32. dataclasses.replace changes fields of a config.",
-            "There is no window unless use_sliding_window is true and sliding_window is given. If "
-            "layer_types is given, it decides: a list with one of LAYERS for each layer. Otherwise "
-            "layers from max_window_layers (by default 28) on have the window.",
+            "There is no window unless use_sliding_window is true and fields.window is not None. "
+            "If layer_types is given, it decides: a list with one of LAYERS for each layer. "
+            "Otherwise layers from max_window_layers (by default 28) on have the window.",
             "_windowed(config, fields, layers) takes a list of bools. fields.refuse(name, value, "
             "wanted) makes the error for an invalid list.",
         ),

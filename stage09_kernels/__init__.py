@@ -1,12 +1,22 @@
 """Stage 09: our own kernels, in C, which read keys and values in place.
 
-`attention.c` is attention over blocks; `library.py` compiles it at first use and loads it;
-`cache.py` is stage 05's cache in the layout that the kernel reads.
+`naive.c` has all of them, one number at a time, and `fast/` the same functions made fast;
+`library.py` compiles them at first use and loads them; `cache.py` is stage 05's cache in the layout
+that they read.
 """
+
+from importlib import import_module
+from typing import Any
 
 from shared import openmp
 
 QUESTION: str = "What is left on the table when every operator comes from a library?"
-FIRST_FILE: str = "attention.c"
+FIRST_FILE: str = "naive.c"
 
 openmp.choose()  # before PyTorch is loaded
+
+
+def __getattr__(name: str) -> Any:  # PyTorch takes seconds to import: only for those who ask
+    if name in ("LLM", "SamplingParams"):
+        return getattr(import_module(f"{__name__}.llm"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -36,13 +36,23 @@ from stage05_paged.make import make as make_paged
 from . import library
 from .cache import KernelCache
 from .make import make
-from .program import ATTEND, LINEAR, NORM, Linear, Operation, lay_out
+from .operations import ATTEND, LINEAR, NORM, Linear, Operation, Pass
+from .program import lay_out
 from .runner import KernelRunner
-from .sample import draw
+from .sample import sample_tokens
 
 PAGED, ATTENTION, KERNELS = "paged", "attention in place", "one call"
 IN_ORDER = "blocks in order"
 PLAIN, PACKED, OURS, AVX2 = "F.linear", "oneDNN, packed", "ours", "ours, AVX2"
+ALL, WITHOUT = "with", "without"
+PAIRS, LAST = "bfloat16 products in pairs", "only the wanted rows in the last layer"
+CONSTANTS = {  # what takes a technique away, and nothing else
+    "a register tile of 6 rows": ("MR=1",),
+    "weights in pieces that stay in L1": ("KC=1048576",),
+    "8 queries share their keys": ("MAX_QUERIES=1",),
+    "4 vectors of keys at a time": ("UNROLL=1",),
+    "prefetch of the next block": ("PREFETCH=0",),
+}
 PARTS = ("products", "head", "attention", "norms", "tables")
 SMOL = "HuggingFaceTB/SmolLM2-135M"
 BLOCK = 16
@@ -85,13 +95,15 @@ def products(subject: Subject, plan: Any) -> Iterator[Group]:
             x = torch.randn(count, width).to(dtype)
             used = {"x": x, "out": torch.empty(count, outputs), "weights": mine}
             places = {name: tensor.data_ptr() for name, tensor in used.items()}
-            call = Linear(rows=count, **places, **strides)
-            ways = {
+            operation = Operation(LINEAR)
+            operation.of.linear = Linear(**places, **strides)
+            call = ctypes.byref(operation), 1, ctypes.byref(Pass(n_rows=count))
+            ways: dict[str, Any] = {
                 PLAIN: partial(F.linear, x, weight),
                 PACKED: partial(linear.packed_linear, x, theirs, None),
             }
             for ours, kernel in kernels.items():
-                ways[ours] = partial(kernel.linear, ctypes.byref(call), library.parallel_for())
+                ways[ours] = partial(library.call, kernel.step, *call)
             about = {"layer": name, "shape": [outputs, width], "count": count}
             yield about | {"seconds": measure.alternate(ways, plan.repeats)}
 
@@ -115,10 +127,10 @@ def filled(subject: Subject, plan: Any) -> tuple[PagedCache, KernelCache]:
 def decode(paged: PagedCache, count: int, context: int, anywhere: bool = True) -> list[Any]:
     """The shares of a decode step of `count` sequences, in blocks anywhere or one after the other,
     as in a contiguous cache."""
-    each, order = -(-(context + 1) // BLOCK), list(range(paged.blocks))
+    size, order = -(-(context + 1) // BLOCK), list(range(paged.blocks))
     if anywhere:
         order = torch.randperm(paged.blocks, generator=torch.Generator().manual_seed(0)).tolist()
-    return [(order[row * each : (row + 1) * each], context, 1) for row in range(count)]
+    return [(order[row * size : (row + 1) * size], context, 1) for row in range(count)]
 
 
 def judge_of(subject: Subject, paged: PagedCache) -> Runner:
@@ -141,9 +153,9 @@ def steps(subject: Subject, plan: Any) -> Iterator[Group]:
         KERNELS: KernelRunner(plain, kernel),
     }
     for count, context in product(plan.rows, plan.contexts):
-        given = [7] * count, decode(paged, count, context), list(range(count))
-        ways = {name: partial(runner.run, *given) for name, runner in runners.items()}
-        logits = judge.run(*given)
+        inputs = [7] * count, decode(paged, count, context), list(range(count))
+        ways = {name: partial(runner.run, *inputs) for name, runner in runners.items()}
+        logits = judge.run(*inputs)
         proofs = {
             name: kit.prove(logits, way().argmax(-1), subject.dtype) for name, way in ways.items()
         }
@@ -151,8 +163,8 @@ def steps(subject: Subject, plan: Any) -> Iterator[Group]:
         written = [table[-1] for table, _, _ in shares]  # which other sequences read next
         kept = kernel.kv[:, written]
         if count == max(plan.rows):
-            ways[IN_ORDER] = partial(runners[KERNELS].run, given[0], shares, given[2])
-        ways |= parts(runners[KERNELS], *given[1:])
+            ways[IN_ORDER] = partial(runners[KERNELS].run, inputs[0], shares, inputs[2])
+        ways |= parts(runners[KERNELS], *inputs[1:])
         taken = measure.alternate(ways, plan.repeats)
         kernel.kv[:, written] = kept
         ways[KERNELS]()  # the part "attention" has written keys and values of its own
@@ -163,16 +175,55 @@ def parts(runner: KernelRunner, shares: list[Any], rows: list[int]) -> dict[str,
     """The operations of each kind in a step, and what Python prepares for them."""
     operations = list(runner.program.array)
     kinds = {
-        "norms": [one for one in operations if one.kind == NORM],
-        "products": [one for one in operations[:-1] if one.kind == LINEAR],
+        "norms": [operation for operation in operations if operation.kind == NORM],
+        "products": [operation for operation in operations[:-1] if operation.kind == LINEAR],
         "head": operations[-1:],
-        "attention": [one for one in operations if one.kind == ATTEND],
+        "attention": [operation for operation in operations if operation.kind == ATTEND],
     }
     whole, wanted = runner.cache.extend(shares), torch.tensor(rows)
     return {"tables": partial(runner.cache.extend, shares)} | {
-        name: partial(runner.program.call, (Operation * len(some))(*some), whole, wanted)
-        for name, some in kinds.items()
+        name: partial(runner.program.call, (Operation * len(chosen))(*chosen), whole, wanted)
+        for name, chosen in kinds.items()
     }
+
+
+def techniques(subject: Subject, plan: Any) -> Iterator[Group]:
+    """A pass with all techniques, and with each of them taken away, over the same blocks."""
+    plain = families.load_model(subject.shape, dtype=subject.dtype)
+    paged, kernel = filled(subject, plan)
+    without: dict[str, tuple[tuple[str, ...], str]] = {
+        name: (defines, "") for name, defines in CONSTANTS.items()
+    }
+    if subject.dtype == torch.bfloat16 and library.levels()[0] == "avx512_bf16":
+        without[PAIRS] = (), "avx512"
+    runners: dict[str, Any] = {}
+    for name, (defines, level) in {ALL: ((), ""), **without}.items():
+        kernel.defines, kernel.level = defines, level
+        runners[name] = KernelRunner(plain, kernel)
+    kernel.defines, kernel.level = (), ""
+    for count, context in [*product(plan.rows, plan.contexts), (plan.prompt, 0)]:
+        if context:
+            inputs = [7] * count, decode(paged, count, context), list(range(count))
+        else:
+            inputs = [7] * count, [(list(range(-(-count // BLOCK))), 0, count)], [count - 1]
+        ways = {name: partial(runner.run, *inputs) for name, runner in runners.items()}
+        if not context:
+            ways[LAST] = partial(runners[ALL].run, *inputs[:2], list(range(count)))
+        seconds = measure.alternate(ways, plan.repeats)
+        for name in list(seconds)[1:]:
+            both = {ALL: seconds[ALL], WITHOUT: seconds[name]}
+            yield {"technique": name, "count": count, "context": context, "seconds": both}
+
+
+def best_cells(results: Results) -> list[Row]:
+    """For each technique and dtype, the pass in which it gains most."""
+    best: dict[tuple[str, str], Row] = {}
+    measured = "techniques" in results.content["results"]  # older results lack them
+    for row in results.groups("techniques") if measured else []:
+        key = row["technique"], row["dtype"]
+        if key not in best or row.gain(WITHOUT, ALL) > best[key].gain(WITHOUT, ALL):
+            best[key] = row
+    return list(best.values())
 
 
 def attention(subject: Subject, plan: Any) -> Iterator[Group]:
@@ -203,15 +254,15 @@ def prefill(subject: Subject, plan: Any) -> Iterator[Group]:
     (ids,) = subject.prompts([plan.prompt], "prefill")
     blocks = -(-len(ids) // BLOCK)
     options: dict[str, Any] = {"block_size": BLOCK, "dtype": subject.dtype}
-    given = ids, [(list(range(blocks)), 0, len(ids))], [len(ids) - 1]
+    inputs = ids, [(list(range(blocks)), 0, len(ids))], [len(ids) - 1]
     paged = PagedCache(subject.config, blocks, **options)
     judge = judge_of(subject, paged)
     runners: dict[str, Any] = {
         PAGED: Runner(subject.model, paged),
         KERNELS: KernelRunner(plain, KernelCache(subject.config, blocks, **options)),
     }
-    ways = {name: partial(runner.run, *given) for name, runner in runners.items()}
-    proof = kit.prove(judge.run(*given), ways[KERNELS]().argmax(-1), subject.dtype)
+    ways = {name: partial(runner.run, *inputs) for name, runner in runners.items()}
+    proof = kit.prove(judge.run(*inputs), ways[KERNELS]().argmax(-1), subject.dtype)
     seconds = measure.alternate(ways, plan.repeats)
     yield {"count": len(ids), "context": 0, "seconds": seconds, "proof": proof}
 
@@ -242,12 +293,12 @@ def drawn(subject: Subject, plan: Any) -> Iterator[Group]:
     for name, options in DRAWN.items():
         params = SamplingParams(temperature=0.8 if options else 0, seed=1, **options)
         requests = [Request([1], params) for _ in range(count)]
-        copies = [scores.clone() for _ in range(2 * plan.repeats + 4)]  # ours overwrites its own
+        copies = [scores.clone() for _ in range(2 * plan.repeats + 4)]  # they are overwritten
 
-        def once(draw: Any, requests: Any = requests, copies: Any = copies) -> None:
-            draw(requests, copies.pop(), ())
+        def once(sampler: Any, requests: Any = requests, copies: Any = copies) -> None:
+            sampler(requests, copies.pop(), ())
 
-        ways = {PAGED: partial(once, stage04.draw), KERNELS: partial(once, draw)}
+        ways = {PAGED: partial(once, stage04.sample_tokens), KERNELS: partial(once, sample_tokens)}
         yield {"options": name, "count": count, "seconds": measure.alternate(ways, plan.repeats)}
 
 
@@ -374,6 +425,8 @@ COLUMNS: dict[str, rows.Column] = {
     "between passes, paged, ms": between(PAGED),
     "ours, ms": between(KERNELS),
     "requests": lambda row: row.requests,
+    "pass": lambda row: f"{row['count']} at {row['context']:,}" if row["context"] else "prompt",
+    "gain": rows.gain(WITHOUT, variant=ALL),
 }
 TABLES = rows.tables(
     COLUMNS,
@@ -389,10 +442,12 @@ TABLES = rows.tables(
     prefill: model | dtype | paged, ms | {KERNELS}, ms | together | of the bound
     answers: model | dtype | requests | paged, tok/s | {KERNELS}, tok/s | together
     between < answers: model | dtype | requests | between passes, paged, ms | ours, ms
+    techniques < best: technique | dtype | pass | {WITHOUT}, ms | {ALL}, ms | gain
     drawn: options | rows | stage 04, ms | in C, ms | faster
     """,
     main=lambda results: [row for row in first("steps")(results) if row["context"] > 128],
     parts=lambda results: results.groups("steps", model="gpt2"),
+    best=best_cells,
     order=lambda results: [row for row in results.groups("steps") if IN_ORDER in row["seconds"]],
     claims=closing(claims),
     each=closing(organs),
@@ -400,14 +455,14 @@ TABLES = rows.tables(
 
 
 def steps_chart(results: Results) -> Figure:
-    found = first("steps", context=256)(results)
+    groups = first("steps", context=256)(results)
     names = (PAGED, ATTENTION, KERNELS)
-    values = {name: [1e3 * row.of(name).median for row in found] for name in names}
+    values = {name: [1e3 * row.of(name).median for row in groups] for name in names}
     return charts.bars(
         "A decode step: attention in place, then all of it in one call",
         "milliseconds (GPT-2 124M shape, float32)",
-        [kit.counted(row["count"], "row") for row in found],
-        values | {"machine's limit": [1e3 * bound(row) for row in found]},
+        [kit.counted(row["count"], "row") for row in groups],
+        values | {"machine's limit": [1e3 * bound(row) for row in groups]},
     )
 
 
@@ -422,6 +477,7 @@ def headline(results: Results) -> str:
 CHARTS = {"steps": steps_chart}
 WORK = kit.cases(
     Case(steps, models=None),
+    Case(techniques),
     Case(attention),
     Case(products),
     Case(prefill, models=None),

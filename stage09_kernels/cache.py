@@ -8,42 +8,31 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shared.config import ALL, Config
+from shared.config import Config
 from shared.paths import ROOT
-from stage05_paged.blocks import NOWHERE, Move
-from stage05_paged.cache import Share, check_places, do_moves
+from stage05_paged.blocks import Move
+from stage05_paged.cache import Share, check_places
+from stage05_paged.planes import Planes
+from stage08_llama.config import ALL
 
 from . import library
-from .library import NoKernels
+from .backend import NoKernels
+from .operations import ALL_ROWS, ATTEND, MAX_HEAD_DIM, MAX_QUERIES, PAD, Attention, Operation, Pass
 
-# Includes attention.c and linear.c. Students' copies of this file have no C files beside them.
-SOURCE = ROOT / "stage09_kernels" / "step.c"
-ROUND, QUERIES = 16, 8  # as in numbers.h and attention.c
-WIDEST = 512
+FOLDER = ROOT / "stage09_kernels"  # students' copies of this file have no C files beside them
+NAIVE, FAST = FOLDER / "naive.c", FOLDER / "fast" / "step.c"
 SIZES = {torch.float32: 4, torch.bfloat16: 2, torch.float64: 8}
 
 
 def padded(count: int) -> int:
-    """`count`, rounded up to a multiple of ROUND, as rows are padded."""
-    return -(-count // ROUND) * ROUND
-
-
-class Attention(ctypes.Structure):
-    """`struct attention` of attention.c."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "cache")),
-        *((name, ctypes.c_void_p) for name in ("shares", "items", "asked", "tables")),
-        *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride", "out_stride")),
-        *((name, ctypes.c_int64) for name in ("block_stride", "heads", "group", "width", "block")),
-        *((name, ctypes.c_int64) for name in ("window", "asks", "single", "count")),
-        ("scale", ctypes.c_double),
-    ]
+    """`count`, rounded up to a multiple of PAD, as rows are padded."""
+    return -(-count // PAD) * PAD
 
 
 class KernelCache:
@@ -52,9 +41,12 @@ class KernelCache:
     B padded, 2), and then its values, (B, D padded). `swapped` has the same layout for
     `swap_blocks` blocks.
 
-    level: of instructions, one of `library.levels()`; the best if empty. Raises NoKernels for a
-    dtype, head size or device that the kernels do not support, or without a compiler.
+    level: of instructions, one of `library.levels()`; the best if empty. source: FAST, if None, or
+    NAIVE. Raises NoKernels for a dtype, head size or device that the kernels do not support, or
+    without a compiler.
     """
+
+    defines: tuple[str, ...] = ()  # constants of the C files to set, for experiments
 
     def __init__(
         self,
@@ -65,16 +57,18 @@ class KernelCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         level: str = "",
+        source: Path | None = None,
     ) -> None:
         check(config, dtype, device)
-        self.blocks, self.block_size, self.level = blocks, block_size, level
-        self.windows = config.windows
+        self.blocks, self.block_size, self.dtype = blocks, block_size, dtype
+        self.level, self.source = level, source or FAST
+        self.windows: tuple[int, ...] = getattr(config, "windows", ())  # only Llamas have any
         self.heads, self.width = config.n_kv_head, config.head_dim
         keys = (self.width + self.width % 2) * padded(block_size)
         numbers = keys + block_size * padded(self.width)
-        zeros = torch.zeros((), dtype=dtype).expand(config.n_layer, blocks, self.heads, numbers)
-        self.kv = library.large_pages(zeros)
+        self.kv = library.blank((config.n_layer, blocks, self.heads, numbers), dtype)
         self.swapped = torch.zeros(config.n_layer, swap_blocks, self.heads, numbers, dtype=dtype)
+        self.memory = Planes([self.kv.movedim(1, 0)], [self.swapped.movedim(1, 0)])
         self.group = config.n_head // config.n_kv_head
         self.tables = Tables(blocks)
         self.real = torch.float64 if dtype == torch.float64 else torch.float32
@@ -84,7 +78,7 @@ class KernelCache:
         """The kernels for this cache and for weights of this dtype."""
         sizes = {"REAL": self.real, "WEIGHT": weights, "CACHE": self.kv.dtype}
         defines = tuple(f"{name}={SIZES[dtype]}" for name, dtype in sizes.items())
-        return library.load(SOURCE, defines, self.level)
+        return library.load(self.source, defines + self.defines, self.level)
 
     def attention(self, layer: int) -> Attention:
         """The fields of `Attention` that depend on `layer` and the cache."""
@@ -95,10 +89,9 @@ class KernelCache:
             block_stride=kv.stride(0),
             heads=self.heads,
             group=self.group,
-            width=self.width,
+            head_dim=self.width,
             block=self.block_size,
             window=window if window < ALL else 0,
-            asks=-1,
             scale=self.width**-0.5,
         )
 
@@ -110,15 +103,7 @@ class KernelCache:
     def move(self, moves: Sequence[Move]) -> None:
         """Do `moves` in order. No block needs a wipe, because `attend` reads only what was written
         for a sequence."""
-        do_moves(self.kv, self.swapped, 1, [move for move in moves if move.kind != "wipe"])
-
-    def read(self, blocks: Sequence[int]) -> Tensor:
-        """A copy of the contents of `blocks`, (blocks, numbers in each), for checks."""
-        return self.kv.index_select(1, torch.tensor(blocks)).movedim(1, 0).flatten(1)
-
-    def fill(self, blocks: Sequence[int], value: float) -> None:
-        """Overwrite `blocks` with one value, for checks."""
-        self.kv.index_fill_(1, torch.tensor(blocks), value)
+        self.memory.move([move for move in moves if move.kind != "wipe"])
 
     def extend(self, shares: Sequence[Share]) -> KernelAttention:
         """The attention of a pass whose tokens are those of `shares`, one share after the other.
@@ -138,9 +123,9 @@ def check(config: Config, dtype: torch.dtype, device: torch.device | str = "cpu"
             f"The kernels do not support {str(dtype).removeprefix('torch.')}: choose float32 or "
             "bfloat16."
         )
-    if config.head_dim > WIDEST:
+    if config.head_dim > MAX_HEAD_DIM:
         raise NoKernels(
-            f"The kernels support heads of at most {WIDEST} channels, and {config.name} has "
+            f"The kernels support heads of at most {MAX_HEAD_DIM} channels, and {config.name} has "
             f"{config.head_dim}."
         )
 
@@ -167,7 +152,7 @@ class Tables:
         for row, table in enumerate(tables):
             if row < len(self.kept) and self.kept[row] == table:
                 continue
-            if not (min(table) >= NOWHERE and max(table) < self.blocks):
+            if not (min(table) >= 0 and max(table) < self.blocks):
                 raise ValueError(f"a block outside the {self.blocks} of the cache")
             self.array[row, : len(table)] = table
             self.kept[row : row + 1] = [list(table)]
@@ -193,49 +178,53 @@ class KernelAttention:
         self.order = torch.arange(int(row[-1] + tokens[-1]))
         positions = (first - row).repeat(tokens) + self.order.numpy()
         self.positions = torch.from_numpy(positions)  # (N,)
-        self.most = max(1, QUERIES // cache.group)
-        if max(counts) <= self.most:  # each share is one item: mostly a decode step
+        self.item_tokens = max(1, MAX_QUERIES // cache.group)
+        if max(counts) <= self.item_tokens:  # each share is one item: mostly a decode step
             self.items = np.zeros((count, 4), np.int64)
             self.items[:, 0], self.items[:, 2], self.items[:, 3] = np.arange(count), tokens, row
         else:
-            self.items = self._cut(tokens, row)
+            self.items = self._items(tokens, row)
         pointers = {name: getattr(self, name).ctypes.data for name in ("shares", "items", "tables")}
-        self.call = Attention(**pointers, asks=-1)
+        sizes = {"n_shares": count, "n_items": len(self.items), "n_rows": len(positions)}
+        self.call = Pass(**pointers, **sizes)
 
-    def _cut(self, counts: np.ndarray, begin: np.ndarray) -> np.ndarray:
-        """Items for runs of `counts` tokens, whose outputs begin at the rows `begin`."""
-        items = cut(torch.from_numpy(counts), self.most).numpy()
-        return np.column_stack((items, begin[items[:, 0]] + items[:, 1]))
+    def _items(self, counts: np.ndarray, first_rows: np.ndarray) -> np.ndarray:
+        """Items for runs of `counts` tokens, whose outputs begin at `first_rows`."""
+        items = cut(torch.from_numpy(counts), self.item_tokens).numpy()
+        return np.column_stack((items, first_rows[items[:, 0]] + items[:, 1]))
 
-    def ask(self, rows: np.ndarray) -> None:
-        """In the last layer, compute only the output of `rows` (R,) of the pass, in this order."""
+    def wanting(self, rows: np.ndarray) -> Pass:
+        """The pass, with the output of `rows` (R,) alone in its last layer, in this order."""
         count = len(self.order)
         if len(rows) == count and (rows == np.arange(count)).all():
-            self.call.asks = -1
-            return
-        share = self.shares[:, 3].searchsorted(rows, "right") - 1
-        apart = (np.diff(rows, prepend=-2) != 1) | (np.diff(share, prepend=-1) != 0)
-        begin = apart.nonzero()[0]  # of each run of adjacent tokens in a share
-        self.asked = self._cut(np.diff(begin, append=len(rows)), begin)
-        first = self.asked[:, 3]
-        self.asked[:, 0], self.asked[:, 1] = share[first], (rows - self.shares[share, 3])[first]
-        self.call.asked, self.call.asks = self.asked.ctypes.data, len(self.asked)
+            self.out_items = self.items
+        else:
+            share = self.shares[:, 3].searchsorted(rows, "right") - 1
+            apart = (np.diff(rows, prepend=-2) != 1) | (np.diff(share, prepend=-1) != 0)
+            begin = apart.nonzero()[0]  # of each run of adjacent tokens in a share
+            self.out_items = self._items(np.diff(begin, append=len(rows)), begin)
+            first = self.out_items[:, 3]
+            self.out_items[:, 0] = share[first]
+            self.out_items[:, 1] = (rows - self.shares[share, 3])[first]
+        self.out_rows = rows
+        self.call.out_items, self.call.n_out_items = self.out_items.ctypes.data, len(self.out_items)
+        self.call.out_rows, self.call.n_out_rows = rows.ctypes.data, len(rows)
+        return self.call
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q of the packed tokens (N, heads, D); k and v (N, H, D) -> (N, heads, D)."""
         cache, dtype = self.cache, q.dtype
         narrow = dtype == torch.bfloat16 and cache.real == torch.float32
-        kind = dtype if narrow else cache.real  # of the products around it
+        out_dtype = dtype if narrow else cache.real  # as the products around it read it
         q, k, v = (_rows(x.to(cache.real)) for x in (q, k, v))
-        out = torch.empty(q.shape, dtype=kind)
-        call = cache.attention(layer)
-        for name in ("shares", "items", "tables"):
-            setattr(call, name, getattr(self.call, name))
+        out = torch.empty(q.shape, dtype=out_dtype)
+        operation = Operation(ATTEND, ALL_ROWS)
+        operation.of.attention = cache.attention(layer)
         for name, tensor in zip(("q", "k", "v", "out"), (q, k, v, out), strict=True):
-            setattr(call, name, tensor.data_ptr())
-            setattr(call, f"{name}_stride", tensor.stride(0))
-        kernel = cache.library(kind).attend
-        library.call(kernel, ctypes.byref(call), len(self.shares), len(self.items))
+            setattr(operation.of.attention, name, tensor.data_ptr())
+            setattr(operation.of.attention, f"{name}_stride", tensor.stride(0))
+        kernel = cache.library(out_dtype).step
+        library.call(kernel, ctypes.byref(operation), 1, ctypes.byref(self.call))
         return out.to(dtype)
 
 

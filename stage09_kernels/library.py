@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import mmap
 import os
 import platform
@@ -31,8 +32,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.errors import UserError
 from shared.measure import cache_folder
+
+from .backend import NoKernels
 
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-Wno-psabi")
 WIDE = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mprefer-vector-width=512"
@@ -47,10 +49,6 @@ SECONDS = 120  # to compile one file
 
 if sys.platform != "win32":  # a forked child lacks the pool's threads, and would wait
     os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
-
-
-class NoKernels(UserError):
-    """There is no kernel for this model or machine, or no compiler that works here."""
 
 
 def capabilities() -> dict[str, Any]:
@@ -70,10 +68,10 @@ def compilers() -> list[list[str]]:
     """The compiler commands to try: only $CC if it is set."""
     if os.environ.get("CC"):
         return [shlex.split(os.environ["CC"], posix=os.name == "posix")]
-    found = [[path] for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
+    commands = [[path] for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
     if find_spec("ziglang"):  # a package that brings a whole compiler
-        found.append([sys.executable, "-m", "ziglang", "cc"])
-    return found
+        commands.append([sys.executable, "-m", "ziglang", "cc"])
+    return commands
 
 
 @cache
@@ -125,7 +123,8 @@ def _loaded(source: Path, flags: Sequence[str], compiler: Sequence[str]) -> ctyp
 def _built(source: Path, flags: Sequence[str], compiler: Sequence[str]) -> Path:
     """The compiled file. Raises OSError or SubprocessError."""
     can = sorted(name for name, has in capabilities().items() if has is True)
-    included = sorted(source.parent.glob("*.[ch]"))  # a file may include any other in its folder
+    # A file may include any other in its folder, and headers in the folder above.
+    included = sorted({*source.parent.glob("*.[ch]"), *source.parent.parent.glob("*.h")})
     texts = [file.read_text(encoding="utf-8") for file in included]
     parts = [source.name, *texts, *flags, *compiler, _version(tuple(compiler)), *can]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
@@ -167,12 +166,28 @@ def large_pages(tensor: Tensor) -> Tensor:
     """A contiguous copy of `tensor`, in pages of 2 MiB where Linux has them: a processor looks up
     the address of each page that it reads, and most pages have only 4 KiB."""
     copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    start = -(-copy.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = copy.data_ptr() + copy.nbytes - start
+    _request_large_pages(copy)
+    return copy.copy_(tensor)
+
+
+def blank(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros in large pages, which the system clears when they are first written: to clear a cache
+    of gigabytes at once would take most of the time of a start."""
+    size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return torch.zeros(*shape, dtype=dtype)
+    unix = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
+    tensor = torch.frombuffer(mmap.mmap(-1, size, **unix), dtype=dtype).view(*shape)
+    _request_large_pages(tensor)
+    return tensor
+
+
+def _request_large_pages(tensor: Tensor) -> None:
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = tensor.data_ptr() + tensor.nbytes - start
     if sys.platform == "linux" and size > 0:  # only a hint: without it the pages are small
         place = ctypes.c_void_p(start), ctypes.c_size_t(size)
         ctypes.CDLL(None).madvise(*place, mmap.MADV_HUGEPAGE)
-    return copy.copy_(tensor)
 
 
 def call(kernel: Any, *arguments: Any) -> None:

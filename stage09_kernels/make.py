@@ -11,11 +11,9 @@ from stage04_continuous.engine import Engine
 from stage04_continuous.make import answer as answer
 from stage05_paged.engine import make as make_paged
 
-from .cache import KernelCache
-from .library import NoKernels
-from .runner import KernelRunner
-from .sample import draw
-from .trial import why_not as why_not
+from . import cpu as cpu
+from .backend import NoKernels, backend_of
+from .trial import unsupported_reason as unsupported_reason
 
 log = logging.getLogger(__name__)
 LINEAR = "plain"  # for --linear: this stage lays the weights out itself
@@ -37,9 +35,15 @@ def make(
         kept once.
     """
     try:
-        runner = partial(KernelRunner, release=release)
-        own: dict[str, Any] = {"make_cache": KernelCache, "make_runner": runner, "draw": draw}
-        return make_paged(model, contexts, **own, **options)
+        kernels = backend_of(model.device)
+        return make_paged(
+            model,
+            contexts,
+            make_cache=kernels.cache,
+            make_runner=partial(kernels.runner, release=release),
+            sample_tokens=kernels.sample_tokens,
+            **options,
+        )
     except NoKernels as error:
         if insist:
             raise

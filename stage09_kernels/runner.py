@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stage05_paged.cache import Share
+from shared.config import Config
 
 from .cache import KernelCache
 from .program import Program
@@ -19,19 +19,22 @@ class KernelRunner:
     release: see Program."""
 
     def __init__(self, model: Any, cache: KernelCache, release: bool = False) -> None:
-        self.cache, self.config = cache, model.config
+        self.cache = cache
+        self.config: Config = model.config
         self.program = Program(model, cache, release)
         self.unused = getattr(model, "unused", None)
+        self.hidden = torch.empty(0, self.config.n_embd)  # (R, C), of the last pass's rows
 
     def move(self, moves: Sequence[Any]) -> None:
         self.cache.move(moves)
 
     @torch.inference_mode()
-    def run(self, ids: Sequence[int], shares: Sequence[Share], rows: Sequence[int]) -> Tensor:
+    def run(self, ids: Sequence[int], shares: Sequence[Any], rows: Sequence[int]) -> Tensor:
         """Logits (R, V) of one pass over N packed tokens, valid until the next pass."""
         if not ids:
             return torch.empty(0, self.config.vocab_size)
         attention = self.cache.extend(shares)
-        wanted = torch.tensor(rows, dtype=torch.int64)
-        logits = self.program.run(torch.tensor(ids), attention.positions, attention, wanted)
+        out_rows = torch.tensor(rows, dtype=torch.int64)
+        logits = self.program.run(torch.tensor(ids), attention.positions, attention, out_rows)
+        self.hidden = self.program.buffers["normed"][: len(rows), : self.config.n_embd]
         return logits if self.unused is None else logits.index_fill_(-1, self.unused, -torch.inf)

@@ -7,22 +7,21 @@ from shared.task import Task
 TASKS = (
     Task(
         number=1,
-        file="by_hand.py",
-        functions=("one_head",),
-        title="attention in C, for one head",
-        text="Return the C source of `attend`: one query attends to the first `tokens` tokens of "
-        "the blocks in `table`. Each block has `block` keys, then `block` values, of `width` "
-        "numbers each. Divide scores by the square root of the width; the softmax must not "
-        "overflow; read nothing after the last token.",
+        file="online.py",
+        functions=("attend",),
+        title="an online softmax over blocks",
+        text="Compute the attention of one query to the first `tokens` tokens of the blocks in "
+        "`table`, reading one block at a time. From block to block keep only the largest score, "
+        "the sum of the weights and the weighted sum of the values. Divide scores by the square "
+        "root of the width; the softmax must not overflow; read nothing after the last token.",
         points=35,
         hints=(
-            "Token t is in block table[t / block], at t % block. Block b begins 2 * b * block * "
-            "width numbers into the cache.",
-            "Three loops over the tokens: scores and their maximum; weights expf(score - maximum) "
-            "and their sum; values. The second and the third can be one.",
-            "Divide the output by the sum at the end.",
+            "Of the last block, only `tokens` less what came before is valid.",
+            "With a larger maximum, all earlier weights shrink by the same factor.",
+            "That factor, exp(old maximum - new maximum), applies to both sums before a block is "
+            "added. Divide the one by the other at the end.",
         ),
-        tests=("tests/test_by_hand.py::test_one_head_by_hand_reads_its_blocks_and_nothing_else",),
+        tests=("tests/test_parts.py::test_an_online_softmax_reads_its_blocks_and_nothing_else",),
     ),
     Task(
         number=2,
@@ -37,7 +36,7 @@ TASKS = (
             "Output n is in panel n // 64, at n % 64 of every input's row.",
             "A weight may begin in the middle of a panel and end in another.",
         ),
-        tests=("tests/test_by_hand.py::test_weights_are_packed_by_panels",),
+        tests=("tests/test_parts.py::test_weights_are_packed_by_panels",),
     ),
     Task(
         number=3,
@@ -48,7 +47,7 @@ TASKS = (
         "so that one panel of 64 outputs has both. Pad F with zeros to a multiple of 32.",
         points=15,
         hints=("Pad both, cut each into (pieces, 32), stack the pieces in turn and flatten.",),
-        tests=("tests/test_by_hand.py::test_gates_are_beside_what_they_open",),
+        tests=("tests/test_parts.py::test_gates_are_beside_what_they_open",),
     ),
     Task(
         number=4,
@@ -62,7 +61,7 @@ TASKS = (
             "A share of n tokens has ceil(n / most) items; repeat_interleave gives each its share.",
             "An item's place in its share is its own index less that of the share's first item.",
         ),
-        tests=("tests/test_by_hand.py::test_a_pass_is_cut_into_items_of_a_few_tokens",),
+        tests=("tests/test_parts.py::test_a_pass_is_cut_into_items_of_a_few_tokens",),
     ),
     Task(
         number=5,
@@ -76,6 +75,6 @@ TASKS = (
             "torch.cpu.get_capabilities() maps names to True or False; a level needs all of its "
             "names.",
         ),
-        tests=("tests/test_by_hand.py::test_the_best_level_that_the_processor_has_comes_first",),
+        tests=("tests/test_parts.py::test_the_best_level_that_the_processor_has_comes_first",),
     ),
 )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +17,13 @@ from torch import Tensor
 
 from shared.checkpoint import Checkpoint, random_tensors
 from shared.config import Config
+from shared.measure import cache_folder
 from stage01_forward.families import load_model
 from stage04_continuous.runner import Runner
 from stage05_paged.cache import PagedCache
 from stage08_llama.config import LlamaConfig
 
-from .cache import KernelCache
-from .library import NoKernels
-from .runner import KernelRunner
+from .backend import Backend, NoKernels, backend_of
 
 SHAPES = (Config(211, 64, 48, 2, 3), LlamaConfig(211, 64, 48, 2, 6, 2, n_inner=80))
 PASSES = (  # two prompts in blocks of 16, and the next token of each
@@ -37,11 +35,12 @@ PASSES = (  # two prompts in blocks of 16, and the next token of each
 FACTOR, LEAST = 4, 1e-5
 
 
-def why_not(dtype: torch.dtype, device: torch.device | str = "cpu") -> str:
+def unsupported_reason(dtype: torch.dtype, device: torch.device | str = "cpu") -> str:
     """Why not to run models in `dtype` on the kernels here, in a sentence; "" if they are right."""
     try:
-        cache = KernelCache(SHAPES[0], 1, dtype=dtype, device=device)
-        name = Path(cache.library(dtype)._name)
+        kernels = backend_of(device)
+        kernels.cache(SHAPES[0], 1, dtype=dtype, device=device)
+        name = cache_folder() / "kernels" / kernels.fingerprint(dtype)
     except NoKernels as error:
         return str(error)
     right, trying = name.with_suffix(".right"), name.with_suffix(".trying")
@@ -51,33 +50,38 @@ def why_not(dtype: torch.dtype, device: torch.device | str = "cpu") -> str:
         return f"The kernels crashed a process on this machine: delete {trying} to try them again."
     with suppress(OSError):
         trying.touch()
-    found = all(_right(config, dtype) for config in SHAPES)
+    agree = all(_agree(kernels, config, dtype, device) for config in SHAPES)
     with suppress(OSError):
-        if found:
+        if agree:
             trying.replace(right)
         else:
             trying.unlink()
-    return "" if found else "The kernels and stage 05 disagree on this machine."
+    return "" if agree else "The kernels and stage 05 disagree on this machine."
 
 
-def _right(config: Any, dtype: torch.dtype) -> bool:
+def _agree(kernels: Backend, config: Any, dtype: torch.dtype, device: torch.device | str) -> bool:
     exact = _logits(config, torch.float64, Runner, PagedCache)
     theirs, ours = (
-        _logits(config, dtype, *kind)
-        for kind in ((Runner, PagedCache), (KernelRunner, KernelCache))
+        _logits(config, dtype, make_runner, make_cache, device)
+        for make_runner, make_cache in ((Runner, PagedCache), (kernels.runner, kernels.cache))
     )
     allowed = FACTOR * (theirs - exact).abs().max() + LEAST
     return bool((ours - exact).abs().max() <= allowed)  # False for NaN
 
 
 def _logits(
-    config: Any, dtype: torch.dtype, make_runner: Callable[..., Any], make_cache: Callable[..., Any]
+    config: Any,
+    dtype: torch.dtype,
+    make_runner: Callable[..., Any],
+    make_cache: Callable[..., Any],
+    device: torch.device | str = "cpu",
 ) -> Tensor:
-    """The logits of all passes, (4, V)."""
+    """The logits of all passes, (4, V), in float64 on the CPU."""
     tensors = random_tensors(config)
     for tensor in tensors.values():
         if tensor.ndim > 1:
             tensor *= 8  # fresh weights hardly change their input, and would hide a mistake
-    model = load_model(Checkpoint(config, tensors), dtype=dtype)
-    runner = make_runner(model, make_cache(config, 6, dtype=dtype))
-    return torch.cat([runner.run(*given).double().clone() for given in PASSES])  # before the next
+    model = load_model(Checkpoint(config, tensors), dtype=dtype, device=device)
+    runner = make_runner(model, make_cache(config, 6, dtype=dtype, device=device))
+    # Each pass overwrites the logits of the one before.
+    return torch.cat([runner.run(*inputs).double().cpu().clone() for inputs in PASSES])

@@ -8,13 +8,21 @@ from importlib import import_module
 from shared import cli
 
 ABOUT = "Stage 12, distributed: one engine on several processes and machines."
-COMMANDS = {  # each is a module of this package with a function `main`, imported when it is named
+COMMANDS = {
     "router": "starts servers and routes requests to them by prefix",
     "serve": "the same replicas on Ray, here or on a cluster",
     "simulate": "runs a fleet's traffic through the real scheduler and policy, in virtual time",
     "timed": "a server of stage 06 that keeps the times of its passes, for `simulate`",
-    "apart": "prefill and decode in two processes over one pool",
+    "disaggregated": "measures prefill and decode in two processes over one pool",
     "tp": "one model on several processes, each with a part of every matrix; LoRA adapters",
+}
+MODULES = {
+    "router": "router.app",
+    "serve": "router.serve",
+    "simulate": "simulation.simulate",
+    "timed": "simulation.timed",
+    "disaggregated": "compared",
+    "tp": "tensor.tp",
 }
 EXAMPLES = """\
   python -m stage12_distributed router --replicas 2
@@ -29,7 +37,8 @@ def main(argv: list[str] | None = None) -> int:
         "command", choices=COMMANDS, metavar="COMMAND", help=f"{known}; each has its own --help"
     )
     command = parser.parse_args(words[:1]).command
-    status: int = import_module(f"{__package__}.{command}").main(words[1:])
+    module = import_module(f"{__package__}.{MODULES[command]}")  # with a function `main`
+    status: int = module.main(words[1:])
     return status
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,17 +27,17 @@ from shared.roofline import forward_cost, static_costs
 from stage01_forward import families
 from stage05_paged.make import make
 
-from .apart import APART, TOGETHER, Job, Load, compare
-from .gang import Gang, Setup
-from .gang import make as make_ranks
-from .measured import deaths, ray_seconds, relay_seconds, routing_seconds
+from .compared import APART, TOGETHER, Load, compare
+from .disaggregated.processes import Job
+from .measured import Run, deaths, loads, ray_seconds, relay_seconds, routing_seconds
 from .measured import router as start_router
-from .passes import PassTime
-from .replay import Run, quantiles
-from .replay import measure as measure_loads
-from .routing import BLOCK_SIZE
-from .simulate import Scenarios
-from .simulator import Cell, Fleet
+from .router.routing import BLOCK_SIZE
+from .simulation.passes import PassTime
+from .simulation.replay import quantiles
+from .simulation.simulate import Scenarios
+from .simulation.simulator import Cell, Fleet
+from .tensor.group import RankGroup, Setup
+from .tensor.group import make as make_ranks
 
 SUM = 0.2e-3  # seconds, assumed for a sum over a socket of this machine
 LATENCIES = ("ttft", "itl", "e2e")
@@ -73,9 +74,9 @@ FEW |= {"kills": 2, "held": 2}
 def measured(subject: Subject, plan: Any) -> tuple[list[Run], PassTime]:
     """A server under several loads, and the fit to its passes under the first two."""
     about, more = subject.about, {"engine": "paged", "device": "cpu", "max_queue": 1000}
-    more |= {"linear": subject.about["linear"], "max_sequences": SEQUENCES}
+    more |= {"linear": subject.about["linear"], "max_num_seqs": SEQUENCES}
     options = kit.server_options(about["model"], about["dtype"], plan.contexts, **more)
-    runs = measure_loads(options, (plan.fitted, *plan.replayed), plan.users, plan.requests)
+    runs = loads(options, (plan.fitted, *plan.replayed), plan.users, plan.requests)
     fitted = [run for run in runs if run.share in (0.0, plan.fitted)]
     return runs, PassTime.fit([step for run in fitted for step in run.steps])
 
@@ -91,15 +92,15 @@ def replay(subject: Subject, plan: Any) -> Iterator[Group]:
     runs, times = measured(subject, plan)
     cell, http = cell_of(subject, plan), 0.0
     for share in (plan.fitted, *plan.replayed):
-        own = [run for run in runs if run.share == share]
-        lives = [life for run in own for life in Fleet(cell, times, run.asks).run().lives]
-        real = quantiles(each for run in own for each in run.times)
-        made = quantiles((life.ask.at, life.tokens) for life in lives)
-        http = http or real["ttft"][0] - made["ttft"][0]
-        made |= {name: [value + http for value in made[name]] for name in ("ttft", "e2e")}
-        group: Group = {"share": share, "rate": own[0].rate, "requests": len(lives), "http": http}
-        group |= {"fitted": share == plan.fitted, "passes": sum(len(run.steps) for run in own)}
-        yield group | {"costs": list(times.costs), "measured": real, "simulated": made}
+        turns = [run for run in runs if run.share == share]
+        sims = [sim for run in turns for sim in Fleet(cell, times, run.asks).run().requests]
+        real = quantiles(moments for run in turns for moments in run.times)
+        simulated = quantiles((sim.ask.at, sim.tokens) for sim in sims)
+        http = http or real["ttft"][0] - simulated["ttft"][0]
+        simulated |= {name: [v + http for v in simulated[name]] for name in ("ttft", "e2e")}
+        group: Group = {"share": share, "rate": turns[0].rate, "requests": len(sims), "http": http}
+        group |= {"fitted": share == plan.fitted, "passes": sum(len(run.steps) for run in turns)}
+        yield group | {"costs": list(times.costs), "measured": real, "simulated": simulated}
 
 
 def fleets(subject: Subject, plan: Any) -> Iterator[Group]:
@@ -121,17 +122,17 @@ def apart(subject: Subject, plan: Any) -> Iterator[Group]:
     for long in (0, plan.long):
         load = Load(plan.streams, answer=plan.answer, long=long)
         turns = [compare(job, load, threads) for _ in range(plan.repeats)]
-        found = {name: [turn[name] for turn in turns] for name in (TOGETHER, APART)}
-        outputs = [map(Output, load.prompts, one["ids"]) for each in found.values() for one in each]
+        ways = {name: [turn[name] for turn in turns] for name in (TOGETHER, APART)}
+        outputs = [map(Output, load.prompts, run["ids"]) for runs in ways.values() for run in runs]
         yield {
             "long": long,
             "streams": plan.streams,
             "tokens": sum(map(len, turns[0][TOGETHER]["ids"])),
             "proof": kit.together(map(subject.prove, outputs)),
-            "seconds": {name: [one["seconds"] for one in runs] for name, runs in found.items()},
+            "seconds": {name: [run["seconds"] for run in runs] for name, runs in ways.items()},
             "itl": {
-                name: [[percentile(one["itl"], share) for share in SHARES] for one in runs]
-                for name, runs in found.items()
+                name: [[percentile(run["itl"], share) for share in SHARES] for run in runs]
+                for name, runs in ways.items()
             },
         }
 
@@ -161,14 +162,14 @@ def ranks(subject: Subject, plan: Any) -> Iterator[Group]:
     about, threads = subject.about, torch.get_num_threads()
     torch.set_num_threads(max(1, threads // 2))  # as many as each rank has
     load = partial(whole, about["model"], about["dtype"])
-    gang = Gang(Setup(load, 2, linear=about["linear"]))
-    two = Threads(make_ranks(gang.model, plan.contexts), max(1, threads // 2))
+    group = RankGroup(Setup(load, 2, linear=about["linear"]))
+    two = Threads(make_ranks(group.model, plan.contexts), max(1, threads // 2))
     engines = {ONE: Threads(make(subject.model, plan.contexts), threads), TWO: two}
     try:
         for count in plan.rows:
             yield kit.compare(subject, engines, [(64, 32)] * count, plan.repeats)[0]
     finally:
-        gang.close()
+        group.close()
         torch.set_num_threads(threads)
 
 
@@ -193,17 +194,17 @@ def gateways(subject: Subject, plan: Any) -> Iterator[Group]:
 def kills(subject: Subject, plan: Any) -> Iterator[Group]:
     """What becomes of streams when replicas are killed, one after the other."""
     with start_router("--replicas", str(plan.reserve), "--threads", "1") as server:
-        ended = [one for found in deaths(server, plan.kills, plan.streams) for one in found]
-    hows = Counter(one.how for one in ended)
-    hit = [one for one in ended if one.there]
+        ended = list(chain.from_iterable(deaths(server, plan.kills, plan.streams)))
+    hows = Counter(stream.how for stream in ended)
+    hit = [stream for stream in ended if stream.there]
     yield {
         "kills": plan.kills,
         "streams": len(ended),
         "hit": len(hit),
         "errors": hows["error"],
         "lost": hows["lost"],
-        "untouched": sum(not one.there and one.how != "whole" for one in ended),
-        "last": max(one.seconds for one in hit),
+        "untouched": sum(not stream.there and stream.how != "whole" for stream in ended),
+        "last": max(stream.seconds for stream in hit),
     }
 
 
@@ -224,9 +225,11 @@ def replays(results: Results) -> Iterator[dict[str, str]]:
             share = f"{row['share']:.0%}{', fitted' * row['fitted']}"
             line = {"of capacity": share, "latency": name.upper()}
             for place, percent in enumerate(PERCENTS):
-                real, made = (row[way][name][place] for way in ("measured", "simulated"))
+                real, simulated = (row[way][name][place] for way in ("measured", "simulated"))
                 line[f"{percent}, ms"] = f"{real * 1e3:,.1f}"
-                line[f"simulated {percent}, ms"] = f"{made * 1e3:,.1f} ({made / real - 1:+.0%})"
+                line[f"simulated {percent}, ms"] = (
+                    f"{simulated * 1e3:,.1f} ({simulated / real - 1:+.0%})"
+                )
             yield line
 
 
@@ -254,7 +257,7 @@ def step(row: Row) -> float:
 
 def itl(row: Row, name: str, place: int) -> float:
     """Seconds between two tokens of a stream: the median of the repeats' p50 or p99."""
-    return rows.median(own[place] for own in row["itl"][name])
+    return rows.median(repeat[place] for repeat in row["itl"][name])
 
 
 def whole_seconds(row: Row) -> float:
@@ -266,8 +269,8 @@ def whole_seconds(row: Row) -> float:
 
 def claims(results: Results) -> Iterator[Claim]:
     """What the lesson predicts."""
-    found = by_policy(results)
-    prefix, chance = found["prefix", "prefix"], found["prefix", "random"]
+    policies = by_policy(results)
+    prefix, chance = policies["prefix", "prefix"], policies["prefix", "random"]
     why = "a prefix whose replica is too busy is computed by another one too"
     yield Claim("prompts found, by prefix", 100 * prefix["big"], 100 * prefix["hits"], "%", why)
     half, most = (
@@ -276,7 +279,7 @@ def claims(results: Results) -> Iterator[Claim]:
     gain = chance["ttft_p50"] / prefix["ttft_p50"]
     why = "the median request finds its prefix by either policy: see p99"
     yield Claim("TTFT, at random over by prefix", half / most, gain, "x", why)
-    free = found["free", "load"]["ttft_p50"] / found["free", "prefix"]["ttft_p50"]
+    free = policies["free", "load"]["ttft_p50"] / policies["free", "prefix"]["ttft_p50"]
     yield Claim("the same without common prefixes", 1.0, free, "x", "the control: no hits")
     busy = results.groups("apart")[-1]
     beside = "the pass has the streams' rows too, and products of 256 rows are below the peak"
@@ -288,13 +291,13 @@ def claims(results: Results) -> Iterator[Claim]:
     why = "a single thread never waits for another; without prompts, apart is slower"
     yield faster("tok/s, apart over together", busy, (TOGETHER, APART), lambda _: 1.0, why)
     why = "a sum takes as long as the slower rank, and each waits for the other 25 times a pass"
-    what, one = "two ranks over one process, 1 row", results.groups("ranks")[0]
-    yield faster(what, one, (ONE, TWO), whole_seconds, why)
+    what, row = "two ranks over one process, 1 row", results.groups("ranks")[0]
+    yield faster(what, row, (ONE, TWO), whole_seconds, why)
     row = results.groups("replay", fitted=False)[-1]
-    made, real = (row[way]["e2e"][0] for way in ("simulated", "measured"))
+    simulated, real = (row[way]["e2e"][0] for way in ("simulated", "measured"))
     what = f"E2E p50 at {row['share']:.0%} of the capacity, over simulated"
     why = "the scheduler is the real one, and passes are fitted at another load"
-    yield Claim(what, 1.0, real / made, "x", why)
+    yield Claim(what, 1.0, real / simulated, "x", why)
 
 
 def between(name: str, place: int) -> rows.Column:
@@ -303,7 +306,7 @@ def between(name: str, place: int) -> rows.Column:
 
 def absent(results: Results) -> str:
     """The routers that could not be measured, with the reasons."""
-    missing = [pair for one in results.groups("gateways") for pair in one["missing"].items()]
+    missing = [pair for row in results.groups("gateways") for pair in row["missing"].items()]
     lines = [f"{name} was not measured: {why}." for name, why in missing]
     return "\n".join(lines) or "All of them could be installed and measured."
 
@@ -396,8 +399,8 @@ CHARTS = {"policies": found_chart}
 
 
 def headline(results: Results) -> str:
-    found = by_policy(results)
-    prefix, chance = found["prefix", "prefix"], found["prefix", "random"]
+    policies = by_policy(results)
+    prefix, chance = policies["prefix", "prefix"], policies["prefix", "random"]
     return (
         f"by prefix {prefix['hits']:.0%} of the prompts' tokens are found, at random "
         f"{chance['hits']:.0%}, in a simulated cell of {results.plan['cell']} replicas"

@@ -1,5 +1,6 @@
-"""What the router costs and what a death costs, measured: for this stage's benchmark.
+"""What this stage's benchmark measures.
 
+loads()             requests of stage 07 at stage 06's server, and the times of its passes
 routing_seconds()   of each choice: digests, choose, start, finish
 relay_seconds()     of processor for each event that is passed on, events a second, and the
                     delay of the first event
@@ -8,11 +9,12 @@ deaths()            how each stream beside a death ended, and how long after it
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -22,16 +24,23 @@ from typing import Any
 import httpx2
 import psutil
 
+from shared.measure import process
 from shared.server import READY, OwnServer, free_ports, own_server
-from stage07_loadtest import mock
+from stage06_serving.inside import Inside
+from stage07_loadtest import mock, schedule, workload
+from stage07_loadtest.load import load
 
-from .routing import Routing
+from .router.routing import Routing
+from .simulation.passes import Meter
+from .simulation.replay import Times, times_of
+from .simulation.simulator import Ask
 
 PATH = "/v1/completions"
 PROMPT = "Once upon a time there was a fox who could not sleep. "
 TOKENS = 100  # of a stream beside a death
 LIMIT = 120.0  # seconds for an answer
 FIRSTS = 40  # streams whose first events are timed
+TURNS = 3  # of each load, in turn: a machine speeds up and slows down from minute to minute
 
 
 def routing_seconds(
@@ -59,7 +68,7 @@ def routing_seconds(
 
 def router(*arguments: str) -> AbstractContextManager[OwnServer]:
     """The router in a process of its own."""
-    return own_server(arguments, True, module="stage12_distributed.router")
+    return own_server(arguments, True, module="stage12_distributed.router.app")
 
 
 def events(
@@ -73,13 +82,9 @@ def events(
 
     begun: called with the answer before its first event. more: fields of the request.
     """
-    fields = {"prompt": prompt, "max_tokens": count, "stream": True, "ignore_eos": True}
-    asked: dict[str, Any] = {
-        "json": fields | {"temperature": 0, **more},
-        "timeout": LIMIT,
-        "trust_env": False,
-    }
-    with httpx2.stream("POST", url + PATH, **asked) as answer:
+    fields: dict[str, Any] = {"prompt": prompt, "max_tokens": count, "stream": True}
+    fields |= {"ignore_eos": True, "temperature": 0, **more}
+    with httpx2.stream("POST", url + PATH, json=fields, timeout=LIMIT, trust_env=False) as answer:
         answer.raise_for_status()
         begun(answer)
         for line in answer.iter_lines():
@@ -107,22 +112,22 @@ def relay_seconds(
         front([backend]) as (url, pid),
     ):
         list(events(url, 100, model=mock.MODEL))
-        process = psutil.Process(pid)
-        used, started = process.cpu_times(), time.perf_counter()
+        router_process = psutil.Process(pid)
+        used, started = router_process.cpu_times(), time.perf_counter()
         got = len(list(events(url, count, model=mock.MODEL)))
-        seconds, now = time.perf_counter() - started, process.cpu_times()
-        each = (now.user + now.system - used.user - used.system) / got
+        seconds, now = time.perf_counter() - started, router_process.cpu_times()
+        cost = (now.user + now.system - used.user - used.system) / got
         pairs = [(first_seconds(url), first_seconds(backend)) for _ in range(FIRSTS)]
         through, direct = (median(times) for times in zip(*pairs, strict=True))
-        return each, got / seconds, through - direct
+        return cost, got / seconds, through - direct
 
 
 def first_seconds(url: str) -> float:
     """Seconds to the first event of a short stream."""
-    started, found = time.perf_counter(), events(url, 2, model=mock.MODEL)
-    next(found)
+    started, stream = time.perf_counter(), events(url, 2, model=mock.MODEL)
+    next(stream)
     seconds = time.perf_counter() - started
-    list(found)
+    list(stream)
     return seconds
 
 
@@ -153,7 +158,7 @@ def deaths(
     each round waits until two are ready."""
     for _ in range(kills):
         wait_for(f"{server.url}/health", two_ready)
-        found, names = processes(server), SimpleQueue[str]()
+        servers, names = processes(server), SimpleQueue[str]()
 
         def follow(number: int, names: SimpleQueue[str] = names) -> tuple[str, str, str, float]:
             replica, text, how = "", "", "lost"
@@ -175,28 +180,28 @@ def deaths(
         with ThreadPoolExecutor(streams) as pool:
             following = [pool.submit(follow, number) for number in range(streams)]
             running = {names.get(timeout=LIMIT) for _ in following}
-            dead = next(name for name in found if name in running)
-            found[dead].kill()
+            dead = next(name for name in servers if name in running)
+            servers[dead].kill()
             killed = time.perf_counter()
-            ended = [each.result() for each in following]
+            ended = [stream.result() for stream in following]
         yield [Ended(text, how, name == dead, end - killed) for name, text, how, end in ended]
 
 
 def two_ready(answer: httpx2.Response) -> bool:
-    return sum(one["ready"] for one in answer.json()["replicas"].values()) >= 2
+    return sum(about["ready"] for about in answer.json()["replicas"].values()) >= 2
 
 
 def processes(server: OwnServer) -> dict[str, psutil.Process]:
     """The processes of a router's replicas by name, the oldest first. The log has their ports."""
-    found = {}
+    servers = {}
     lines = [line for line in server.stderr().splitlines() if f"] {READY}" in line]
     ports = {line.rpartition(":")[2]: line[1:].partition("]")[0] for line in lines}
-    for process in psutil.Process(server.pid).children():
+    for child in psutil.Process(server.pid).children():
         with suppress(psutil.Error):  # it has just ended
-            for each in process.net_connections():
-                if name := ports.get(str(each.laddr.port)):
-                    found[name] = process
-    return dict(sorted(found.items(), key=lambda pair: pair[1].create_time()))
+            for connection in child.net_connections():
+                if name := ports.get(str(connection.laddr.port)):
+                    servers[name] = child
+    return dict(sorted(servers.items(), key=lambda pair: pair[1].create_time()))
 
 
 def ray_seconds(
@@ -204,11 +209,11 @@ def ray_seconds(
 ) -> dict[str, list[tuple[float, float]]]:
     """Seconds to the first event and for each event after it, for both ways to the replicas on Ray,
     with `streams` streams at a time. Raises UserError without Ray."""
-    from . import serve
+    from .router import serve
 
     direct, proxy = free_ports(2)
     ways = {"direct": direct, "proxy": proxy}
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
 
     def follow(port: int) -> tuple[float, float]:
         started, times = time.perf_counter(), []
@@ -224,10 +229,10 @@ def ray_seconds(
                 for way, port in ways.items():
                     times = list(pool.map(follow, [port] * streams))
                     if number:  # the first warms both up
-                        found[way] += times
+                        seconds[way] += times
     finally:
         serve.stop()
-    return found
+    return seconds
 
 
 def wait_for(url: str, good: Callable[[httpx2.Response], bool] = bool) -> None:
@@ -241,3 +246,52 @@ def wait_for(url: str, good: Callable[[httpx2.Response], bool] = bool) -> None:
                 return
         time.sleep(0.1)
     raise TimeoutError(f"{url} was not ready after {LIMIT:g} s")
+
+
+# ---- loads that the simulator must predict -------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """A load as stage 07 measured it, and the engine's passes during the load."""
+
+    share: float  # of the capacity; 0: the closed loop that found it
+    rate: float  # requests a second
+    asks: list[Ask]
+    times: list[Times]
+    steps: list[tuple[float, ...]]
+
+
+async def serve(
+    options: list[str], shares: Sequence[float], users: int, count: int, client: Executor
+) -> list[Run]:
+    inside, runs, most = Inside(options), list[Run](), 0.0
+    meter = Meter(inside.engine)
+    async with inside.serving() as url:
+        turns = [(share, turn) for turn in range(TURNS) for share in shares]
+        for share, turn in [(0.0, 0), *turns]:
+            warm, many = (0, count // TURNS) if share else (users, 3 * users)
+            asks = workload.make("short", warm + many, f"stage 12, {share}, {turn}")
+            when = schedule.closed(users, many)
+            if share:
+                when = schedule.poisson(share * most, many, seed=round(100 * share) + turn)
+            meter.steps.clear()
+            job = client.submit(load, url, asks, when, warmup=warm)
+            records = (result := await asyncio.wrap_future(job)).records
+            if failed := [record.detail for record in records if record.failure]:
+                raise AssertionError(f"{len(failed)} requests failed, such as: {failed[0]}")
+            most = most or many / result.duration
+            pairs = list(zip(asks[warm:], records, strict=True))
+            sent = [Ask(list(map(int, a.prompt)), a.max_tokens, r.intended) for a, r in pairs]
+            runs.append(Run(share, share * most, sent, times_of(records), list(meter.steps)))
+    return runs
+
+
+def loads(options: list[str], shares: Sequence[float], users: int, count: int) -> list[Run]:
+    """Run a closed loop of `users`, whose throughput is the capacity, then `count` random arrivals
+    at each of `shares` of it, in TURNS alternating parts. The client is a process of its own.
+
+    options: of `python -m stage06_serving`. Raises AssertionError if a request fails.
+    """
+    with process() as client:
+        return asyncio.run(serve(options, shares, users, count, client))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from shared.task import Task
 
-ROUTING, PARALLEL = "tests/test_routing.py", "tests/test_parallel.py"
+ROUTING, SHARD = "tests/test_routing.py", "tests/test_shard.py"
 TRIES, LEASES = "tests/test_tries.py", "tests/test_leases.py"
 
 TASKS = (
     Task(
         number=1,
-        file="routing.py",
+        file="router/routing.py",
         functions=("Routing.choose",),
         title="which replica",
         text="Return the route of a request, or None if no replica can take it. Of the replicas "
@@ -41,8 +41,8 @@ TASKS = (
     ),
     Task(
         number=2,
-        file="parallel.py",
-        functions=("cuts",),
+        file="tensor/shard.py",
+        functions=("shards",),
         title="rows and columns",
         text="For each layer in LAYERS, return which rows (outputs) and columns (inputs) of its "
         "weight (out, in) this rank holds: channels of its own query heads, of its heads of keys "
@@ -55,18 +55,18 @@ TASKS = (
             "Head h has channels h * head_dim to (h + 1) * head_dim; `heads_of` gives the heads.",
             "Of c_attn, a rank holds its heads of each third: three ranges, not one.",
         ),
-        tests=(f"{PARALLEL}::test_the_logits_of_all_ranks_are_those_of_the_whole",),
+        tests=(f"{SHARD}::test_the_logits_of_all_ranks_are_those_of_the_whole",),
     ),
     Task(
         number=3,
-        file="relay.py",
+        file="router/relay.py",
         functions=("Relay._tries",),
         title="when to try again",
         text="Have a replica answer (`_try`). If that raises Failed, try another one, but at most "
-        "TRIES in all, and only if the budget holds a whole retry, which each further try costs. "
-        "Count retries. A request is in flight on a replica from before the try to its end, "
-        "however it ends. If no replica is left, send the last failure, or busy(FULL) if there was "
-        "none.",
+        "TRIES in all, and only if the budget holds a whole retry, which each further try costs; "
+        "after a death (`Failed.died`) it costs nothing. Count retries. A request is in flight on "
+        "a replica from before the try to its end, however it ends. If no replica is left, send "
+        "the last failure, or busy(FULL) if there was none.",
         points=25,
         hints=(
             "`choose` takes the replicas that were tried already.",
@@ -77,14 +77,15 @@ TASKS = (
             f"{TRIES}::test_another_replica_answers_in_place_of_one_that_failed",
             f"{TRIES}::test_a_request_has_two_tries_and_ends_with_the_last_failure",
             f"{TRIES}::test_without_budget_there_is_no_second_try",
+            f"{TRIES}::test_a_death_needs_no_budget_and_still_has_one_second_try",
             f"{TRIES}::test_no_replica_left_is_the_last_failure_and_none_at_all_is_full",
             f"{TRIES}::test_what_is_cut_off_is_no_longer_in_flight",
         ),
     ),
     Task(
         number=4,
-        file="leases.py",
-        functions=("Apart._copy",),
+        file="disaggregated/leases.py",
+        functions=("Disaggregated._copy",),
         title="a valid copy",
         text="Copy the leased blocks that this engine's prefix cache lacks, as far as there is "
         "room. Return whether the copies are what was leased: the lease has not expired, and no "

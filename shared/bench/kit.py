@@ -30,7 +30,6 @@ from shared.parity import near_tie, random_prompt
 from shared.peers import transformers_model
 from shared.roofline import Lengths
 from stage01_forward import families
-from stage01_forward.attention import Recompute
 from stage01_forward.generation import Output
 from stage01_forward.model import GPT2
 from stage01_forward.params import SamplingParams
@@ -149,7 +148,9 @@ def prove_answer(model: GPT2, prompt: Sequence[int], answer: Sequence[int]) -> d
     over prompt and answer alone, without cache or neighbours."""
     ids = torch.tensor([*prompt, *answer[:-1]], device=model.device)
     places, taken = torch.arange(len(ids), device=ids.device), ids.new_tensor(answer)
-    hidden = model(ids, places, Recompute(model.config).attend)[len(prompt) - 1 :]  # (answer, C)
+    hidden = model(ids, places, families.attention_of(model.config).attend)[
+        len(prompt) - 1 :
+    ]  # (answer, C)
     return together(
         prove(model.logits(some).float(), own, model.dtype)
         for some, own in zip(hidden.split(128), taken.split(128), strict=True)

@@ -117,7 +117,7 @@ def by_transformers(model: Any, batch: bool, prompts: Prompts, counts: list[int]
 
 def by_server(plan: Any, threads: int) -> Run:
     """All requests at once, to our server, started for them."""
-    about = {"device": plan.device, "threads": threads, "max_sequences": plan.requests}
+    about = {"device": plan.device, "threads": threads, "max_num_seqs": plan.requests}
     options = kit.server_options(plan.model, plan.dtype, plan.contexts, **about)
     with own_server(options, quiet=True) as server:
         run = asyncio.run(ask_all(server.url, *workload(plan)))

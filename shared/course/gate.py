@@ -72,7 +72,7 @@ def refused(source: bytes, stage: str, file: str, reference: str | None = None) 
 
 class _Gate:
     def __init__(self, stage: str, file: str, reference: ast.Module) -> None:
-        self.module = f"{stage}.{file.removesuffix('.py')}"
+        self.module = f"{stage}.{mine.dotted(file)}"
         nodes = list(ast.walk(reference))
         self.imports = {each[:2] for node in nodes for each in self._imported(node)}
         self.names = {node.id for node in nodes if isinstance(node, ast.Name)}
@@ -95,7 +95,7 @@ class _Gate:
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
             if node.level:
-                module = importlib.util.resolve_name(module, self.module.partition(".")[0])
+                module = importlib.util.resolve_name(module, self.module.rpartition(".")[0])
             for alias in node.names:
                 yield module, alias.name, alias.asname or alias.name
 

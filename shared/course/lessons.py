@@ -266,7 +266,12 @@ def _check_quote(block: Block) -> list[str]:
     stage = block.path.parent.name
     folders = [name for name in reversed(paths.discover()) if name <= stage] + ["shared"]
     ends = "*.py" if block.kind == "python" else "*.[ch]"
-    sources = [path for name in folders for path in sorted((paths.ROOT / name).glob(ends))]
+    sources = [
+        path
+        for name in folders
+        for path in sorted((paths.ROOT / name).rglob(ends))
+        if "tests" not in path.parts
+    ]
     if any(_quotes(parts, path.read_text(encoding="utf-8").splitlines()) for path in sources):
         return []
     return ["no file has these lines:\n" + "\n".join(block.lines)]

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, SourceFileLoader
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -113,6 +113,16 @@ def files(stage: str) -> list[str]:
     return sorted({task.file for task in tasks(stage)})
 
 
+def modules(copy: Path) -> list[str]:
+    """The Python files of a copy, "router/routing.py", in order."""
+    return sorted(path.relative_to(copy).as_posix() for path in copy.rglob("*.py"))
+
+
+def dotted(file: str) -> str:
+    """The module in a file of a stage: "router.routing" for "router/routing.py"."""
+    return file.removesuffix(".py").replace("/", ".")
+
+
 def existing(stage: str) -> Path:
     """The student's copy of a stage. Raises UserError if there is none."""
     if not folder(stage).is_dir():
@@ -180,8 +190,8 @@ def reset(stage: str, task: Task | None = None) -> Path:
             ) from None
     kept = backup(stage)
     if task is None:
-        for path in target.glob("*.py"):
-            path.unlink()
+        for name in modules(target):
+            (target / name).unlink()
     for name, source in new.items():
         write(target / name, source)
     return kept
@@ -196,7 +206,8 @@ def read(path: Path) -> str:
 
 
 def write(path: Path, source: str) -> None:
-    """Write with the line ends of `source`."""
+    """Write with the line ends of `source`, in a folder that is made if it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(source.encode("utf-8"))
 
 
@@ -230,8 +241,8 @@ def record(stage: str, passed: Mapping[int, bool]) -> None:
 
 def _digest(stage: str) -> str:
     digest = hashlib.sha256()
-    for path in sorted(folder(stage).glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for name in modules(folder(stage)):
+        digest.update(name.encode() + b"\0" + (folder(stage) / name).read_bytes() + b"\0")
     return digest.hexdigest()
 
 
@@ -356,10 +367,14 @@ def overlay(
     """
     source = existing(stage) if source is None else source
     # Never from a copy: the package, which is loaded already, and its tasks and tests.
-    never = ("__init__", "tasks", "tests", "conftest")
-    found = sorted(path.name for path in source.glob("*.py") if path.stem not in never)
-    chosen = tuple(name for name in found if files is None or name in files)
-    late = [name for name in chosen if f"{stage}.{name.removesuffix('.py')}" in sys.modules]
+    never = {"__init__", "tasks", "tests", "conftest"}
+    chosen = tuple(
+        name
+        for name in modules(source)
+        if not {*PurePosixPath(name).with_suffix("").parts} & never
+        and (files is None or name in files)
+    )
+    late = [name for name in chosen if f"{stage}.{dotted(name)}" in sys.modules]
     if late or stage in ACTIVE:
         loaded = ", ".join(late) or "another overlay"
         raise RuntimeError(f"{stage} cannot be overlaid: {loaded} is loaded already")
@@ -377,9 +392,10 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         stage, _, name = fullname.partition(".")
         active = ACTIVE.get(stage)
-        if active is None or f"{name}.py" not in active.files:
+        module = f"{name.replace('.', '/')}.py"
+        if active is None or module not in active.files:
             return None
-        file = str(active.folder / f"{name}.py")
+        file = str(active.folder / module)
         loader = _Loader(fullname, file, active)
         return importlib.util.spec_from_file_location(fullname, file, loader=loader)
 
@@ -400,22 +416,23 @@ class _Loader(SourceFileLoader):
 
 def _fill(module: ModuleType, active: Overlay, path: Path) -> None:
     """Put the reference's functions beside the student's, for the tests of other tasks."""
-    source, original = read(path), paths.ROOT / active.stage / path.name
+    name = path.relative_to(active.folder).as_posix()
+    source, original = read(path), paths.ROOT / active.stage / name
     tree = ast.parse(read(original), str(original))
     for task in tasks(active.stage):
-        if task.file != path.name:
+        if task.file != name:
             continue
         empty = is_open(source, active.stage, task)
         wanted = functools.partial(active.takes_mine, task, empty)
-        for name in task.functions:
-            *owners, last = name.split(".")
+        for function in task.functions:
+            *owners, last = function.split(".")
             owner: Any = module
             for part in owners:
                 owner = getattr(owner, part, None)
-            node = find_function(tree, name)
+            node = find_function(tree, function)
             if owner is None or node is None:
                 continue  # the class is missing: an error where it is used
-            mine = vars(owner).get(last, _missing(active.stage, task, name))
+            mine = vars(owner).get(last, _missing(active.stage, task, function))
             reference = _reference(node, original, module, owner)
             either = _either(mine, reference, wanted)
             setattr(owner, last, either)

@@ -40,7 +40,7 @@ SERVERS = "stage06_serving/tests/"
 LONGEST = (  # the longest first
     *(SERVERS, "shared/course/tests/test_museum.py", "stage12_distributed/tests/test_router.py"),
     *("shared/course/tests/test_exercise.py", "stage07_loadtest/tests/test_main.py"),
-    *("stage12_distributed/tests/test_gang.py", "stage07_loadtest/tests/test_ruler.py"),
+    *("stage12_distributed/tests/test_ranks.py", "stage07_loadtest/tests/test_ruler.py"),
     *("shared/course/tests/test_lessons.py", "shared/bench/tests/test_peers.py"),
 )
 

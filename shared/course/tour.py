@@ -43,6 +43,11 @@ TRIAL = (48, 1.0)  # at most this many tokens, and seconds, to measure the first
 LOAD = "stage07_loadtest"
 ROUNDS = 2  # requests of each user of the load
 BAR = 24  # characters
+FALLS = {  # why a stage may be slower than one before it
+    SERVER: "event loop and clients share the processor with the engine, and requests come one by "
+    "one",
+    LOAD: "its users also wait between two answers, so steps are not always full",
+}
 
 
 @dataclass
@@ -193,7 +198,7 @@ def server_options(options: argparse.Namespace, loaded: cli.Loaded, count: int) 
         "linear": loaded.linear.split()[0],  # without "(not measured)"
         "threads": str(options.threads or 0),
         "kv-memory": str(memory),
-        "max-sequences": str(count),
+        "max-num-seqs": str(count),
     }
     flags = ["--random-weights"] if options.random_weights else []
     return [*itertools.chain(*((f"--{name}", text) for name, text in values.items())), *flags]
@@ -301,6 +306,15 @@ def table(rows: Sequence[Row], console: Console) -> Table:
     return shown
 
 
+def falls(rows: Sequence[Row]) -> Iterator[str]:
+    """A line for each stage that is slower than one before it."""
+    for place, row in enumerate(rows[1:], 1):
+        best = max(rows[:place], key=lambda earlier: earlier.rate)
+        if row.rate < best.rate:
+            why = FALLS.get(row.stage, "it adds no speed to this workload")
+            yield f"{row.stage} is slower than {best.stage}: {why}."
+
+
 def visit(loaded: cli.Loaded, engines: dict[str, Any], options: argparse.Namespace) -> int:
     """Run `engines` (name -> make), the server and the load test; returns the exit status, 1 if a
     token differs."""
@@ -348,6 +362,8 @@ def visit(loaded: cli.Loaded, engines: dict[str, Any], options: argparse.Namespa
             rows.append(row)
             print(f"  {row.tokens:,} tokens in {row.seconds:.2f} s; {seen}\n", flush=True)
     console.print(table(rows, console))
+    for line in falls(rows):
+        print(line)
     print(
         f"\nNot the same tokens as the first stage: {', '.join(differ)}."
         if differ

@@ -255,6 +255,8 @@ FILE_FAULTS: list[tuple[dict[str, Any], str]] = [  # None removes a file
     ({WEIGHTS: None, "tf_model.h5": b""}, "convert it with transformers"),
     *(({WEIGHTS: data}, CORRUPT) for data in (b"", b"PK" * 99)),
     ({WEIGHTS: POINTER}, "run git lfs pull"),
+    *((config(n_layer=count), "n_layer in ") for count in (0, 10**9)),  # endless memory
+    (config(n_embd=2**62), "must be a whole number from 1 to 16777216, not 46116860184273"),
     (config(n_layer=5), "missing h.2.ln_1.weight, h.2.ln_1.bias, h.2.attn.c_attn.weight and 33"),
     (config(vocab_size=200), "misshapen wte.weight (101, 24) instead of (200,"),
     *((index([]), "is not a JSON object"), (index({}), UNMAPPED), (shard(1), UNMAPPED)),

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from shared import cli, linear, paths
 from shared.course import stages
@@ -64,7 +65,8 @@ def test_stages_say_the_same_and_count_it(run, tmp_path, kind):
         (model / "vocab.json").unlink()
         (model / "merges.txt").unlink()
     prompt = ["hello"] if kind == "text" else ["--prompt-ids", ",".join(map(str, b"hello"))]
-    options = ["--model", str(model), "--dtype", "float64", "--max-tokens", "9"]
+    end = ["--max-tokens", "9"] if kind == "text" else ["--max-model-len", "14"]
+    options = ["--model", str(model), "--dtype", "float64", *end]
     speed = r"9 tokens in \d+\.\d\d s, \d+\.\d tok/s, finish reason length"
     machine = r"model, float64 on cpu, \d+ threads?, plain linear layers"
     said = [run(main, *prompt, *options) for main in MAINS.values()]
@@ -137,8 +139,25 @@ def test_defaults_are_greedy_and_float32():
     greedy = {"max_tokens": 400, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None}
     others = {"model": "stories", "random_weights": False, "linear": "auto", "dtype": "auto"}
     assert options == options | greedy | others | {"threads": None, "prompt_ids": None}
-    assert cli.choose_dtype("auto", torch.device("cpu")) == torch.float32
+    assert cli.choose_dtype("auto", torch.device("cpu"), "stories") == torch.float32
     assert cli.LINEAR == linear.MODES
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_weights_in_bfloat16_stay_so_where_the_processor_computes_in_it(
+    monkeypatch, tmp_path, dtype
+):
+    save_file({"a": torch.ones(2, dtype=dtype)}, tmp_path / "model.safetensors")
+    cpu, native = torch.device("cpu"), torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    for capability, expected in (
+        ({"avx512_bf16": True}, native),
+        ({"avx512_f": True}, torch.float32),
+    ):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capability)  # noqa: B023
+        assert cli.choose_dtype("auto", cpu, str(tmp_path)) == expected
+        assert cli.choose_dtype("float64", cpu, str(tmp_path)) == torch.float64
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 9)  # loading says what is wrong
+    assert cli.choose_dtype("auto", cpu, str(tmp_path)) == torch.float32
 
 
 def test_text_shows_whole_characters_and_no_end_of_text(folder):
@@ -204,6 +223,8 @@ BAD_OPTIONS = {  # the parser is the same for all stages
     "--dtype int8": "--dtype.*int8.*float32",
     "--device tpu": "--device.*tpu.*cuda",
     "--linear packed --dtype float64": "float32.*not float64.*--linear auto",
+    "--max-token 9": "unrecognized arguments: --max-token 9; did you mean --max-tokens",
+    "--max-model-len 9999": "9999 is more than the .* positions",
     **{"--temp 1": "unrecognized arguments", "world": "unrecognized arguments: world"},
     "--max-tokens": "expected one argument",
     "--prompt-ids 1,2": "both a prompt and --prompt-ids",
@@ -223,7 +244,7 @@ stage02_kv_cache hi --model stories --threads 0
 stage02_kv_cache hi --model no-such-model
 stage03_batching --prompts no-such-file
 stage04_continuous hi --gantt no-such-folder/slots.svg
-stage04_continuous --slots 8 --budget 4
+stage04_continuous --slots 8 --max-num-batched-tokens 4
 stage05_paged hi --kv-memory 3bananas
 stage05_paged hi --map .
 stage05_paged hi --preemption recompute --swap-memory 1MiB
@@ -232,7 +253,7 @@ stage06_serving --kv-memory 3bananas
 stage06_serving --port {port}
 stage06_serving --model README.md
 stage08_llama hi --model no/such/folder
-stage12_distributed.tp --model no-such-model
+stage12_distributed.tensor.tp --model no-such-model
 stage07_loadtest --rates -1
 stage07_loadtest --trace no-such-file
 stage07_loadtest --out README.md
@@ -326,7 +347,8 @@ def test_devices_that_are_absent(run, folder):
 
 
 def test_a_model_that_no_memory_can_hold(run, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(FIELDS | {"n_positions": 10**12}))
+    fields = FIELDS | {"n_positions": 2**24, "n_embd": 2**16}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
     model = ("--model", str(tmp_path), "--random-weights")
     refuses(run(MAINS["stage01_forward"], "hello", *model), "not enough memory")
 

@@ -6,6 +6,7 @@ A new stage is found by its folder, and tested here without a new line.
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +48,44 @@ def family(request, tiny_model):
 def test_every_scenario_in_float64(stage, scenario, family):
     proof = parity.prove(ENGINES[stage](family), oracle_of(family), PARAMS, [scenario])
     assert proof.tokens > 0 and proof.near_ties == []
+
+
+def random_params(rng: random.Random) -> Any:
+    """Any mix of options that every engine must serve alike."""
+
+    def either(off: Any, *others: Any) -> Any:
+        return rng.choice(others) if rng.random() < 0.4 else off
+
+    return PARAMS(
+        max_tokens=rng.randint(1, 6),
+        temperature=either(1.0, 0.0, 0.02, 0.7, 2.0),
+        top_k=either(0, 1, 5, 40, 101),
+        top_p=either(1.0, 0.05, 0.5, 0.9, 0.999),
+        min_p=either(0.0, 0.01, 0.2, 1.0),
+        repetition_penalty=either(1.0, 0.8, 1.5),
+        presence_penalty=either(0.0, -1.0, 0.5),
+        frequency_penalty=either(0.0, -0.5, 1.5),
+        logit_bias=either({}, {3: 5.0, 7: -100}),
+        min_tokens=either(0, 1),
+        logprobs=either(None, 0, 3),
+        seed=rng.randrange(2**32),
+    )
+
+
+@pytest.fixture(scope="module")
+def requests(tiny_model):
+    """300 prompts, options, and the oracle's answers."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(101) for _ in range(rng.randint(1, 9))] for _ in range(300)]
+    params = [random_params(rng) for _ in prompts]
+    return prompts, params, stages.oracle(tiny_model).generate(prompts, params)
+
+
+@later_stages
+def test_a_seed_gives_the_same_tokens_in_every_engine(stage, requests, tiny_model):
+    prompts, params, expected = requests
+    outputs = ENGINES[stage](tiny_model).generate(prompts, params)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
 
 
 @pytest.fixture(scope="module")

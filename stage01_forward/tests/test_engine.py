@@ -8,9 +8,9 @@ import torch
 from shared.errors import UserError
 from shared.peers import transformers_greedy, transformers_model
 from stage01_forward.engine import Engine
-from stage01_forward.fast_sampling import sample
-from stage01_forward.generation import finish_reason
+from stage01_forward.generation import Row, finish_reason
 from stage01_forward.params import SamplingParams
+from stage01_forward.sampling import sample
 
 
 @pytest.fixture
@@ -51,10 +51,9 @@ def test_a_request_has_one_generator_and_a_whole_history(engine, tiny_model):
     params = SamplingParams(
         max_tokens=12, temperature=1.0, seed=3, repetition_penalty=9.0, presence_penalty=0.5
     )
-    generator = params.generator()
+    row = Row(params, prompt, ids)
     for _ in range(12):
-        logits = engine._forward(prompt + ids)[None]
-        ids.append(int(sample(logits, [params], [(prompt, ids)], [generator], ())[0]))
+        ids += sample(engine._forward(prompt + ids)[None], [row])[0]
     for end in (ids[5], 999):
         (output,) = Engine(tiny_model, eos_ids=[end]).generate([prompt], params)
         last = ids.index(end) + 1 if end in ids else 12
@@ -84,7 +83,8 @@ def test_stops_at_its_ends_unless_they_are_ignored(engine, tiny_model):
 )
 def test_end_of_text_on_the_last_allowed_token_is_a_stop(tiny, output, options, reason):
     params = SamplingParams(max_tokens=2, **options)
-    assert finish_reason(output, 3, params, tiny.config, eos_ids=(7, 8)) == reason
+    row = Row(params, [1, 2, 3], output[:-1])
+    assert finish_reason(output[-1], row, tiny.config, eos_ids=(7, 8)) == reason
 
 
 @pytest.mark.parametrize("length", [1, 62, 63])

@@ -45,7 +45,7 @@ def expected(twin: Any, ids: list[int], stride: int) -> float:
 
 @pytest.mark.parametrize("length", [2, WINDOW, WINDOW + 1, WINDOW + 2, 3 * WINDOW - 5])
 @pytest.mark.parametrize("stride", [1, 7, WINDOW - 1, WINDOW, None])
-def test_sliding_windows(models, monkeypatch, length, stride):
+def test_overlapping_windows(models, monkeypatch, length, stride):
     monkeypatch.setattr(module, "ROWS", 5)  # logits in several pieces, the last one short
     ours, twin = models
     ids = random_prompt(length, CONFIG, 2)

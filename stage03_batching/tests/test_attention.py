@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stage03_batching.attention import _by_hand, masked_attention
+from stage03_batching.attention import masked_attention
 
 B, H, S, D = 3, 2, 17, 12
 # bfloat16 numbers of about 1 are `eps` apart. Query, scores, weights and result are rounded.
@@ -13,10 +13,10 @@ ROUNDED = 4 * torch.finfo(torch.bfloat16).eps / 2
 BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: ROUNDED}
 
 
-def problem(dtype, queries, group=1):
+def problem(dtype, queries):
     """q, keys and values whose last `queries` columns are the queries' own, and a padding mask."""
     torch.manual_seed(0)
-    q = torch.randn(B, group * H, queries, D, dtype=torch.float64).to(dtype)
+    q = torch.randn(B, H, queries, D, dtype=torch.float64).to(dtype)
     kv = torch.randn(2, B, H, S + 5, D, dtype=torch.float64).to(dtype)
     keys, values = kv[:, :, :, :S]  # views into a longer tensor, as in a cache
     columns = torch.arange(S)
@@ -28,18 +28,16 @@ def problem(dtype, queries, group=1):
 
 def by_hand(q, keys, values, sees):
     """The formula in float64: (B, H, T, D). sees: (B, T, S)."""
-    keys, values = (x.double().repeat_interleave(q.shape[1] // H, 1) for x in (keys, values))
-    scores = q.double() @ keys.mT / D**0.5
-    return scores.masked_fill(~sees[:, None], -torch.inf).softmax(-1) @ values
+    scores = q.double() @ keys.double().mT / D**0.5
+    return scores.masked_fill(~sees[:, None], -torch.inf).softmax(-1) @ values.double()
 
 
-@pytest.mark.parametrize("group", [1, 2, 3])
 @pytest.mark.parametrize("queries, sees", [(1, "mask"), (1, "all"), (4, "mask"), (S, "causal")])
 @pytest.mark.parametrize("stored", BOUNDS, ids=str)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_a_query_sees_what_its_mask_says(dtype, stored, queries, sees, group):
-    """Query heads may share keys, and the cache may have a dtype of its own."""
-    q, keys, values, mask = problem(dtype, queries, group)
+def test_a_query_sees_what_its_mask_says(dtype, stored, queries, sees):
+    """The cache may have a dtype of its own."""
+    q, keys, values, mask = problem(dtype, queries)
     keys, values = keys.to(stored), values.to(stored)
     all_keys = torch.ones(B, queries, S, dtype=torch.bool)
     visible = {"mask": mask[:, 0], "all": all_keys, "causal": all_keys.tril()}[sees]
@@ -48,18 +46,6 @@ def test_a_query_sees_what_its_mask_says(dtype, stored, queries, sees, group):
     assert (out.shape, out.dtype) == (q.shape, dtype)
     bound = max(BOUNDS[dtype], BOUNDS[stored])
     assert torch.allclose(out.double(), expected, rtol=0, atol=bound)
-
-
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("queries", [1, 4])
-def test_the_sum_by_hand_serves_any_number_of_queries(dtype, queries):
-    q, keys, values, mask = problem(dtype, queries)
-    for hidden in (mask, None):
-        sees = torch.ones(B, queries, S, dtype=torch.bool) if hidden is None else mask[:, 0]
-        out = _by_hand(q, keys, values, hidden)
-        assert out.dtype == dtype
-        expected = by_hand(q, keys, values, sees)
-        assert torch.allclose(out.double(), expected, rtol=0, atol=BOUNDS[dtype])
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)

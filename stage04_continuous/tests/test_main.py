@@ -32,7 +32,7 @@ class TestCommand(CommandContract):
     ]
     unchunked = ("--no-chunks", "--budget", "20")
     refused = {
-        "--slots 0": "--slots.*'0'.*from 1 to 4096",
+        "--slots 0": "--max-num-seqs.*'0'.*from 1 to 4096",
         "--slots 8 --budget 7": "budget of 7 .* too small for 8 slots",
         "--every 0": "--every.*'0'",
         "--max-chunk 3 --no-chunks": "not allowed with",
@@ -68,7 +68,7 @@ class TestCommand(CommandContract):
         folder = make_folder(tmp_path / "vast")
         (folder / "config.json").write_text(json.dumps(FIELDS | {"n_positions": 400_000}), "utf-8")
         result = call(["hello"], "--model", str(folder), "--random-weights", "--slots", "4096")
-        check_error(result, r"4096 slots of \w+ take [\d.]+ GiB.*smaller --slots\.")
+        check_error(result, r"4096 slots of \w+ take [\d.]+ GiB.*smaller --max-num-seqs\.")
 
 
 def loaded(model: Any) -> cli.Loaded:

@@ -40,31 +40,40 @@ def test_only_legal_transitions():
 
 def test_remaining_is_what_there_is_less_what_is_computed():
     """Catches: prefill inferred from having no answer. With an answer and nothing computed, all
-    of it remains. Drafts remain too, and a decode with drafts is a decode."""
+    of it remains."""
     request = answered([1, 2, 3, 4], [5, 6])
-    for drafts, computed in itertools.product(([], [7, 8]), range(7)):
-        request.drafts, request.computed = drafts, computed
-        assert request.remaining == 6 + len(drafts) - computed
-        assert request.decoding == (computed >= 5)
+    for computed in range(7):
+        request.computed = computed
+        assert (request.remaining, request.decoding) == (6 - computed, computed >= 5)
 
 
 def test_tokens_across_the_border_of_prompt_and_answer():
     """The prompt is a copy, and requests alike are still two."""
-    for answer, drafts in itertools.product(([], [4], [4, 5, 6]), ([], [7, 8])):
-        prompt, whole = [1, 2, 3], [1, 2, 3, *answer, *drafts]
+    for answer in ([], [4], [4, 5, 6]):
+        prompt, whole = [1, 2, 3], [1, 2, 3, *answer]
         request, other = answered(prompt, answer), answered(prompt, answer)
-        request.drafts, prompt[0] = drafts, 99
+        prompt[0] = 99
         for start, end in itertools.combinations_with_replacement(range(len(whole) + 1), 2):
             assert request.tokens(start, end - start) == whole[start:end]
         assert request.output.token_ids == answer and request != other
-        assert request.generator is not other.generator
+        assert request.row is not other.row
 
 
 def test_a_plan_is_packed_share_by_share():
-    """A decode with two drafts, a chunk in the middle of a prompt, and the end of another."""
-    drafted, cut, ends = answered([1, 2], [3]), answered([4, 5, 6, 7], []), answered([8, 9], [])
-    drafted.drafts = [10, 11]
-    work = [Work(drafted, 5, 2, 3, 3), Work(cut, 0, 1, 2, 0), Work(ends, 2, 0, 2, 1)]
+    """Three tokens that all need logits, a chunk in the middle of a prompt, and the end of one."""
+    several, cut, ends = (
+        answered([1, 2], [3, 10, 11]),
+        answered([4, 5, 6, 7], []),
+        answered([8, 9], []),
+    )
+    work = [Work(several, 5, 2, 3, 3), Work(cut, 0, 1, 2, 0), Work(ends, 2, 0, 2, 1)]
     ids, shares = [3, 10, 11, 5, 6, 8, 9], [(5, 2, 3), (0, 1, 2), (2, 0, 2)]
     assert Plan(work=work).tokens() == (ids, shares, [0, 1, 2, 6])
     assert Plan().tokens() == ([], [], [])
+
+
+@pytest.mark.parametrize("count, rows", [(1, 2), (3, 4), (2, -1)])
+def test_a_share_has_no_more_rows_of_logits_than_tokens(count, rows):
+    """The rows before its first would be a neighbour's."""
+    with pytest.raises(ValueError, match=f"{rows} rows of logits from {count} token"):
+        Work(answered([1, 2, 3], []), 0, 0, count, rows)

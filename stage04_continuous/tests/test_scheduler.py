@@ -80,9 +80,9 @@ def test_the_policy_decides_who_is_next_and_ties_go_by_arrival(name):
 
 def test_without_chunks_a_prompt_over_the_budget_is_refused():
     scheduler = Scheduler(max_sequences=4, token_budget=10, chunked=False)
+    scheduler.check(10, 1)
     with pytest.raises(UserError, match="has 11 tokens, but a step has room for 10: allow chunks"):
-        Trace(scheduler).ask("a", 11)
-    assert scheduler.unfinished == 0
+        scheduler.check(11, 1)
 
 
 def test_the_lowest_free_slot_is_taken_and_a_freed_one_is_filled_in_the_next_pass():

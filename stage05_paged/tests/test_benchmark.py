@@ -136,7 +136,7 @@ def test_an_engine_starts_cold(subject: Subject) -> None:
         assert sum(step.prefill_tokens for step in engine.steps) == 13
     assert pool.cached
     benchmark.start_cold(engine.engine)
-    assert not pool.cached and not pool.found and len(pool.free) == pool.count
+    assert not pool.cached and not pool.by_digest and len(pool.free) == pool.count
 
 
 def test_what_is_reserved_and_used_is_counted_in_every_pass(subject: Subject) -> None:

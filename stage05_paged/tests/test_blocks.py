@@ -101,7 +101,7 @@ def test_the_least_recently_used_block_is_evicted_first_and_after_the_free_ones(
     pool.match([b"a"])  # a look alone is no use
     assert pool.take() not in (a, b, c, d) and pool.evictions == 0
     assert [pool.take() for _ in range(4)] == [a, c, d, b]
-    assert (pool.evictions, pool.found) == (4, {})
+    assert (pool.evictions, pool.by_digest) == (4, {})
 
 
 def test_the_end_of_a_chain_is_evicted_before_its_beginning():
@@ -151,7 +151,7 @@ def test_the_first_of_two_equal_blocks_is_found_and_only_behind_its_beginning():
     first, twin, last = (pool.take() for _ in range(3))
     for block, name in ((first, b"a"), (twin, b"a"), (first, b"b"), (last, b"c")):
         pool.publish(block, name)
-    assert (pool.found, pool.digests) == ({b"a": first, b"c": last}, [b"a", None, b"c", None])
+    assert (pool.by_digest, pool.digests) == ({b"a": first, b"c": last}, [b"a", None, b"c", None])
     for names, found in (
         ([b"a", b"c"], [first, last]),
         ([b"a", b"b", b"c"], [first]),
@@ -160,13 +160,13 @@ def test_the_first_of_two_equal_blocks_is_found_and_only_behind_its_beginning():
         assert pool.match(names) == found
 
 
-CALLS = ["begin", "grow", "grow", "grow", "adopt", "replace", "shrink", "release", "lose"]
+CALLS = ["begin", "grow", "grow", "grow", "adopt", "replace", "release", "lose"]
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.data())
 def test_no_block_is_lost_or_counted_wrong_whatever_is_called(data):
-    """Tables grow, share, copy, shrink and end. The holders of a block are counted from the tables
+    """Tables grow, share, copy and end. The holders of a block are counted from the tables
     alone, and what it holds is kept beside it."""
     size = data.draw(st.integers(1, 3))
     pool = BlockPool(data.draw(st.integers(1, 8)), size)
@@ -200,12 +200,6 @@ def test_no_block_is_lost_or_counted_wrong_whatever_is_called(data):
             old, new = table.replace(len(tokens) - 1)
             assert (old != new, pool.references[new], table.blocks[-1]) == (True, 1, new)
             written[new] = written[old]
-        elif what == "shrink":  # tokens after the last full block were drafts
-            left = data.draw(st.integers(len(tokens) // size * size, len(tokens)))
-            table.shrink(left)
-            del tokens[left:]
-            if tokens:
-                written[table.blocks[-1]] = list(tokens)
         elif what in ("release", "lose"):
             table.release(trusted=what == "release")
             alive = [pair for pair in alive if pair[0] is not table]
@@ -217,9 +211,9 @@ def test_no_block_is_lost_or_counted_wrong_whatever_is_called(data):
         assert (pool.owned, pool.available) == (len(held), pool.count - len(held))
         assert pool.shared == sum(count > 1 for count in held.values())
         names = {digest: block for block, digest in enumerate(pool.digests) if digest is not None}
-        assert names == pool.found
+        assert names == pool.by_digest
         assert all(pool.digests[block] is None for block in free)
-        assert all(written[block] == meant[digest] for digest, block in pool.found.items())
+        assert all(written[block] == meant[digest] for digest, block in pool.by_digest.items())
         for table, tokens in alive:
             assert len(table.blocks) == pool.blocks_for(len(tokens))
             for index, block in enumerate(table.blocks):

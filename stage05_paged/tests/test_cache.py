@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stage04_continuous.tests import test_cache as slots
 from stage05_paged import cache as module
-from stage05_paged.blocks import NOWHERE, Move
+from stage05_paged.blocks import Move
 from stage05_paged.cache import PagedCache, addresses, padded, runs
 
 SIZES = (1, 3, 16, 128)  # of blocks
@@ -53,10 +53,10 @@ def test_grouping_rules(starts_and_counts, sizes):
 
 
 def test_addresses_go_through_the_tables():
-    """Worked out by hand, in blocks of 4; one block is behind a window and was given back."""
-    shares = [([7], 2, 2), ([NOWHERE, 5, 1], 7, 3), ([3, 0], 4, 1)]
-    tables = padded(shares, window=4)
-    assert tables.tolist() == [[7, 7, 7], [1, 5, 1], [3, 0, 0]]
+    """Worked out by hand, in blocks of 4."""
+    shares = [([7], 2, 2), ([6, 5, 1], 7, 3), ([3, 0], 4, 1)]
+    tables = padded(shares)
+    assert tables.tolist() == [[7, 7, 7], [6, 5, 1], [3, 0, 0]]
     slots, positions = addresses(tables, shares, 4)
     assert slots.tolist() == [30, 31, 23, 4, 5, 0]
     assert positions.tolist() == [2, 3, 7, 8, 9, 4]
@@ -123,9 +123,9 @@ def test_any_packing_is_explicit_attention_of_each_sequence(size, data):
 
 
 @pytest.mark.parametrize("tile", TILES)
-def test_heads_share_keys_and_the_cache_has_a_dtype_of_its_own(tile, monkeypatch):
+def test_the_cache_has_a_dtype_of_its_own(tile, monkeypatch):
     monkeypatch.setattr(module, "TILE", tile)
-    slots.shared_heads_and_other_dtypes(Sequences)
+    slots.other_dtypes(Sequences)
 
 
 def test_a_share_outside_its_blocks_is_refused():

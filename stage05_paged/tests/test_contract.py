@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
@@ -31,7 +30,7 @@ class TestPaged(EngineContract):
 
     def spoil(self, engine, request):
         blocks = engine.scheduler.tables[request].blocks
-        engine.runner.cache.fill(blocks, torch.nan)
+        engine.runner.cache.memory.poison(blocks)
 
 
 class PagedLife(lives.Life):
@@ -121,7 +120,7 @@ class PagedLife(lives.Life):
             record = self.engine.steps[-1]
             assert record.preempted == self.noted - noted
             assert record.swapped == len(scheduler.swapped) <= record.waiting
-            assert max(row.blocks for row in record.sequences) <= record.owned_blocks
+            assert max(row.blocks for row in record.sequences) <= self.widest
             memory = record.owned_blocks, record.shared_blocks, record.cached_blocks
             assert (*memory, record.used_tokens) == self.memory
 
@@ -129,10 +128,11 @@ class PagedLife(lives.Life):
         """Memory: the most junior give way, and no other request comes in beside them."""
         super().before(plan)
         scheduler = self.scheduler
-        held = Counter(block for table in scheduler.tables.values() for block in table.held)
+        held = Counter(block for table in scheduler.tables.values() for block in table.blocks)
         used = sum(request.computed for request in scheduler.running)
         shared, cached = sum(count > 1 for count in held.values()), len(scheduler.pool.cached)
         self.memory = len(held), shared, cached, used + sum(work.count for work in plan.work)
+        self.widest = max((len(work.table) for work in plan.work), default=0)
         for work in plan.work:
             tokens = work.request.token_count
             assert len(work.table) == scheduler.pool.blocks_for(tokens)

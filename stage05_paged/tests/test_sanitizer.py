@@ -61,13 +61,13 @@ AFTER = {  # during the pass, found at its end
     "1 references, but 2 tables hold it": ("a, b", "block = a.blocks[0]; b.blocks.append(block)"),
     "1 blocks are counted as shared": ("none", "pool.shared += 1"),
     "the blocks' digests and the blocks by digest differ": (
-        *("none", "pool.found[b'stale'] = pool.free[0]"),
+        *("none", "pool.by_digest[b'stale'] = pool.free[0]"),
     ),
     "a cached block that cannot be found": (
-        *("none", "block = next(iter(pool.cached)); pool.forget(block)"),
+        *("none", "block = next(iter(pool.cached)); pool.unpublish(block)"),
     ),
     "found under tokens that it does not hold": (
-        *("a", "block = a.blocks[1]; pool.forget(block); pool.publish(block, b'it held before')"),
+        *("a", "block = a.blocks[1]; pool.unpublish(block); pool.publish(block, b'another')"),
     ),
     "changed since it was published": (
         "b",

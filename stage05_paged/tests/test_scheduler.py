@@ -109,9 +109,9 @@ def test_what_can_never_fit_is_refused_with_the_numbers(prompt, answer, longest,
     trace = Trace(scheduler := scheduler_of(10, longest=longest))
     if message:
         with pytest.raises(UserError, match=message):
-            trace.ask("a", prompt, answer=answer)
-        assert (trace.requests["a"].state, scheduler.unfinished) == (State.NEW, 0)
+            scheduler.check(prompt, answer)
         return
+    scheduler.check(prompt, answer)
     trace.ask("a", prompt, answer=answer)
     for _ in range(min(answer, longest - prompt)):
         assert trace.step()
@@ -123,7 +123,7 @@ UNCHUNKED: dict[str, Any] = {"blocks": 60, "chunked": False, "prefix_caching": F
 
 def test_without_chunks_a_prompt_over_the_budget_is_refused():
     with pytest.raises(UserError, match="has 11 tokens, but a step has room for 10: allow chunks"):
-        begin("a11 > ...", max_sequences=2, token_budget=10, **UNCHUNKED)
+        scheduler_of(max_sequences=2, token_budget=10, **UNCHUNKED).check(11, 1)
     options = UNCHUNKED | {"max_sequences": 2, "token_budget": 10}
     begin("a6 b10 c1 > a0-6! | bc", "-a > b0-10! | c", **options)  # whole or not at all
 
@@ -133,7 +133,7 @@ def test_blocks_of_a_request_that_ended_with_an_error_are_not_found():
     trace.requests["a"].output.fail(UserError("the logits are not numbers"))
     trace.scheduler.finish(trace.requests["a"])
     pool = trace.scheduler.pool
-    assert (len(pool.free), len(pool.found), trace.scheduler.tables) == (10, 0, {})
+    assert (len(pool.free), len(pool.by_digest), trace.scheduler.tables) == (10, 0, {})
 
 
 def run_one(scheduler, prompt, answer=1):

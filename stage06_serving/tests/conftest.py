@@ -27,7 +27,7 @@ from stage06_serving.settings import PREFIX
 from .faulty_server import FILES, MODULE, VARIABLE, Fault
 from .tools import Passes, started
 
-ALWAYS = ("--sanitize", "--linear", "plain")
+ALWAYS = ("--sanitize", "--linear", "plain", "--engine", "paged")
 FILE_KEY = "a key from a file"
 FEW_BLOCKS = ("--kv-memory", "8MiB")  # the sanitizer checks all blocks after every step
 

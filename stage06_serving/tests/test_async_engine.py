@@ -4,16 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
+from pytest import approx
 
 from shared.errors import UserError
 from stage01_forward.params import SamplingParams
-from stage06_serving.async_engine import BROKEN, CLOSING, DEAD, EngineDead, Overloaded, Ticket
+from stage01_forward.scoring import prompt_logprobs
+from stage06_serving.async_engine import (
+    BROKEN,
+    CLOSING,
+    DEAD,
+    Broken,
+    EngineDead,
+    Overloaded,
+    Ticket,
+)
+from stage06_serving.scoring import ScoredRequest
 
 from .asking import HANG
-from .tools import Passes, alone, error_of, is_empty, prompt_of, said, started, submit, until, words
+from .tools import (
+    Passes,
+    alone,
+    error_of,
+    is_empty,
+    prompt_of,
+    reading,
+    said,
+    started,
+    submit,
+    until,
+    words,
+)
 
 
 @pytest.fixture
@@ -43,7 +67,7 @@ async def test_samples_of_a_prompt_share_its_blocks(gated, tiny_model):
     async with gated() as (running, made, gate):
         (group,) = running.submit([prompt], sampling)
         gate.allow()
-        read = [(ticket, one.id) async for ticket, some in running.tokens(group) for one in some]
+        read = [(ticket, one.id) async for ticket, some in reading(running, *group) for one in some]
     for ticket, params in zip(group, sampling, strict=True):
         mine = [token for owner, token in read if owner is ticket]
         assert mine == alone(tiny_model, prompt, params)
@@ -59,25 +83,11 @@ async def test_a_slow_reader_delays_no_other(engine, expected):
             assert await said(running, submit(running, quick, 15)) == expected(quick, 15)
         await until(lambda: stalled.ended)
         assert len(stalled.fresh) == 40 == stalled.generated
-        parts = [[token.id for token in tokens] async for _, tokens in running.tokens([stalled])]
+        parts = [[token.id for token in tokens] async for _, tokens in reading(running, stalled)]
         assert parts == [expected(slow, 40)]  # all of it at once
         (pair,) = running.submit([quick], [words(2), words(50)])  # one ends early
-        read = [ticket async for ticket, tokens in running.tokens(pair) for _ in tokens]
+        read = [ticket async for ticket, tokens in reading(running, *pair) for _ in tokens]
         assert [read.count(ticket) for ticket in pair] == [2, 50]
-
-
-async def test_a_deadline_ends_the_waiting(gated):
-    """Tokens that have arrived are read first; they do not wait for the end."""
-    async with gated() as (running, made, gate):
-        ticket, read = submit(running, prompt_of(4), 5), []
-        gate.allow(1)
-        await until(lambda: ticket.fresh)
-        deadline = asyncio.get_running_loop().time() + 0.05
-        with pytest.raises(TimeoutError):
-            async for _, tokens in running.tokens([ticket], deadline):
-                read += tokens
-        gate.allow()
-        assert len(read) == 1 and len(await said(running, ticket)) == 4
 
 
 async def test_each_step_is_one_message_with_its_tokens_and_its_ends(gated):
@@ -85,6 +95,10 @@ async def test_each_step_is_one_message_with_its_tokens_and_its_ends(gated):
     token."""
     steps: list[tuple[list[Ticket], list[Ticket]]] = []
     known: list[bool] = []
+    news: list[int] = []
+
+    def heard():
+        news.append(len(steps))
 
     def listen(step, spoke, over):
         steps.append(([*spoke], [*over]))
@@ -93,15 +107,18 @@ async def test_each_step_is_one_message_with_its_tokens_and_its_ends(gated):
     async with gated() as (running, made, gate):
         running.listeners.append(listen)
         (group,) = running.submit([prompt_of(4)], [words(2), words(3)])  # one command: one step
-        reading = asyncio.create_task(anext(running.tokens(group)))
-        await asyncio.sleep(0)
+        for ticket in group:
+            ticket.news = heard
         gate.allow(1)
-        assert len((await asyncio.wait_for(reading, 10))[1]) == 1  # awake before the end
+        await until(lambda: news)
+        assert len(running.read(group[0])) == 1  # before the end
         gate.allow()
         await until(lambda: all(ticket.ended for ticket in group))
         one, two = group  # the second waits for the first's blocks
         assert steps == [([one], []), ([one, two], [one]), ([two], []), ([two], [two])]
         assert known == [False, True, False, True, True] and len(made.steps) == 4
+        # Once per step, however many tickets have some, or for several steps.
+        assert news[-1] == 4 and news == sorted(set(news))
     for ticket in group:
         assert ticket.scheduled and ticket.first_token and ticket.last_token
         assert ticket.arrived <= ticket.scheduled <= ticket.first_token <= ticket.last_token
@@ -174,24 +191,39 @@ async def test_a_request_that_can_never_be_answered_takes_no_place(engine):
         assert len(await said(running, submit(running, prompt_of(20), 5))) == 5
 
 
-async def test_other_work_takes_places_and_gives_them_back(engine):
-    prompt = prompt_of(4)
-    async with started(engine(max_sequences=2), max_queue=3) as running:
-        with running.place(2), running.place(2):
-            submitted = submit(running, prompt, 50)
-            with pytest.raises(Overloaded, match="5 of at most 5 sequences in flight"):
-                submit(running, prompt, 4)
-            with pytest.raises(Overloaded), running.place(1):
-                raise AssertionError("there is no place")
-        assert running.rejected == 2 and len(await said(running, submitted)) == 50
-        with pytest.raises(ZeroDivisionError), running.place(3):
-            1 // 0  # noqa: B018
-        with pytest.raises(UserError, match="at most 5"), running.place(6):
-            raise AssertionError("there are never 6 places")
-        running.submit([prompt] * 5, [words(1)])  # all are free
-        await running.drain(HANG)
-        with pytest.raises(EngineDead, match="shutting down"), running.place(1):
-            raise AssertionError("nothing more is accepted")
+async def test_prompts_are_scored_in_chunks_beside_other_requests(engine, tiny_model):
+    """A stream gets its token in each of these steps, though blocks are few and requests lose
+    theirs."""
+    prompts = [prompt_of(58, seed) for seed in range(2)]
+    made = engine(blocks=17, token_budget=9)
+    async with started(made) as running:
+        stream = submit(running, prompt_of(4), 40)
+        groups = running.submit(prompts, [words(2)] * 2, wants=partial(ScoredRequest, top=2))
+        for prompt, (first, second) in zip(prompts, groups, strict=True):
+            start, *scores = await running.result(first)
+            _, *want = prompt_logprobs(tiny_model, prompt, 2)
+            assert start is None and len(scores) == len(want) == 57
+            for score, right in zip(scores, want, strict=True):
+                assert score and right
+                assert score.token == approx(right.token)
+                assert sum(score.top, ()) == approx(sum(right.top, ()))
+            assert await said(running, first) == await said(running, second)
+        assert len(await said(running, stream)) == 40
+    assert made.status.preemptions and max(step.rows for step in made.steps) <= 9
+    assert all(step.decode_tokens for step in list(made.steps)[1:38])
+
+
+async def test_scoring_is_ended_by_an_abort_a_failure_and_the_shutdown(gated):
+    async with gated(max_sequences=1) as (running, made, gate):
+        groups = running.submit([prompt_of(9)] * 3, [words(1)], wants=ScoredRequest)
+        tickets = [ticket for (ticket,) in groups]
+        running.abort(tickets[1])
+        await running.drain(0.02)
+        for ticket in tickets:
+            with pytest.raises((EngineDead, Broken)):
+                await running.result(ticket)
+        gate.allow()
+    assert len(made.steps) <= 1
 
 
 async def test_a_call_is_made_on_the_thread_between_two_steps(gated, expected):
@@ -240,43 +272,18 @@ async def test_requests_that_outlast_the_grace_end_with_an_error(gated):
     assert len(made.steps) <= 3 and len(ended) == 3
 
 
-@pytest.mark.parametrize("ends", [True, False], ids=["it ends", "the grace ends"])
-async def test_draining_waits_for_other_work_too(engine, ends):
-    """Scoring a prompt makes no sequence, but its client waits, too."""
-    goes_on = threading.Event()
-    async with started(engine()) as running:
-
-        async def work():
-            with running.place(1):
-                return await running.call(lambda _: goes_on.wait(HANG))
-
-        working = asyncio.create_task(work())
-        await asyncio.sleep(0)
-        drained = asyncio.create_task(running.drain(100 * HANG if ends else 0.02))
-        if ends:
-            await asyncio.sleep(0.2)  # several checks
-            assert not drained.done()
-            goes_on.set()
-            assert await working is True
-        else:
-            with pytest.raises(EngineDead, match="shutting down"):
-                await working
-            goes_on.set()
-        await drained
-
-
 async def test_a_defect_in_adding_ends_all_samples_and_nothing_else(engine, expected):
     """Tickets of requests that the engine does not know end, too, and free their places."""
     made, prompt, added = engine(), prompt_of(4), []
-    add = made.add
+    enqueue = made.enqueue
 
     def broken(request):
         added.append(request)
         if len(added) == 2:
             raise RuntimeError("a planted fault")
-        return add(request)
+        return enqueue(request)
 
-    made.add = broken
+    made.enqueue = broken
     async with started(made) as running:
         (group,) = running.submit([prompt], [words(50)] * 3)
         assert [await error_of(running, ticket) for ticket in group] == [BROKEN] * 3

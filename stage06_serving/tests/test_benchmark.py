@@ -21,7 +21,7 @@ from stage06_serving.benchmark import FULL, HTTP, LOSE, NULL, OFFLINE, SERVER, W
 from stage06_serving.settings import parse
 
 TINY = replace(
-    FULL, subjects=(("stories", "float32"),), max_sequences=4, kv_memory="8MiB",
+    FULL, subjects=(("stories", "float32", "paged"),), max_num_seqs=4, kv_memory="8MiB",
     options=("--sanitize",), repeats=1,
     loads=((HTTP, 1, 2, 5, 12), (HTTP, 3, 5, 5, 12), (NULL, 1, 1, 5, 20), (LOSE, 3, 7, 3, 1)),
 )  # fmt: skip
@@ -116,9 +116,10 @@ def test_a_wrong_answer_stops_the_benchmark(server, tiny):
 
 
 def test_the_engine_alone_is_made_by_the_server_s_own_command_line():
-    for model, dtype in FULL.subjects:
-        settings = parse(benchmark.options(FULL, model, dtype, "packed"))
+    for model, dtype, engine in FULL.subjects:
+        settings = parse(benchmark.options(FULL, model, dtype, engine, "packed"))
         assert (settings.model, settings.dtype, settings.linear) == (model, dtype, "packed")
+        assert settings.engine == engine
         assert settings.random_weights == (model != "stories")
         assert settings.threads == torch.get_num_threads()
-        assert not settings.prefix_caching  # a repeat must not find what an earlier run computed
+        assert not settings.enable_prefix_caching  # a repeat must not find an earlier run's

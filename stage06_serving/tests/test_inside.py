@@ -13,7 +13,9 @@ import pytest
 from fastapi import Request
 
 from shared.course.museum.inside import Asking, Inside
-from stage06_serving import sse
+from shared.tokenizer import Tokenizer
+from stage01_forward.model import GPT2
+from stage06_serving import writer
 from stage06_serving.app import unless_gone
 from stage06_serving.errors import ApiError
 from stage06_serving.live import MOST_WATCHERS
@@ -71,7 +73,7 @@ async def test_an_answer_is_a_stream_only_where_one_was_asked_for():
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_before_its_answer_ends_it(stream):
     """The first leaves in mid-answer, the second while queued: it is never served."""
-    async with Inside.serving(max_sequences=1) as inside:
+    async with Inside.serving(max_num_seqs=1) as inside:
         clients = [inside.begin(PATH, LONG | {"stream": stream}) for _ in range(2)]
         await inside.passes(5)
         assert await numbers(inside, "num_requests_running", "num_requests_waiting") == [1, 1]
@@ -147,9 +149,53 @@ async def test_a_late_echo_is_answered_504(tokens):
         await idle(inside)
 
 
+async def test_scoring_that_is_abandoned_is_not_computed(monkeypatch):
+    """300 such requests beside a queue of 4 delayed the next answer by two minutes."""
+    computed, forward = [], GPT2.forward
+
+    def counted(model, ids, *arguments):
+        computed.append(len(ids))
+        return forward(model, ids, *arguments)
+
+    monkeypatch.setattr(GPT2, "forward", counted)
+    body = SCORED | {"prompt": "a " * 300, "stream": True}
+    async with Inside.serving(max_num_seqs=2, max_queue=3) as inside:
+        gate, running = await blocked(inside)
+        for _ in range(5):
+            clients = [inside.begin(PATH, body) for _ in range(4)]
+            await asyncio.sleep(0.02)
+            for client in clients:
+                client.leave()
+                await client.answer()
+        gate.allow()
+        assert (await running.answer()).status == 200
+        assert (await inside.ask(PATH, SHORT)).status == 200
+        await idle(inside)
+    assert sum(computed) < 100
+
+
+async def test_long_texts_are_tokenized_off_the_event_loop(monkeypatch):
+    main, places, encode = threading.main_thread(), [], Tokenizer.encode
+
+    def watched(tokenizer, text):
+        places.append(threading.current_thread() is main)
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    text = "1 " * 20_000
+    async with Inside.serving() as inside:
+        for path, body in (
+            ("/tokenize", {"prompt": text}),
+            (PATH, {"prompt": text}),
+            (PATH, {"prompt": [text[:1000]] * 10, "max_tokens": 1}),
+        ):
+            await inside.ask(path, body)
+    assert len(places) == 12 and not any(places)
+
+
 async def test_the_loop_answers_while_the_engine_computes():
     """/health answers, and refusals go out: a prompt being scored takes up a place, too."""
-    async with Inside.serving(max_sequences=2, max_queue=3) as inside:
+    async with Inside.serving(max_num_seqs=2, max_queue=3) as inside:
         gate, running = await blocked(inside)
         bodies = [SCORED | {"stream": number % 2 == 0} for number in range(7)]
         clients = [running, *(inside.begin(PATH, body) for body in bodies)]
@@ -173,7 +219,7 @@ async def test_a_reader_that_stands_still_is_cut_off_in_time(monkeypatch):
             await asyncio.Event().wait()
 
     monkeypatch.setattr(Asking, "_send", full)
-    monkeypatch.setattr(sse, "STALLED", 0.1)
+    monkeypatch.setattr(writer, "STALLED", 0.1)
 
     async with Inside.serving(request_timeout=0.1) as inside:
         async with asyncio.timeout(10):
@@ -243,29 +289,38 @@ async def test_a_stream_that_fails_has_an_error_event(fault, status):
     assert chunks and all("choices" in each for each in chunks)
 
 
-async def test_the_text_of_an_unexpected_error_is_not_sent(monkeypatch):
-    async def score(*arguments):
+async def test_an_event_is_one_line_for_every_client():
+    """U+2028 and U+0085 end a line too, for clients that split text as Python does."""
+    prompt = "a\u2028b\u2029c\u0085d"
+    async with Inside.serving() as inside:
+        answer = await inside.ask(PATH, SHORT | {"prompt": prompt, "echo": True, "stream": True})
+    assert next(answer.events())["choices"][0]["text"].startswith(prompt)
+    assert all(line[:6] in ("", "data: ") for line in answer.body.decode().splitlines())
+
+
+async def test_the_text_of_an_unexpected_error_is_logged_and_not_sent(monkeypatch, caplog):
+    async def encode(*arguments):
         raise RuntimeError("a planted fault")
 
-    monkeypatch.setattr(Service, "score", score)
+    monkeypatch.setattr(Service, "encode", encode)
     async with Inside.serving() as inside:
-        asking = inside.begin(PATH, SCORED)
-        with pytest.raises(RuntimeError):  # the framework raises it again, for the log
-            await asking.answer()
-        heard = asking.heard
+        heard = await inside.ask(PATH, SCORED)
+        assert "a planted fault" in caplog.text
         assert heard.status == 500 and b"planted" not in heard.body and b"its log" in heard.body
 
 
 async def test_only_the_engines_thread_touches_scheduler_pool_and_cache():
     """Metrics, page and admission read statuses and settings. Every other access is noted here."""
     touched: list[str] = []
+    settings = {"check", "config", "scheduler", "chunked", "token_budget", "pool", "longest"}
+    settings |= {"count", "block_size", "blocks_for"}
 
     def guard(thing: Any) -> None:
         kind = type(thing)
 
         class Guarded(kind):  # type: ignore[misc, valid-type]
             def __getattribute__(self, name: str) -> Any:
-                if threading.current_thread().name != "engine":
+                if threading.current_thread().name != "engine" and name not in settings:
                     touched.append(f"{kind.__name__}.{name}")
                 return super().__getattribute__(name)
 
@@ -273,7 +328,7 @@ async def test_only_the_engines_thread_touches_scheduler_pool_and_cache():
 
     async with Inside.serving(kv_memory="4MiB") as inside:
         runner, scheduler = inside.engine.runner, inside.engine.scheduler
-        for thing in (runner.cache, scheduler.pool, scheduler, runner, inside.engine):
+        for thing in (runner.runner.cache, scheduler.pool, scheduler, runner, inside.engine):
             guard(thing)
         stream = inside.begin(PATH, LONG | {"max_tokens": 600})
         page = inside.begin("/live")

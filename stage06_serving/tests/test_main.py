@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import signal
+import socket
 import sys
+import time
 from itertools import product
 from typing import Any
 
@@ -14,20 +17,22 @@ import pytest
 
 from shared import cli
 from shared.errors import UserError
+from shared.server import python
 from stage05_paged.sanitizer import Sanitizer
 from stage06_serving import __main__ as stage
 from stage06_serving.settings import PREFIX, Settings, parse
 
-from .asking import bearer, get, post
-from .conftest import serving
+from .asking import HANG, bearer, get, post, until
+from .conftest import environment, serving
 
 VALUES: dict[str, Any] = {"model": "gpt2", "served_model_name": "mine", "random_weights": True}
 VALUES |= {"device": "cpu", "dtype": "float64", "linear": "plain", "threads": 3, "engine": "static"}
-VALUES |= {"host": "::1", "port": 81, "api_key": "a, b,,", "max_sequences": 5, "token_budget": 77}
+VALUES |= {"host": "::1", "port": 81, "api_key": "a, b,,", "max_num_seqs": 5}
+VALUES |= {"max_num_batched_tokens": 77, "max_model_len": 99}
 VALUES |= {"kv_memory": "1GB", "block_size": 8, "swap_memory": "2MB", "preemption": "swap"}
-VALUES |= {"prefix_caching": False, "sanitize": True, "max_queue": 0, "request_timeout": 1.5}
+VALUES |= {"enable_prefix_caching": False, "sanitize": True, "max_queue": 0, "request_timeout": 1.5}
 VALUES |= {"grace": 0, "chat_template": "simple", "chat": True, "log_requests": True}
-VALUES |= {"allowed_host": "here", "api_key_file": __file__}
+VALUES |= {"allowed_host": "here", "api_key_file": __file__, "stream_interval": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +57,12 @@ def test_every_option_is_a_variable_too_and_the_command_line_wins(monkeypatch):
     assert settings.model_dump() == VALUES
     assert all(Settings.model_fields[name].default != value for name, value in VALUES.items())
     assert settings.keys[:2] == ["a", "b"] and "import pytest" in settings.keys
-    changed = parse(["--port", "82", "--prefix-caching", "--no-sanitize", "--model", "stories"])
-    assert (changed.port, changed.prefix_caching, changed.sanitize) == (82, True, False)
+    monkeypatch.delenv(PREFIX + "MAX_NUM_SEQS")
+    monkeypatch.setenv(PREFIX + "MAX_SEQUENCES", "6")
+    assert parse([]).max_num_seqs == 6 and parse(["--max-sequences=7"]).max_num_seqs == 7
+    words = "--port 82 --enable-prefix-caching --no-sanitize --model stories"
+    changed = parse(words.split())
+    assert (changed.port, changed.enable_prefix_caching, changed.sanitize) == (82, True, False)
     assert (changed.model, changed.block_size) == ("stories", 8)
 
 
@@ -72,7 +81,7 @@ def test_the_defaults_are_safe_and_what_is_open_to_all():
 @pytest.mark.parametrize(
     ("option", "values"),
     [
-        *(("port", "-1 65536 http 1.5"), ("max-sequences", "0 5000 many"), ("max-queue", "-1 x")),
+        *(("port", "-1 65536 http 1.5"), ("max-num-seqs", "0 5000 many"), ("max-queue", "-1 x")),
         *(("request-timeout", "0 -1 nan inf soon"), ("grace", "-1 nan 4000")),
         *(("block-size", "0 2000"), ("threads", "-1 x"), ("dtype", "int8"), ("device", "tpu")),
         *(("preemption", "never"), ("engine", "fastest")),
@@ -112,7 +121,7 @@ def test_what_stops_the_start(capsys, tmp_path, monkeypatch):
     opened = stage.listen("127.0.0.1", 0)
     monkeypatch.setattr(stage, "listen", lambda *where: opened)
     status, shown = ended(capsys, "--port", "0", "--model", str(tmp_path))
-    assert status == 2 and shown.startswith("error: ") and "config.json is missing" in shown
+    assert status == 2 and "\nerror: " in shown and "config.json is missing" in shown
     assert "serves" not in shown and opened.fileno() == -1  # closed
 
 
@@ -126,7 +135,11 @@ def test_the_libraries_objects_are_not_collected(interruptible, tiny_folder, mon
         signal.raise_signal(signal.SIGINT)
         return ""
 
+    def interrupt(*signal):
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(stage, "plan", plan)
+    signal.signal(signal.SIGINT, interrupt)
     interval, options = sys.getswitchinterval(), "--port 0 --linear plain --kv-memory 64KiB"
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -137,9 +150,43 @@ def test_the_libraries_objects_are_not_collected(interruptible, tiny_folder, mon
         sys.setswitchinterval(interval)
 
 
+def interrupted(ready, seconds=0.0):
+    """Start a server whose model takes long to load, wait until ready(url), interrupt it `seconds`
+    later, and return its status and the last of its errors."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    arguments = f"-m stage06_serving --port {port} --model gpt2 --random-weights"
+    with python(arguments.split(), environment()) as server:
+        ready(f"http://127.0.0.1:{port}")
+        time.sleep(seconds)
+        server.process.send_signal(signal.SIGINT)
+        return server.process.wait(HANG), server.stderr()[-500:]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there Ctrl-C would reach this process too")
+def test_ctrl_c_while_the_model_loads(interruptible):
+    """The interpreter ended under the thread that loads, and the process aborted."""
+
+    def loading(url):
+        with contextlib.suppress(httpx2.TransportError):
+            return httpx2.get(f"{url}/health", trust_env=False).status_code == 503
+
+    status, shown = interrupted(lambda url: until(lambda: loading(url)))
+    assert status == -signal.SIGINT and shown.startswith("Loading ") and shown.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="there Ctrl-C would reach this process too")
+def test_ctrl_c_at_every_moment_of_the_start(interruptible):
+    for moment in range(160):
+        status, shown = interrupted(lambda url: None, moment / 20)
+        assert status in (-signal.SIGINT, cli.EXIT_INTERRUPTED), (moment, shown)
+        assert "Traceback" not in shown and "terminate" not in shown, (moment, shown)
+
+
 def test_the_engine_has_the_settings(tiny_folder):
     """Memory that the machine lacks stops the start."""
-    options = "--max-sequences 3 --block-size 8 --kv-memory 64KiB --swap-memory 8KiB"
+    options = "--max-num-seqs 3 --block-size 8 --kv-memory 64KiB --swap-memory 8KiB"
     arguments = ["--model", str(tiny_folder), *options.split(), "--dtype", "float64"]
 
     def made(*more):
@@ -148,7 +195,7 @@ def test_the_engine_has_the_settings(tiny_folder):
         observers = engine.engine.observers
         return engine.engine.scheduler, any(isinstance(one, Sanitizer) for one in observers)
 
-    scheduler, sanitized = made("--no-prefix-caching", "--preemption", "swap", "--sanitize")
+    scheduler, sanitized = made("--no-enable-prefix-caching", "--preemption", "swap", "--sanitize")
     sizes = scheduler.pool.count, scheduler.pool.block_size, scheduler.swap_pool.count
     assert sizes == (16, 8, 2)
     assert (scheduler.max_sequences, scheduler.token_budget) == (3, stage.BUDGET)
@@ -159,7 +206,7 @@ def test_the_engine_has_the_settings(tiny_folder):
     ):
         with pytest.raises(UserError, match=words):
             made(option, memory)
-    scheduler, sanitized = made("--token-budget", "50")
+    scheduler, sanitized = made("--max-num-batched-tokens", "50")
     assert scheduler.token_budget == 50 and scheduler.prefix_caching and not sanitized
 
 
@@ -176,8 +223,9 @@ def test_start_and_end_of_an_open_server(interruptible, tiny_folder, tmp_path):
         assert shown.startswith("WARNING: --host 0.0.0.0 opens the server to every machine")
         for line in (
             f"Staircase serves mine at {address}\n",
-            "\n  model   tiny, float32 on cpu",
-            "\n  engine  paged\n",
+            "\n  model   tiny, context of 256 tokens\n",
+            "\n  engine  paged, float32 on cpu, 1 thread\n",
+            "\n  faster  --engine auto ",
             "\n  memory  64.0 KiB in 16 blocks of 16 tokens: 1 whole context of 256; at most 3",
             f"\n  try     curl -N {address}/v1/completions -H 'Content-Type: application/json' -d",
         ):
@@ -190,7 +238,7 @@ def test_start_and_end_of_an_open_server(interruptible, tiny_folder, tmp_path):
         choice = answer["choices"][0]
         assert (choice["message"]["content"], choice["stop_reason"]) == ("", "aaa")
         assert answer["usage"]["prompt_tokens"] == len("<hi>=")
-        assert running.stop(signal.SIGINT) == 130
+        assert running.stop(signal.SIGINT) == -signal.SIGINT
         assert running.stderr().strip() == shown.strip()  # no prompt in it, and no error
 
 

@@ -39,25 +39,30 @@ OWNED, SHARED, CACHED, FREE = range(4)  # in the text below the map
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
 
-@pytest.fixture(scope="module")
-def reciter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that repeats SAID: its layers do nothing, each position leads to one byte."""
+def recite(text: str, folder: Path) -> Path:
+    """A checkpoint that repeats `text`: its layers do nothing, each position leads to one byte."""
     fields = {"n_positions": POSITIONS, "n_embd": 64, "n_layer": 1}
     shapes = random_tensors(Config.from_dict(FIELDS | fields))
     tensors = {name: torch.zeros_like(tensor) for name, tensor in shapes.items()}
-    letters = sorted(set(BYTES))
+    data = text.encode()
+    letters = sorted(set(data))
     tensors["ln_f.weight"] += 1
     for dimension, byte in enumerate(letters):  # a direction each; a byte is its own token id
         tensors["wte.weight"][byte, dimension] = 5.0
     for position in range(POSITIONS):
-        tensors["wpe.weight"][position, letters.index(BYTES[position % len(BYTES)])] = 1000.0
-    return checkpoint(tmp_path_factory.mktemp("page") / "reciter", tensors, **fields)
+        tensors["wpe.weight"][position, letters.index(data[position % len(data)])] = 1000.0
+    return checkpoint(folder, tensors, **fields)
+
+
+@pytest.fixture(scope="module")
+def reciter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return recite(SAID, tmp_path_factory.mktemp("page") / "reciter")
 
 
 @pytest.fixture(scope="module")
 def served(house, reciter, slowly):
     """A slow server, for all tests that break nothing."""
-    running = house("--model", str(reciter), *FEW_BLOCKS, "--max-sequences", "8", env=slowly)
+    running = house("--model", str(reciter), *FEW_BLOCKS, "--max-num-seqs", "8", env=slowly)
     yield running
     assert running.process.poll() is None and "Traceback" not in running.stderr(), running.stderr()
 
@@ -422,4 +427,44 @@ def test_a_conversation_goes_on_until_a_new_one_begins(browser, house):
     assert page.texts() == [] and not page["answers"].is_displayed()
     assert send("Tell me a story about a brave goat called Pim and a lost key") == first
     assert page.texts() == answers[:1]
+    assert page["knows"].is_displayed()  # the model's limits are said once
+    assert page["answers"].location["y"] < page["form"].location["y"]
+    browser.get("about:blank")
+
+
+def test_a_full_context_loses_whole_turns_and_says_so(browser, house):
+    """The system prompt stays; what the server gets is read from its own count of tokens."""
+    page = Page(browser, house("--chat", "--kv-memory", "2MiB", "--max-model-len", "200").url)
+    page.until(page["new-chat"].is_displayed)
+    page["system-field"].click()
+    page["system"].send_keys("Tell short stories.")
+    counts = []
+    for i in range(4):
+        page.ask(prompt=f"Tell me a story {i}", max_tokens="50")
+        counts.append(int(re.findall(r"\d+", page["status"].text)[0]))
+        page.run("document.getElementById('status').textContent = ''")
+    assert max(counts) <= 150 and "The context is full" in page["answers"].text
+    assert len(page.texts()) == 4 and all("status of 400" in error for error in page.errors())
+    browser.get("about:blank")
+
+
+def test_markdown_of_an_answer_is_elements_and_never_markup(browser, house, tmp_path):
+    asked = "User: x\nAssistant:"  # by the simple template
+    words = "# T\n\n**bold** *thin* `<b>`\n\n- one\n- two\n\n1. three\n\n"
+    words += "```\na < *b*\n```\n<img src=x>"
+    folder = recite("\n" * (len(asked) - 1) + words, tmp_path / "reciter")
+    page = Page(browser, house("--model", str(folder), "--chat", *FEW_BLOCKS).url)
+    page.until(page["new-chat"].is_displayed)
+    page.ask(max_tokens=str(len(words)))
+    html = "document.querySelector('.answer').innerHTML"
+    lists = '<ul><li>one</li><li>two</li></ul><ol start="1"><li>three</li></ol>'
+    page.until(lambda: "&lt;img src=x&gt;" in page.run(f"return {html}"))
+    assert re.sub(r' class=""', "", page.run(f"return {html}")) == (
+        "<h3>T</h3><p><strong>bold</strong> <em>thin</em> <code>&lt;b&gt;</code></p>"
+        f"{lists}<pre><code>a &lt; *b*</code></pre><p>&lt;img src=x&gt;</p>"
+    )
+    page.run("navigator.clipboard.writeText = async text => { window.copied = text; }")
+    page["answers"].find_element(By.CSS_SELECTOR, ".foot button").click()
+    assert page.run("return window.copied") == words
+    assert page.errors() == []
     browser.get("about:blank")

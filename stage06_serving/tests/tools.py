@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from stage01_forward.engine import Engine as Naive
+from stage01_forward.generation import Token
 from stage01_forward.params import SamplingParams
-from stage06_serving.async_engine import (
-    CLOSING,
-    DEAD,
-    LOST,
-    AsyncEngine,
-    Broken,
-    EngineDead,
-    Ticket,
-)
+from stage06_serving.async_engine import CLOSING, DEAD, AsyncEngine, Broken, EngineDead, Ticket
 from stage06_serving.status import AnyEngine
 
 from .asking import HANG
@@ -103,9 +96,27 @@ def submit(running: AsyncEngine, prompt: list[int], count: int) -> Ticket:
     return running.submit([prompt], [words(count)])[0][0]
 
 
+async def reading(
+    running: AsyncEngine, *tickets: Ticket
+) -> AsyncGenerator[tuple[Ticket, list[Token]], None]:
+    """The tokens of tickets as they arrive, until all have ended."""
+    news, unread = asyncio.Event(), list(tickets)
+    for ticket in tickets:
+        ticket.news = news.set
+    while unread:
+        for ticket in list(unread):
+            while tokens := running.read(ticket):
+                yield ticket, tokens
+            if ticket.ended:
+                unread.remove(ticket)
+        if unread:
+            await news.wait()
+            news.clear()
+
+
 async def said(running: AsyncEngine, ticket: Ticket) -> list[int]:
     """All tokens of a ticket, until it ends."""
-    return [token.id async for _, tokens in running.tokens([ticket]) for token in tokens]
+    return [token.id async for _, tokens in reading(running, ticket) for token in tokens]
 
 
 async def error_of(running: AsyncEngine, ticket: Ticket) -> str | None:
@@ -113,6 +124,6 @@ async def error_of(running: AsyncEngine, ticket: Ticket) -> str | None:
     try:
         await said(running, ticket)
     except (Broken, EngineDead) as error:
-        assert isinstance(error, EngineDead) == (str(error) in (CLOSING, DEAD, LOST))
+        assert isinstance(error, EngineDead) == (str(error) in (CLOSING, DEAD))
         return str(error)
     return None

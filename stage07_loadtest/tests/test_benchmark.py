@@ -125,7 +125,7 @@ def test_all_servers_have_the_same_memory_threads_and_room():
         found = parse(benchmark.options(FULL, engine, "bfloat16"))
         assert (found.engine, found.dtype, found.random_weights) == (engine, "bfloat16", True)
         assert int(found.kv_memory) == FULL.contexts * 1024 * 12 * 2 * 768 * 2
-        assert found.max_sequences == FULL.sequences and found.max_queue >= 128
+        assert found.max_num_seqs == FULL.sequences and found.max_queue >= 128
         assert found.threads == torch.get_num_threads()
 
 

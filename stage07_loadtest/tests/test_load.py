@@ -20,7 +20,7 @@ from .helpers import QUICK, against, asks
 def test_a_closed_loop_has_as_many_requests_in_hand_as_users():
     """Catches a load that never forms a batch: a pool that is too small, users who take turns. A
     baseline that does serve one at a time has the same users, in its queue."""
-    found, server = against({"slots": 1}, asks(20), closed(4, 20))
+    found, server = against({"max_num_seqs": 1}, asks(20), closed(4, 20))
     assert (server.most_running, server.most_waiting) == (1, 3)
     found, server = against({}, asks(20), closed(4, 20), workload="mine")
     assert (server.most_running, server.most_waiting, server.requests) == (4, 0, 20)

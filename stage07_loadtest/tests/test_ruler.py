@@ -114,7 +114,7 @@ def test_known_latencies_are_measured_within_5_percent_or_5_ms(ttft, itl, when):
 
 def test_waiting_in_the_servers_queue_is_part_of_its_latency():
     """Catches a clock that starts when the server begins to answer, or to send headers."""
-    point, _, _ = against({"ttft": 0.05, "itl": 0, "slots": 1}, asks(5, 1), bursts(5, 1, 5))
+    point, _, _ = against({"ttft": 0.05, "itl": 0, "max_num_seqs": 1}, asks(5, 1), bursts(5, 1, 5))
     waited = sorted(metrics.ttft(record) or 0.0 for record in point.records)
     assert waited == approx([0.05, 0.1, 0.15, 0.2, 0.25], abs=0.005)
 

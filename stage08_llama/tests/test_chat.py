@@ -96,6 +96,21 @@ def test_a_conversation_that_is_too_long_says_so_and_goes_on(chat, capsys):
     assert chat.messages[0]["content"] == "hi"
 
 
+def test_a_full_context_loses_whole_turns_and_keeps_the_system_prompt(chat, loaded, capsys):
+    """512 positions; a question takes some 100, so that the first is dropped by the fifth."""
+    chat.system = [{"role": "system", "content": "be brief"}]
+    chat.engine.stream = Mock(side_effect=chat.engine.stream)
+    questions = [f"{i} {'word ' * 20}" for i in range(7)]
+    assert chat.run(Mock(side_effect=[*questions, "/quit"])) == 0
+    *_, last = [call.args[0] for call in chat.engine.stream.call_args_list]
+    prompt, room = loaded.tokenizer.decode(last), min(12, loaded.config.n_positions // 4)
+    assert prompt.startswith(f"<|im_start|>system\nbe brief{END}\n<|im_start|>user\n")
+    assert questions[-1].strip() in prompt and questions[0].strip() not in prompt
+    assert len(last) + room <= loaded.config.n_positions
+    assert prompt.count("<|im_start|>user") == prompt.count("<|im_start|>assistant")  # whole turns
+    assert "[the context is full: the oldest turn is left out; /reset" in capsys.readouterr().err
+
+
 def test_rows_without_a_token_are_never_sampled(loaded):
     unused = loaded.tokenizer.unused(loaded.config.vocab_size)
     assert len(unused) == 4
@@ -111,11 +126,18 @@ def test_every_end_id_ends_an_answer(loaded):
 
 
 def test_the_command_line(folder, capsys):
-    assert main(["the fox", "--model", str(folder), "--max-tokens", "5"]) == 0
-    out, err = capsys.readouterr()
-    assert out.startswith("the fox") and "5 tokens" in err
+    texts = []
+    for engine in ("auto", "paged"):
+        options = ["--model", str(folder), "--max-tokens", "5", "--engine", engine]
+        assert main(["the fox", *options]) == 0
+        out, err = capsys.readouterr()
+        assert out.startswith("the fox") and "5 tokens" in err
+        texts.append(out)
+    assert texts[0] == texts[1]
     with pytest.raises(UserError, match="leave the prompt out"):
         main(["hello", "--chat"])
+    with pytest.raises(UserError, match="--system is for a chat"):
+        main(["hello", "--system", "be brief"])
     with pytest.raises(UserError, match="has no chat template"):
         main(["--chat", "--model", "stories"])
 
@@ -150,7 +172,7 @@ def test_the_server_runs_transformers_on_the_same_folder(folder, loaded):
     )
     params = SamplingParams(max_tokens=20)
     (want,) = make(loaded.model, contexts=1).generate([[5, 6, 7]], params)
-    request = served.add(Request([5, 6, 7], params))
+    request = served.enqueue(Request([5, 6, 7], params))
     while request.output.finish_reason is None:
         served.step()
     assert request.output.token_ids == want.token_ids

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
 
-from shared.config import ALL
 from shared.errors import UserError
 from stage01_forward import families
-from stage08_llama.config import READERS
+from stage08_llama.config import ALL, READERS, LlamaConfig
 from stage08_llama.family import PRESETS
 from stage08_llama.folder import to_fields
 from stage08_llama.rope import Rope, frequencies, rotate, rotation
@@ -61,9 +61,10 @@ def test_what_is_not_implemented_is_refused_by_name(fields, words):
         READERS[fields["model_type"]](fields, "m", "config.json")
 
 
+MANY = {"num_key_value_heads": ..., "num_attention_heads": 64, "head_dim": 2}  # ...: not there
 QWEN = [  # fields of config.json, and what the reader makes of them
     ({}, {"qkv_bias": True, "o_bias": False, "qk_norm": False, "head_dim": 8, "windows": ()}),
-    ({"num_key_value_heads": None, "num_attention_heads": 64, "head_dim": 2}, {"n_kv_head": 32}),
+    (MANY, {"n_kv_head": 32}),
     (WINDOW | {"use_sliding_window": False, "max_window_layers": 0}, {"windows": ()}),
     (WINDOW | {"max_window_layers": 1}, {"windows": (ALL, 9, 9), "n_positions": 96}),
     (WINDOW | {"max_window_layers": 3}, {"windows": ()}),  # and 28, where it is not given
@@ -74,6 +75,7 @@ QWEN = [  # fields of config.json, and what the reader makes of them
         {"windows": (ALL, 9, 9)},
     ),
     ({"model_type": "qwen3"}, {"qkv_bias": False, "o_bias": False, "qk_norm": True}),
+    ({"model_type": "qwen3", **MANY}, {"n_kv_head": 32}),
     ({"model_type": "qwen3"}, {"head_dim": 128, "n_embd": 48, "n_head": 6}),
     ({"model_type": "qwen3", "head_dim": 20, "attention_bias": True}, {"head_dim": 20}),
     ({"model_type": "qwen3", "attention_bias": True}, {"qkv_bias": True, "o_bias": True}),
@@ -84,8 +86,39 @@ QWEN = [  # fields of config.json, and what the reader makes of them
 @pytest.mark.parametrize("fields, wanted", QWEN)
 def test_a_qwen_is_read_from_its_options(fields, wanted):
     fields = SIZES | {"model_type": "qwen2"} | fields
+    fields = {name: value for name, value in fields.items() if value is not ...}
     config = READERS[fields["model_type"]](fields, "m", "config.json")
-    assert {name: getattr(config, name) for name in wanted} == wanted
+    got = {name: getattr(config, name) for name in wanted}
+    assert got == wanted, f"{fields['model_type']}: {wanted} was expected, not {got}"
+
+
+LONG = SIZES | {"max_position_embeddings": 8192, "hidden_size": 64, "num_attention_heads": 64}
+LONG |= {"head_dim": 2}
+
+
+@pytest.mark.parametrize("window", [..., None, 9], ids=str)
+@pytest.mark.parametrize("heads", [..., None, 4], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen2 on", "qwen3", "qwen3 on"])
+def test_what_is_absent_or_null_is_what_transformers_makes_of_it(kind, heads, window):
+    """Heads of keys and values, and windows, which Qwens must switch on."""
+    import transformers
+
+    model_type, _, on = kind.partition(" ")
+    fields = LONG | {"num_key_value_heads": heads}
+    if model_type != "llama":
+        fields |= {"sliding_window": window}
+    if on:
+        fields |= {"use_sliding_window": True, "max_window_layers": 1}
+    fields = {name: value for name, value in fields.items() if value is not ...}
+    filled = {}
+    if (kind, heads) == ("mistral", None):  # transformers' code fills it in, but its check refuses
+        filled = {"num_key_value_heads": 64}
+    theirs: Any = transformers.AutoConfig.for_model(model_type, **fields | filled)
+    config: Any = READERS[model_type](fields | {"model_type": model_type}, "m", "config.json")
+    window = getattr(theirs, "sliding_window", None)
+    sliding = [kind != "full_attention" for kind in getattr(theirs, "layer_types", ["sliding"] * 3)]
+    windows = tuple(window if layer else ALL for layer in sliding) if window else ()
+    assert (config.n_kv_head, config.windows) == (theirs.num_key_value_heads, windows)
 
 
 def test_folders_that_are_refused(tmp_path):
@@ -127,6 +160,31 @@ def test_llama_3_2_keeps_blends_and_stretches_pairs():
     ratio = frequencies(Rope(5e5), 64) / frequencies(published.rope, 64)
     assert (ratio[:15] == 1).all() and (ratio[18:] == 32).all()
     assert ((ratio[15:18] > 1) & (ratio[15:18] < 32)).all()
+
+
+def test_a_theta_in_the_dictionary_wins():
+    fields = to_fields(PRESETS["meta-llama/Llama-3.2-1B"]) | {"rope_theta": 1e4}
+    for name in ("rope_parameters", "rope_scaling"):
+        positions = rope("default", rope_theta=5e3)["rope_parameters"]
+        several = {key: value for key, value in fields.items() if not key.startswith("rope_p")}
+        config = READERS["llama"](several | {name: positions}, "a model", "config.json")
+        assert isinstance(config, LlamaConfig) and config.rope.theta == 5e3
+    del positions["rope_theta"]
+    config = READERS["llama"](several | {name: positions}, "a model", "config.json")
+    assert isinstance(config, LlamaConfig) and config.rope.theta == 1e4
+
+
+@pytest.mark.parametrize(
+    ("theta", "trained", "pair", "stretched"),
+    [  # the blend would begin before pair 0; or end after pair 15, of head_dim 16
+        (1e4, 100, 0, 0.0),
+        (20.0, 2420, 7, 1 / 9),
+    ],
+)
+def test_yarn_blends_within_the_pairs_that_there_are(theta, trained, pair, stretched):
+    plain = frequencies(Rope(theta), 16)
+    yarn = frequencies(Rope(theta, "yarn", 4.0, trained), 16)
+    assert abs(float(yarn[pair] / plain[pair]) - (1 - 0.75 * stretched)) < 1e-6
 
 
 def test_rotation_keeps_lengths_and_sees_distances_alone():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shared.checkpoint import without_weights
 from shared.course import stages
 from stage01_forward import families
 from stage08_llama.config import LlamaConfig
 from stage08_llama.model import Attention, RMSNorm
 from stage08_llama.repeated import RepeatedHeads
-from stage08_llama.rope import Rope, frequencies, rotate, rotation
+from stage08_llama.rope import KINDS, Rope, frequencies, rotate, rotation
 from stage08_llama.tests.folders import save
 
 
@@ -44,21 +45,33 @@ def test_a_pair_turns_as_a_complex_number():
 
 
 def test_a_stretched_context_slows_the_slow_pairs():
-    plain = frequencies(Rope(10_000.0), 16)
-    assert torch.equal(plain, 1 / 10_000.0 ** (torch.arange(0, 16, 2) / 16))
-    assert torch.equal(frequencies(Rope(10_000.0, "dynamic", 4.0), 16), plain)
-    assert torch.equal(frequencies(Rope(10_000.0, "linear", 4.0), 16), plain / 4)
+    def same(got, want, case):
+        shown = f"{case}: {[f'{x:.4g}' for x in want]} was expected, not {got.tolist()}"
+        torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=0, msg=shown)
+
+    plain = 10_000.0 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+    same(frequencies(Rope(10_000.0), 16), plain, "default")
+    same(frequencies(Rope(10_000.0, "dynamic", 4.0), 16), plain, "dynamic")
+    same(frequencies(Rope(10_000.0, "linear", 4.0), 16), plain / 4, "linear")
     blend = Rope(10_000.0, "llama3", 4.0, 512, 1.0, 4.0)
     turned = 512 * plain / (2 * torch.pi)  # times that a pair turns in 512 positions
     kept = ((turned - 1) / 3).clamp(0, 1)
-    want = plain * kept + plain / 4 * (1 - kept)
     assert 0 < int(((kept > 0) & (kept < 1)).sum()) < 8
-    torch.testing.assert_close(frequencies(blend, 16), want, rtol=1e-6, atol=0)
+    same(frequencies(blend, 16), plain * kept + plain / 4 * (1 - kept), "llama3")
     yarn = frequencies(Rope(10_000.0, "yarn", 4.0, 512, truncate=False), 16)
-    assert torch.equal(yarn[turned > 32], plain[turned > 32])
-    torch.testing.assert_close(yarn[turned < 1], plain[turned < 1] / 4, rtol=1e-6, atol=0)
-    inner = (turned < 32) & (turned > 1)
+    fast, slow, inner = turned > 32, turned < 1, (turned < 32) & (turned > 1)
+    same(yarn[fast], plain[fast], "yarn, pairs that turn over 32 times")
+    same(yarn[slow], plain[slow] / 4, "yarn, pairs that turn less than once")
     assert inner.any() and ((yarn < plain) & (yarn > plain / 4))[inner].all()
+
+
+def test_angles_are_computed_where_weights_are_not():
+    """A model is made on the device "meta", without weights; its angles come from no file."""
+    with without_weights():
+        angles = [frequencies(Rope(1e4, kind, 4.0, 512), 16) for kind in KINDS]
+    for kind, each in zip(KINDS, angles, strict=True):
+        place = f"{each.dtype} on {each.device}"
+        assert place == "torch.float32 on cpu", f"{kind}: {place}, not torch.float32 on cpu"
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])

@@ -17,9 +17,13 @@ from stage08_llama.model import RMSNorm
 from stage08_llama.tests.test_contract import SHAPES
 from stage09_kernels.cache import KernelCache
 from stage09_kernels.runner import KernelRunner
-from stage09_kernels.sample import draw
+from stage09_kernels.sample import sample_tokens
 
-KERNELS: dict[str, Any] = {"make_cache": KernelCache, "make_runner": KernelRunner, "draw": draw}
+KERNELS: dict[str, Any] = {
+    "make_cache": KernelCache,
+    "make_runner": KernelRunner,
+    "sample_tokens": sample_tokens,
+}
 
 
 @pytest.fixture(scope="module", autouse=True, params=["gpt2", *SHAPES])
@@ -83,11 +87,11 @@ def test_logits_do_not_depend_on_which_rows_are_wanted(shape, dtype):
     shares = [([3, 0], 0, 21), ([5], 0, 3), ([2, 7], 0, 30)]
     following = [([3, 0], 21, 1), ([5], 3, 1), ([2, 7], 30, 1)]
     every = list(range(54))
-    found = []
+    output = []
     for rows in (every, [20, 23, 53], [53, *range(18, 27), 4, 4, *range(30, 50)], every[:-1], []):
         runner = KernelRunner(model, KernelCache(model.config, 8, 16, dtype=dtype))
         logits = runner.run(ids, shares, rows).clone()
-        found.append((rows, logits, runner.run([7, 8, 9], following, [0, 1, 2]).clone()))
-    assert not found[0][1].isnan().any() and len(found[-1][1]) == 0
-    for rows, logits, after in found:
-        assert torch.equal(logits, found[0][1][rows]) and torch.equal(after, found[0][2])
+        output.append((rows, logits, runner.run([7, 8, 9], following, [0, 1, 2]).clone()))
+    assert not output[0][1].isnan().any() and len(output[-1][1]) == 0
+    for rows, logits, after in output:
+        assert torch.equal(logits, output[0][1][rows]) and torch.equal(after, output[0][2])

@@ -15,12 +15,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shared.config import Config
 from shared.course.testing import python
-from stage05_paged.cache import PagedCache
+from stage05_paged.engine import cache_type
+from stage08_llama.config import LlamaConfig
 from stage09_kernels import library
-from stage09_kernels.cache import KernelCache
-from stage09_kernels.program import GATED, GELU, PANEL, PLAIN, Linear, interleave, lay_out
+from stage09_kernels.cache import FAST, KernelCache
+from stage09_kernels.operations import GELU, LINEAR, PANEL, PLAIN, SILU_MUL, Linear, Operation, Pass
+from stage09_kernels.program import interleave, lay_out
 
 LEVELS = library.levels()
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}
@@ -41,10 +42,10 @@ def threads():
 
 def caches(heads, kv_heads, width, block, dtype, window=0, level=""):
     windows = (window, window) if window else ()
-    config = Config(11, 4096, heads * width, 2, heads, kv_heads, width, windows=windows)
+    config = LlamaConfig(11, 4096, heads * width, 2, heads, kv_heads, width, windows=windows)
     kernel = KernelCache(config, BLOCKS, block, dtype=dtype, level=level)
     kernel.kv.fill_(torch.nan)  # slots that no token has written must not be read
-    return PagedCache(config, BLOCKS, block, dtype=torch.float64), kernel
+    return cache_type(config)(config, BLOCKS, block, dtype=torch.float64), kernel
 
 
 def passes(block, lengths):
@@ -64,12 +65,12 @@ def passes(block, lengths):
             yield shares
 
 
-def compare(found, paged, layer, *inputs):
+def compare(output, paged, layer, *inputs):
     """`found` with what stage 05 computes in float64 for the same pass."""
-    wanted = torch.empty(found.shape, dtype=torch.float64)
+    wanted = torch.empty(output.shape, dtype=torch.float64)
     wanted[paged.order] = paged.attend(layer, *(x[paged.order].double() for x in inputs))
-    tolerance = TOLERANCE[found.dtype]
-    torch.testing.assert_close(found.double(), wanted, atol=tolerance, rtol=tolerance)
+    tolerance = TOLERANCE[output.dtype]
+    torch.testing.assert_close(output.double(), wanted, atol=tolerance, rtol=tolerance)
 
 
 def agree(heads, kv_heads, width, block, dtype, lengths, **options):
@@ -78,11 +79,11 @@ def agree(heads, kv_heads, width, block, dtype, lengths, **options):
     for shares in passes(block, lengths):
         total = sum(count for _, _, count in shares)
         shape = [(total, count, width) for count in (heads, kv_heads, kv_heads)]
-        inputs = [torch.randn(each, dtype=torch.float64).to(dtype) for each in shape]
+        inputs = [torch.randn(size, dtype=torch.float64).to(dtype) for size in shape]
         for layer in (0, 1):
-            found = kernel.extend(shares).attend(layer, *inputs)
-            assert found.dtype == dtype
-            compare(found, oracle.extend(shares), layer, *inputs)
+            output = kernel.extend(shares).attend(layer, *inputs)
+            assert output.dtype == dtype
+            compare(output, oracle.extend(shares), layer, *inputs)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -120,8 +121,8 @@ def test_large_scores_and_strided_queries():
     _, kernel = caches(2, 2, 64, 16, torch.float32)
     packed = 100 * torch.randn(40, 3 * 2 * 64)  # scores of +-1e4
     q, k, v = (part.unflatten(1, (2, 64)) for part in packed.chunk(3, 1))
-    found = kernel.extend([([3, 1, 7], 0, 40)]).attend(0, q, k, v)
-    torch.testing.assert_close(found.double(), whole(q, k, v), atol=1e-3, rtol=1e-5)
+    output = kernel.extend([([3, 1, 7], 0, 40)]).attend(0, q, k, v)
+    torch.testing.assert_close(output.double(), whole(q, k, v), atol=1e-3, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("kv_heads", "window"), [(6, 0), (2, 0), (2, 37)])
@@ -142,8 +143,8 @@ def test_bits_depend_on_neither_neighbours_nor_chunks_nor_threads(dtype, kv_head
             extra = [([60 + 20 * i], 0, 3 + i) for i in range(others)]
             noise = sum(share[2] for share in extra)
             beside = [torch.randn(noise, *shape[1:]).to(dtype) for shape in shapes]
-            own = [x[start : start + cut] for x in (q, k, v)]
-            mixed = [torch.cat(pair) for pair in zip(beside, own, strict=True)]
+            piece = [x[start : start + cut] for x in (q, k, v)]
+            mixed = [torch.cat(pair) for pair in zip(beside, piece, strict=True)]
             shares = [*extra, (list(range(20)), start, cut)]
             parts.append(kernel.extend(shares).attend(0, *mixed)[noise:])
             start += cut
@@ -164,15 +165,15 @@ def test_slots_that_no_token_has_written_change_no_bit(dtype):
     inputs = torch.randn(31, 8 * 24 + 1).to(dtype)[:, 1:].unflatten(1, (8, 24))
     q, k, v = inputs[:, :4], inputs[:, 4:6], inputs[:, 6:]
     prefix, tables = [9, 4], ([9, 4, 7], [9, 4, 2, 11])
-    given = [[(prefix, 0, 10)], [(tables[0], 10, 5), (tables[1], 10, 16)], [([-1, -1, 3], 20, 1)]]
+    steps = [[(prefix, 0, 10)], [(tables[0], 10, 5), (tables[1], 10, 16)], [([0, 0, 3], 20, 1)]]
     outputs = []
     for other in (0.0, torch.nan, torch.inf, -torch.inf):
         oracle, kernel = caches(4, 2, 24, 7, dtype, window=6)
         room = torch.full((kernel.kv.numel() + 98,), 7.0, dtype=dtype)  # with guards around it
         kernel.kv = room[49:-49].view(kernel.kv.shape).fill_(other)
         several = []
-        for shares, rows in zip(given, (slice(10), slice(10, 31), slice(15, 16)), strict=True):
-            if shares == given[2]:  # six tokens first, which the last one sees
+        for shares, rows in zip(steps, (slice(10), slice(10, 31), slice(15, 16)), strict=True):
+            if shares == steps[2]:  # six tokens first, which the last one sees
                 seen = [x[:6] for x in (q, k, v)]
                 kernel.extend([([8, 5, 3], 14, 6)]).attend(1, *seen)
                 oracle.extend([([8, 5, 3], 14, 6)]).attend(1, *(x.double() for x in seen))
@@ -202,9 +203,9 @@ def test_a_table_that_changed_since_the_last_pass_is_read_anew():
     kernel.kv[0, 7] = torch.nan
     table[2] = 9
     q, k, v = torch.randn(3, 1, 2, 16)
-    found = kernel.extend([(table, 40, 1)]).attend(0, q, k, v)
+    output = kernel.extend([(table, 40, 1)]).attend(0, q, k, v)
     wanted = whole(q, torch.cat((first[1, :40], k)), torch.cat((first[2, :40], v)))
-    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output.double(), wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows reserves memory before it is touched")
@@ -234,11 +235,11 @@ def test_subnormal_numbers_are_stored_as_they_are(dtype):
 def test_the_parts_of_a_loop_wait_for_no_other(monkeypatch):
     """A parallel loop may run all of them in one thread, in any order."""
     signature = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2)
-    one = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+    body_type = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
 
     def backwards(begin, end, grain, body, context):
         for item in reversed(range(begin, end)):
-            one(body)(item, item + 1, context)
+            body_type(body)(item, item + 1, context)
         return 0
 
     def outputs():
@@ -247,14 +248,14 @@ def test_the_parts_of_a_loop_wait_for_no_other(monkeypatch):
         attention = kernel.extend([([0, 1], 0, 20), ([3], 0, 2)])
         return attention.attend(0, *torch.randn(3, 22, 3, 16))
 
-    expected, found = outputs(), []
+    expected, output = outputs(), []
     kept = signature(backwards)
     address = ctypes.cast(kept, ctypes.c_void_p)
     monkeypatch.setattr(library, "parallel_for", lambda: address)
-    worker = threading.Thread(target=lambda: found.append(outputs()), daemon=True)
+    worker = threading.Thread(target=lambda: output.append(outputs()), daemon=True)
     worker.start()
     worker.join(30)
-    assert found and torch.equal(found[0], expected)
+    assert output and torch.equal(output[0], expected)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -288,20 +289,21 @@ def test_a_block_outside_the_cache_is_refused(block):
 # ---- linear layers
 
 
-def multiply(x, weights, bias, way, residual, level="", feeds=False):
-    """What linear.c makes of x (M, K) and `weights` of any dtype, in the dtype of x; if it feeds
-    another product, in that of the weights."""
+def multiply(x, weights, bias, epilogue, residual, level="", is_operand=False):
+    """What linear.c makes of x (M, K) and `weights` of any dtype: in the dtype of x, or in that of
+    the weights as an operand of another product."""
     dtype, real, inputs = weights[0].dtype, x.dtype, x.shape[1]
-    cache: Any = SimpleNamespace(real=real, kv=SimpleNamespace(dtype=dtype), level=level)
+    kv = SimpleNamespace(dtype=dtype)
+    cache: Any = SimpleNamespace(real=real, kv=kv, level=level, source=FAST, defines=())
     lib = KernelCache.library(cache, dtype)
-    rows = [interleave(*weights)] if way == GATED else weights
-    outputs = sum(map(len, weights)) if way != GATED else len(weights[0])
+    rows = [interleave(*weights)] if epilogue == SILU_MUL else weights
+    outputs = sum(map(len, weights)) if epilogue != SILU_MUL else len(weights[0])
     packed = lay_out(rows, dtype)
     if bias is not None:
         bias = F.pad(bias, (0, -len(bias) % PANEL))
     if dtype == torch.bfloat16:  # as products read it, with 0 behind an odd number
         x = F.pad(x.bfloat16(), (0, inputs % 2 + 2))
-    kind = dtype if feeds else real
+    kind = dtype if is_operand else real
     room = torch.full((len(x) + 1, outputs + 3), 7.0, dtype=kind)  # with guards behind each row
     out = room[:-1, :outputs].fill_(torch.nan)
     if residual is not None:
@@ -309,20 +311,21 @@ def multiply(x, weights, bias, way, residual, level="", feeds=False):
     tensors = {"x": x, "out": out, "weights": packed, "bias": bias}
     if residual is not None:
         tensors["residual"] = out
-    call = Linear(
-        **{name: one.data_ptr() for name, one in tensors.items() if one is not None},
+    operation = Operation(LINEAR)
+    operation.of.linear = Linear(
+        **{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None},
         **{"x_stride": x.stride(0), "out_stride": out.stride(0), "inputs": inputs},
-        **{"outputs": outputs, "rows": len(x), "way": way, "residual_stride": out.stride(0)},
-        feeds=feeds,
+        **{"outputs": outputs, "epilogue": epilogue, "residual_stride": out.stride(0)},
+        out_is_operand=is_operand,
     )
-    assert lib.linear(ctypes.byref(call), library.parallel_for()) == 0
+    library.call(lib.step, ctypes.byref(operation), 1, ctypes.byref(Pass(n_rows=len(x))))
     assert (room[-1] == 7).all() and (room[:, outputs:] == 7).all()
     return out.contiguous()
 
 
 @pytest.mark.parametrize(("level", "dtype"), EACH)
-@pytest.mark.parametrize("way", [PLAIN, GELU, GATED])
-def test_linear_layers(way, dtype, level):
+@pytest.mark.parametrize("epilogue", [PLAIN, GELU, SILU_MUL])
+def test_linear_layers(epilogue, dtype, level):
     torch.manual_seed(2)
     real = torch.float64 if dtype == torch.float64 else torch.float32
     small = (1, 7, 5), (2, 64, 64), (5, 33, 130), (6, 16, 32), (13, 100, 97)
@@ -331,24 +334,24 @@ def test_linear_layers(way, dtype, level):
         if dtype == torch.bfloat16:  # some levels round x as well
             x = x.bfloat16().to(real)
         x = x[:, 1:-2]  # strided, and aligned to nothing
-        shapes = [outputs, outputs] if way == GATED else [outputs, 3]
+        shapes = [outputs, outputs] if epilogue == SILU_MUL else [outputs, 3]
         weights = [torch.randn(n, inputs, dtype=real).to(dtype) for n in shapes]
         numbers = torch.randn(outputs + 3, dtype=real)
-        bias = None if way == GATED else numbers
+        bias = None if epilogue == SILU_MUL else numbers
         products = [x.double() @ weight.double().t() for weight in weights]
-        if way == GATED:
+        if epilogue == SILU_MUL:
             wanted = F.silu(products[0]) * products[1]
         else:
             wanted = torch.cat(products, 1) + numbers.double()
-            wanted = F.gelu(wanted, approximate="tanh") if way == GELU else wanted
+            wanted = F.gelu(wanted, approximate="tanh") if epilogue == GELU else wanted
         before = torch.randn(wanted.shape, dtype=real)
         for residual in (None, before):
-            found = multiply(x, weights, bias, way, residual, level)
+            output = multiply(x, weights, bias, epilogue, residual, level)
             sum_ = wanted if residual is None else wanted + before.double()
             least = 1e-11 if real == torch.float64 else 2e-4
-            torch.testing.assert_close(found.double(), sum_, atol=least, rtol=least)
-        fed = multiply(x, weights, bias, way, None, level, feeds=True)
-        assert torch.equal(fed, multiply(x, weights, bias, way, None, level).to(dtype))
+            torch.testing.assert_close(output.double(), sum_, atol=least, rtol=least)
+        fed = multiply(x, weights, bias, epilogue, None, level, is_operand=True)
+        assert torch.equal(fed, multiply(x, weights, bias, epilogue, None, level).to(dtype))
 
 
 def test_a_row_of_a_product_does_not_depend_on_the_others():

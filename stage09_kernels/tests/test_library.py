@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -18,12 +20,15 @@ from shared.errors import UserError
 from stage01_forward.families import load_model
 from stage01_forward.params import SamplingParams
 from stage05_paged.cache import PagedCache
-from stage06_serving.__main__ import choose
+from stage06_serving.__main__ import make_engine, plan
+from stage06_serving.choice import choose
 from stage06_serving.settings import parse
+from stage06_serving.tests.conftest import checkpoint
 from stage09_kernels import library, trial
-from stage09_kernels.cache import SOURCE, KernelCache
+from stage09_kernels.backend import NoKernels, backend_of
+from stage09_kernels.cache import FAST, KernelCache
 from stage09_kernels.make import make
-from stage09_kernels.program import Laid
+from stage09_kernels.program import PanelLinear
 from stage09_kernels.runner import KernelRunner
 
 SMALL = Config(11, 64, 32, 1, 2)
@@ -48,7 +53,7 @@ def test_what_there_is_no_kernel_for():
         (32, {"level": "avx1024"}, "This processor does not support avx1024"),
         (1026, {}, "heads of at most 512 channels, and .* has 513"),
     ):
-        with pytest.raises(library.NoKernels, match=words):
+        with pytest.raises(NoKernels, match=words):
             KernelCache(Config(11, 64, width, 1, 2), 4, **options)
 
 
@@ -56,7 +61,7 @@ def test_weights_and_cache_compute_in_one_dtype():
     """Other pairs would read numbers of another size."""
     model = load_model(random_checkpoint(SMALL), dtype=torch.float64)
     for dtype in (torch.float32, torch.bfloat16):
-        with pytest.raises(library.NoKernels, match="torch.float64 weights with a cache of"):
+        with pytest.raises(NoKernels, match="torch.float64 weights with a cache of"):
             KernelRunner(model, KernelCache(model.config, 4, dtype=dtype))
     model = load_model(random_checkpoint(SMALL), dtype=torch.bfloat16)
     for dtype in (torch.float32, torch.bfloat16):
@@ -71,7 +76,7 @@ def test_without_kernels_stage_05_answers_and_a_warning_tells(fresh, monkeypatch
     assert isinstance(getattr(engine.runner, "cache", None), PagedCache)
     assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].token_ids) == 4
     assert "cannot be compiled" in caplog.text and "as stage 05 does" in caplog.text
-    with pytest.raises(library.NoKernels):
+    with pytest.raises(NoKernels):
         make(model, 1, insist=True)
 
 
@@ -94,7 +99,7 @@ def test_a_released_model_has_its_weights_in_panels_alone(config, dtype):
     first, second = (KernelRunner(model, cache, release=True).run(*PASS) for cache in caches)
     assert torch.equal(first, second) and linears
     for name in linears:
-        assert type(model.get_submodule(name)) is Laid
+        assert type(model.get_submodule(name)) is PanelLinear
         assert torch.equal(model.get_submodule(name).weight, before[name])
 
 
@@ -114,13 +119,13 @@ def one(folder: Path, number: str = "1", before: str = "") -> Path:
 
 def test_a_library_is_compiled_once_for_all_that_is_in_it(fresh, tmp_path):
     source = one(tmp_path, "NUMBER + MORE", '#include "number.h"\n')
-    header, made = tmp_path / "number.h", []
+    header, written = tmp_path / "number.h", []
     for number, more in ((1, 0), (1, 0), (2, 0), (2, 3)):
         header.write_text(f"#define NUMBER {number}\n")
         library.load.cache_clear()
         assert library.load(source, (f"MORE={more}",)).one() == number + more
-        made.append({(file, file.stat().st_mtime_ns) for file in fresh.iterdir()})
-    assert made[0] == made[1] < made[2] < made[3] and len(made[3]) == 3
+        written.append({(file, file.stat().st_mtime_ns) for file in fresh.iterdir()})
+    assert written[0] == written[1] < written[2] < written[3] and len(written[3]) == 3
 
 
 def fake(folder: Path, does: str) -> str:
@@ -147,8 +152,8 @@ def fake(folder: Path, does: str) -> str:
 def test_a_compiler_that_fails_is_named_with_its_reason(does, words, fresh, tmp_path, monkeypatch):
     monkeypatch.setenv("CC", fake(tmp_path, does) if does else "no-such-compiler")
     monkeypatch.setattr(library, "SECONDS", 2)
-    with pytest.raises(library.NoKernels, match=words) as caught:
-        library.load(SOURCE, DEFINES)
+    with pytest.raises(NoKernels, match=words) as caught:
+        library.load(FAST, DEFINES)
     assert "\n" not in str(caught.value) and str(caught.value).endswith(").")
     assert not list(fresh.glob("building-*"))
 
@@ -157,8 +162,8 @@ def test_without_any_compiler(fresh, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(library, "find_spec", lambda _: None)
-    with pytest.raises(library.NoKernels, match="No C compiler was found .* install one"):
-        library.load(SOURCE, DEFINES)
+    with pytest.raises(NoKernels, match="No C compiler was found .* install one"):
+        library.load(FAST, DEFINES)
 
 
 def test_a_cache_folder_that_cannot_be_written(fresh, tmp_path):
@@ -168,29 +173,82 @@ def test_a_cache_folder_that_cannot_be_written(fresh, tmp_path):
 
 
 def test_two_that_compile_at_once_and_a_damaged_library(fresh, tmp_path):
-    given = one(tmp_path), library.FLAGS, library.compilers()[0]
+    inputs = one(tmp_path), library.FLAGS, library.compilers()[0]
     with ThreadPoolExecutor(2) as both:
-        first, second = both.map(lambda _: library._built(*given), range(2))
+        first, second = both.map(lambda _: library._built(*inputs), range(2))
     assert first == second and list(fresh.iterdir()) == [first]
     first.write_bytes(first.read_bytes()[:100])  # as after a power cut
-    assert library._loaded(*given).one() == 1
+    assert library._loaded(*inputs).one() == 1
+
+
+def test_a_blank_cache_takes_no_memory_before_it_is_written():
+    """To clear that of 32 contexts of SmolLM2, six gigabytes, took half a minute at the start."""
+    before = psutil.Process().memory_info().rss
+    zeros = library.blank((2**14, 2**15), torch.bfloat16)  # a gigabyte
+    assert psutil.Process().memory_info().rss - before < 2**28
+    zeros[5, 7] = 3
+    assert zeros[5].sum() == 3 == zeros[5, 7] and not zeros[-1].any()
+    assert library.blank((2, 0), torch.float32).shape == (2, 0)
 
 
 # ---- the server's choice
 
 
-def test_the_server_takes_kernels_that_are_right_on_this_machine(fresh, monkeypatch, caplog):
+def test_the_kernels_are_chosen_where_they_are_right(fresh, monkeypatch):
     """Tried once for a library; not taken if they are wrong, or ended the process of a trial."""
-    auto, insists = (parse(["--engine", name]) for name in ("auto", "kernels"))
-    assert choose(auto) == choose(insists) == "kernels" and choose(parse([])) == "paged"
+
+    def chosen(name="auto", dtype=torch.float32):
+        choice = choose(name, dtype, torch.device("cpu"))
+        return choice.name, choice.reason
+
+    assert parse([]).engine == "auto"
+    assert chosen() == chosen("kernels") == ("kernels", "") and chosen("paged") == ("paged", "")
     (note,) = fresh.glob("*.right")
     monkeypatch.setattr(KernelRunner, "run", lambda *_: torch.full((2, 211), torch.nan))
-    assert choose(auto) == "kernels"  # not tried again
+    assert chosen() == ("kernels", "")  # not tried again
     note.unlink()
-    assert choose(auto) == "paged" and "disagree on this machine" in caplog.text
+    name, reason = chosen()
+    assert name == "paged" and "disagree on this machine" in reason
     with pytest.raises(UserError, match="disagree .*--engine auto"):
-        choose(insists)
+        chosen("kernels")
     note.with_suffix(".trying").touch()
-    assert choose(auto) == "paged" and "delete" in caplog.text
+    name, reason = chosen()
+    assert name == "paged" and "delete" in reason
     with pytest.raises(UserError, match="not support float16"):
-        choose(parse(["--engine", "kernels", "--dtype", "float16"]))
+        chosen("kernels", torch.float16)
+
+
+def test_a_model_that_the_kernels_do_not_support_gets_another_engine(tmp_path):
+    """And the start says which, and why."""
+    folder = checkpoint(tmp_path / "wide", n_embd=1040, n_head=1, n_layer=1)
+    settings = parse(["--model", str(folder), "--kv-memory", "1MiB", "--linear", "plain"])
+    engine: Any
+    engine, loaded = make_engine(settings)
+    assert type(engine.engine.runner.runner.cache) is PagedCache
+    shown = plan(settings, engine.status, loaded, "http://here")
+    assert "\n  engine  paged, float32 " in shown and "\n  faster  The kernels " in shown
+    with pytest.raises(UserError, match="kernels"):
+        make_engine(parse(["--model", str(folder), "--engine", "kernels"]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_default_server_embeds_as_stage_05_does(dtype):
+    hidden = {}
+    for name in ("auto", "paged"):
+        options = ["--kv-memory", "1MiB", "--linear", "plain", "--dtype", dtype, "--engine", name]
+        engine: Any
+        engine, _ = make_engine(parse(options))
+        assert engine.embeds
+        runner = engine.engine.runner.runner
+        runner.run([5, 6, 7, 8], [([0], 0, 4)], [1, 3])
+        hidden[name] = runner.hidden.float()
+    assert type(runner) is not KernelRunner and hidden["auto"].shape == (2, runner.config.n_embd)
+    tolerance = 1e-4 if dtype == "float32" else 0.1
+    assert torch.allclose(hidden["auto"], hidden["paged"], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_trial_agrees_in_every_dtype(dtype):
+    """It compared logits that the next pass had overwritten, where `double` makes no copy."""
+    kernels, device = backend_of("cpu"), torch.device("cpu")
+    assert all(trial._agree(kernels, config, dtype, device) for config in trial.SHAPES)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
 
 from stage01_forward import sampling
+from stage01_forward.generation import Row
 from stage01_forward.params import SamplingParams
-from stage04_continuous import engine
+from stage01_forward.tests.rows import FixedDart, batches, close, edges, fresh
+from stage04_continuous import fast_sampling
 from stage04_continuous.request import Request
-from stage09_kernels.sample import draw, tokens
+from stage09_kernels.make import make
+from stage09_kernels.sample import choose, sample_tokens
 
+sample = partial(fast_sampling.sample, choose=choose)
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.7, "top_k": 5},
@@ -22,48 +27,93 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 2.0, "top_k": 40, "top_p": 0.5},
     {"temperature": 1e-9},
     {"temperature": 1.0},
+    {"temperature": 1.0, "min_p": 0.3},
 ]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 
 
-def requests(count: int) -> list[Request]:
+def rows_of(count: int) -> list[Row]:
     options = [OPTIONS[row % len(OPTIONS)] for row in range(count)]
-    return [Request([1], SamplingParams(seed=row, **each)) for row, each in enumerate(options)]
+    return [Row(SamplingParams(seed=seed, **fields)) for seed, fields in enumerate(options)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(batches([torch.float64]))
+def test_random_requests_get_the_tokens_of_the_plain_sampler(batch):
+    """All options mixed; with the log probabilities of the unmodified logits."""
+    logits, rows, eos_ids = batch
+    expected, scores = sampling.sample(logits, fresh(rows), eos_ids)
+    tokens, logprobs = sample(logits.clone(), rows, eos_ids)
+    assert tokens == expected and all(map(close, logprobs, scores))
+
+
+@DTYPES
 @pytest.mark.parametrize("vocabulary", [1, 15, 16, 211, 3000])
 def test_the_same_tokens_as_the_plain_sampler(vocabulary, dtype):
     """Scores spread, coarse or all equal; in every second row a part of them is -inf."""
     torch.manual_seed(vocabulary)
     for spread, step in ((3.0, 0.0), (0.1, 0.0), (8.0, 0.5), (0.0, 0.0)):
-        many = requests(24)
-        logits = spread * torch.randn(24, vocabulary, dtype=dtype)
+        rows = rows_of(28)
+        logits = spread * torch.randn(28, vocabulary, dtype=dtype)
         logits = (logits / step).round() * step if step else logits
         if vocabulary > 1:
             logits[::2, 1::7] = -math.inf
-        params = [request.sampling for request in many]
-        own = [p.generator() for p in params]
-        expected, _ = sampling.sample(logits, params, [([], [])] * 24, own)
-        found = tokens(logits.clone(), many)
-        assert found.tolist() == expected.tolist()
-        assert torch.equal(own[1].get_state(), many[1].generator.get_state())
+        expected, _ = sampling.sample(logits, fresh(rows))
+        assert sample(logits.clone(), rows)[0] == expected
 
 
-def test_rows_without_finite_scores_and_other_options_are_answered_by_stage_04():
+@DTYPES
+@pytest.mark.parametrize("options", OPTIONS[1:], ids=str)
+def test_darts_at_either_end_hit_a_token_that_is_kept(options, dtype):
+    """Next to 1, rounding can carry a dart past the sum of all weights: then the last one kept is
+    hit, never one without weight. Without limits, and with tokens of next to no weight at the end,
+    both samplers agree to the token."""
     torch.manual_seed(0)
-    many = requests(12)
-    many[3] = Request([1], SamplingParams(logprobs=2))
-    many[4] = Request([1], SamplingParams(temperature=1.0, min_p=0.2, seed=5))
-    many[5] = Request([1], SamplingParams(logit_bias={7: 50.0}))
-    many[6] = Request([1], SamplingParams(min_tokens=1, stop_token_ids=(2,)))
+    logits = 3 * torch.randn(16, 1000, dtype=dtype)
+    logits[:, ::3], logits[:, :5], logits[8:, 900:] = -math.inf, -math.inf, -90.0
+    row = FixedDart(SamplingParams(seed=0, **options))
+    for dart in (0.0, 1 - 1e-9, 1 - 1e-12, 1 - 2**-53):
+        row.fixed = dart
+        allowed = [sampling.distribution(scores, row.params) > 0 for scores in logits]
+        expected, _ = sampling.sample(logits, [row] * 16)
+        for sampler in (fast_sampling.sample, sample):
+            ids = sampler(logits.clone(), [row] * 16)[0]
+            assert all(bool(keep[id]) for keep, id in zip(allowed, ids, strict=True))
+            if dtype == torch.float64 and dart < 1 - 1e-12:
+                assert ids == expected
+
+
+@pytest.mark.parametrize("options", [*OPTIONS[1:4], *OPTIONS[5:]], ids=str)
+def test_darts_just_before_and_after_every_edge(options):
+    """Temperature, filters and sums agree to eleven digits."""
+    logits = torch.randn(300, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rows, expected = edges(logits, SamplingParams(**options))
+    assert sample(logits.repeat(len(rows), 1), rows)[0] == expected
+
+
+@DTYPES
+def test_the_first_of_equal_scores_wins_in_whatever_lane(dtype):
+    """The best scores stand at all pairs of places; lanes are up to 16 numbers wide."""
+    places = [(a, b) for a in range(0, 70, 3) for b in range(a + 1, 70)]
+    logits = torch.zeros(len(places), 70, dtype=dtype)
+    for scores, (a, b) in zip(logits, places, strict=True):
+        scores[a] = scores[b] = 1.0
+    rows = [Row(SamplingParams())] * len(places)
+    assert choose(logits, rows) == [a for a, _ in places]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_row_that_is_not_finite_fails_alone(dtype):
+    """Wherever in the row the number stands; and a greedy row fails like a drawn one."""
+    torch.manual_seed(0)
+    requests = [Request([1], row.params) for row in rows_of(12)]
     logits = torch.randn(12, 100)
-    logits[1, 99], logits[2, 50], logits[6, 2], logits[7] = math.nan, math.inf, 90, -math.inf
-    again = [Request([1], request.sampling) for request in many]
-    expected, found = engine.draw(again, logits.clone(), ()), draw(many, logits.clone(), ())
-    for own, theirs in zip(found, expected, strict=True):  # with top_p stage 04 throws more darts
-        assert own[1:] == theirs[1:] or own[0].sampling.top_p < 1
-    assert [many.index(one[0]) for one in found] == [0, 3, 4, 5, 6, 8, 9, 10, 11]
-    assert [request.output.finish_reason for request in many[1:3]] == ["error", "error"]
+    logits[1, 99], logits[2, 50], logits[7] = math.nan, math.inf, -math.inf
+    logits[0, 0], logits[10, 17] = math.nan, math.nan
+    sampled = sample_tokens(requests, logits.to(dtype), ())
+    assert [requests.index(request) for request, _, _ in sampled] == [3, 4, 5, 6, 8, 9, 11]
+    errors = [requests[i].output.finish_reason for i in (0, 1, 2, 7, 10)]
+    assert errors == ["error"] * 5
 
 
 def test_a_token_depends_on_no_other_row_and_no_thread():
@@ -71,8 +121,24 @@ def test_a_token_depends_on_no_other_row_and_no_thread():
     together = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        together.append(tokens(logits.clone(), requests(30)))
+        together.append(choose(logits.clone(), rows_of(30)))
     torch.set_num_threads(before)
-    alone = [tokens(logits[row : row + 1].clone(), [one]) for row, one in enumerate(requests(30))]
-    for found in together:
-        assert np.array_equal(found, np.concatenate(alone))
+    alone = [choose(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows_of(30))]
+    assert together == [alone, alone]
+
+
+def test_rows_may_be_apart_in_memory():
+    """Their distance is not their length: what lies between is not read."""
+    torch.manual_seed(0)
+    wide = torch.full((7, 120), math.nan)
+    wide[:, :101] = 3 * torch.randn(7, 101)
+    expected = choose(wide[:, :101].clone(), rows_of(7))
+    assert choose(wide[:, :101], rows_of(7)) == expected and bool(wide[:, 101:].isnan().all())
+
+
+def test_rows_of_the_vocabulary_without_a_token_are_never_drawn(tiny_model, monkeypatch):
+    """The padding of a vocabulary, here every second row, and one that a bias favours most."""
+    monkeypatch.setattr(tiny_model, "unused", torch.arange(1, 101, 2), raising=False)
+    params = SamplingParams(max_tokens=40, temperature=2.0, seed=0, logit_bias={5: 100.0})
+    (output,) = make(tiny_model, 1, eos_ids=()).generate([[1, 2, 3]], params)
+    assert len({*output.token_ids}) > 10 and not any(id % 2 for id in output.token_ids)

@@ -13,14 +13,14 @@ import pytest
 from shared.course.museum.planting import edit
 from shared.course.testing import python
 from stage09_kernels import library
-from stage09_kernels.cache import SOURCE
+from stage09_kernels.cache import FAST, FOLDER
 
 pytestmark = pytest.mark.slow
 # The other tests of this folder, in a process that has the sanitizer's library before all others.
 PROGRAM = """
 import sys, pathlib, pytest
 from stage09_kernels import cache, library
-cache.SOURCE = pathlib.Path(sys.argv[1])
+cache.FAST = pathlib.Path(sys.argv[1])
 library.FLAGS += ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 sys.exit(pytest.main(["-n", "0", "-s", "-x", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
@@ -33,12 +33,12 @@ def environment(tmp_path_factory):
     if not sys.platform.startswith("linux"):
         pytest.skip("only Linux loads a sanitizer before a program that has none")
     compiler = library.compilers()[0]
-    asked = [*compiler, "-print-file-name=libasan.so"]
-    found = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
-    if not os.path.isabs(found):
+    query = [*compiler, "-print-file-name=libasan.so"]
+    sanitizer = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    if not os.path.isabs(sanitizer):
         pytest.skip(f"{compiler[0]} has no address sanitizer to load first (libasan.so)")
     cache = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
-    return os.environ | cache | {"LD_PRELOAD": found, "ASAN_OPTIONS": "detect_leaks=0"}
+    return os.environ | cache | {"LD_PRELOAD": sanitizer, "ASAN_OPTIONS": "detect_leaks=0"}
 
 
 @pytest.mark.parametrize(
@@ -49,15 +49,15 @@ def environment(tmp_path_factory):
     ],
 )
 def test_no_kernel_reads_or_writes_outside_of_its_memory(file, chosen, environment):
-    done = python("-c", PROGRAM, SOURCE, TESTS / file, "-k", chosen, env=environment)
+    done = python("-c", PROGRAM, FAST, TESTS / file, "-k", chosen, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_read_behind_the_weights_is_reported(environment, tmp_path):
-    shutil.copytree(SOURCE.parent, tmp_path / "copy", ignore=lambda *_: ["tests"])
-    copy = tmp_path / "copy" / "linear.c"
+    shutil.copytree(FOLDER, tmp_path / "copy", ignore=lambda *_: ["tests"])
+    copy = tmp_path / "copy" / "fast" / "linear.c"
     copy.write_text(edit(copy.read_text(), "k < end; k++", "k <= end; k++") or "")
-    given = tmp_path / "copy" / SOURCE.name, TESTS / "test_kernels.py", "-k", "row_of_a_product"
-    done = python("-c", PROGRAM, *given, env=environment)
+    arguments = copy.with_name(FAST.name), TESTS / "test_kernels.py", "-k", "row_of_a_product"
+    done = python("-c", PROGRAM, *arguments, env=environment)
     assert done.returncode and "heap-buffer-overflow" in done.stderr, done.stdout + done.stderr
     assert "linear.c" in done.stderr

@@ -19,8 +19,10 @@ from shared.course.testing import random_checkpoint, wide_norm
 from stage01_forward import families
 from stage01_forward.attention import Recompute
 from stage08_llama.model import RMSNorm
-from stage12_distributed import lora
-from stage12_distributed.parallel import Peers, shard
+from stage12_distributed.lora import adapters as lora
+from stage12_distributed.tensor.collectives import Collectives
+from stage12_distributed.tensor.group import RankGroup, Setup
+from stage12_distributed.tensor.shard import shard
 
 
 def random_model(config: Config, spread: float = 24, dtype: torch.dtype = torch.float64) -> Any:
@@ -58,12 +60,29 @@ def write_adapter(
         tensors[f"{key}B.weight"] = torch.zeros_like(b) if zero else b
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / lora.WEIGHTS)
-    given = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "bias": "none", "use_rslora": False}
-    (folder / lora.CONFIG).write_text(json.dumps(given | fields), encoding="utf-8")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "bias": "none", "use_rslora": False}
+    (folder / lora.CONFIG).write_text(json.dumps(config | fields), encoding="utf-8")
     return folder
 
 
-class ThreadPeers(Peers):
+GROUPS: dict[str, RankGroup] = {}  # at most one: torch.distributed has one group in a process
+
+
+def group_of(setup: Setup) -> RankGroup:
+    """The ranks of `setup`, kept for the next test unless it needs others or a rank has ended."""
+    name = repr(setup)
+    if name not in GROUPS or not GROUPS[name].up:
+        close_groups()
+        GROUPS[name] = RankGroup(setup)
+    return GROUPS[name]
+
+
+def close_groups() -> None:
+    while GROUPS:
+        GROUPS.popitem()[1].close()
+
+
+class ThreadCollectives(Collectives):
     """Ranks that are threads of one process and meet at barriers."""
 
     def __init__(self, rank: int, size: int, table: list[Any], barrier: threading.Barrier) -> None:
@@ -78,7 +97,7 @@ class ThreadPeers(Peers):
         assert len({part.shape for part in parts}) == 1  # as gloo needs them
         return parts
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         return torch.stack(self._all(x)).sum(0)
 
     def gather(self, x: Tensor) -> list[Tensor]:
@@ -87,16 +106,16 @@ class ThreadPeers(Peers):
 
 
 def in_threads(config: Config, ranks: int, ids: list[int], make: Any = random_model) -> list[Any]:
-    """[(model, logits of all `ids` on rank 0)] by rank, of a model cut into `ranks` parts."""
+    """[(model, logits of all `ids` on rank 0)] by rank, of a model split into `ranks` parts."""
     table, barrier = [None] * ranks, threading.Barrier(ranks)
 
     @torch.inference_mode()
-    def one(rank: int) -> tuple[Any, Tensor]:
+    def run(rank: int) -> tuple[Any, Tensor]:
         model = make(config)
-        shard(model, ThreadPeers(rank, ranks, table, barrier))
+        shard(model, ThreadCollectives(rank, ranks, table, barrier))
         tokens = torch.tensor(ids)
-        hidden = model(tokens, torch.arange(len(ids)), Recompute(model.config).attend)
+        hidden = model(tokens, torch.arange(len(ids)), Recompute().attend)
         return model, model.logits(hidden)
 
     with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(one, range(ranks)))
+        return list(pool.map(run, range(ranks)))

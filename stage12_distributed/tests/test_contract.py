@@ -21,20 +21,19 @@ from stage05_paged.tests.engines import engine_of
 from stage08_llama.model import RMSNorm
 from stage08_llama.tests.test_contract import GROUPED
 from stage09_kernels.tests import test_contract as kernels
-from stage12_distributed.gang import Gang, GangRunner, Setup
-from stage12_distributed.parallel import digest, heads_of
-from stage12_distributed.tests.parts import random_model
+from stage12_distributed.tensor.group import RankRunner, Setup
+from stage12_distributed.tensor.shard import digest, heads_of
+from stage12_distributed.tests.parts import close_groups, group_of, random_model
 
 LLAMA = replace(GROUPED, layer_norm_epsilon=3e-5)  # no other test gets the answers of `wide_norm`
 SHAPES = {"gpt2": oracle.CONFIG, "llama": LLAMA}
-GANGS: dict[Any, Gang] = {}
 
 
 @pytest.fixture(
     scope="module", autouse=True, params=["gpt2", pytest.param("llama", marks=pytest.mark.slow)]
 )
 def shape(request):
-    """A config. One gang serves all tests of a model."""
+    """A config. One rank group serves all tests of a model."""
     config = SHAPES[request.param]
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch, oracle.shape(config):
@@ -42,9 +41,7 @@ def shape(request):
         patch.setattr(RMSNorm, "forward", wide_norm)
         yield config
     torch.set_num_threads(threads)
-    for gang in GANGS.values():
-        gang.close()
-    GANGS.clear()
+    close_groups()
 
 
 def ranks_of(config: Any) -> int:
@@ -57,21 +54,20 @@ def make_cache(config: Any, *rest: Any) -> PagedCache:
     return PagedCache(replace(config, n_head=len(queries), n_kv_head=len(kv)), *rest)
 
 
-def make_runner(model: Any, cache: PagedCache) -> GangRunner:
+def make_runner(model: Any, cache: PagedCache) -> RankRunner:
     """The runner of the ranks with `model`, which is whole here: the oracle runs it, too."""
     config = model.config
-    if config not in GANGS:
-        load = partial(random_model, config, 24 if config.name == "wide" else 16)
-        GANGS[config] = Gang(Setup(load, ranks_of(config)))
-        assert GANGS[config].digest == digest(model)
-    return GangRunner(GANGS[config].model, cache)
+    load = partial(random_model, config, 24 if config.name == "wide" else 16)
+    group = group_of(Setup(load, ranks_of(config)))
+    assert group.digest == digest(model)
+    return RankRunner(group.model, cache)
 
 
 RANKS: dict[str, Any] = {"make_cache": make_cache, "make_runner": make_runner}
 
 
 class TestRanks(kernels.TestKernels):
-    runner = GangRunner
+    runner = RankRunner
 
     @staticmethod
     def engine(*args: Any, **options: Any) -> Any:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
+import signal
 from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
@@ -18,10 +21,18 @@ from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 from stage05_paged.make import make
 
-from .. import leases
-from ..apart import Job, apart
-from ..leases import EXPIRED, Apart, MappedCache, Memory, Prefill
-from ..passes import greedy
+from ..disaggregated import leases
+from ..disaggregated.leases import (
+    ENDED,
+    EXPIRED,
+    SILENT,
+    Disaggregated,
+    MappedCache,
+    Memory,
+    Prefill,
+)
+from ..disaggregated.processes import Job, disaggregated
+from ..simulation.passes import greedy
 
 SIZE = 4  # tokens in a block
 
@@ -30,19 +41,21 @@ def tiny() -> Any:
     return families.load_model(families.load("tiny", random_weights=True), dtype=torch.float64)
 
 
-def sides(folder: Path, blocks: int = 64, **settings: Any) -> tuple[Prefill, Apart]:
+def sides(folder: Path, blocks: int = 64, **settings: Any) -> tuple[Prefill, Disaggregated]:
     """Both, in this process: they share nothing but the files and the pipe."""
     memory, (ours, theirs) = Memory(folder, blocks, 200), Pipe()
     cache = partial(MappedCache, memory)
     first, second = (
         make(tiny(), pool=memory.pool(decode, SIZE), make_cache=cache) for decode in (False, True)
     )
-    return Prefill(first, theirs, **settings), Apart(second, ours)
+    decode = Disaggregated(second, ours)
+    decode.post = ours.send  # the same thread reads what is sent
+    return Prefill(first, theirs, **settings), decode
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    chance = random.Random(seed)
-    return [chance.choices(range(101), k=chance.randint(2, 40)) for _ in range(count)]
+    rng = random.Random(seed)
+    return [rng.choices(range(101), k=rng.randint(2, 40)) for _ in range(count)]
 
 
 @pytest.fixture(autouse=True)
@@ -82,33 +95,33 @@ def test_no_answer_comes_from_blocks_that_were_freed(tmp_path: Path, count: int)
     """Leases expire before, while and after their blocks are copied, and the prefill process takes
     these blocks for other prompts. The decode process has a clock that stands still, so only the
     generations protect it."""
-    now, chance = [0.0], random.Random(count)
+    now, rng = [0.0], random.Random(count)
     prefill, decode = sides(tmp_path, blocks=12)
     prefill.clock, decode.clock = lambda: now[0], lambda: 0.0
     move = decode.cache.move
 
     def go_on(turns: int) -> None:
         for _ in range(turns):
-            now[0] += chance.choice((0, 2 * leases.LEASE))
+            now[0] += rng.choice((0, 2 * leases.LEASE))
             prefill.turn()
 
     def slowly(moves: Any) -> None:
-        for each in moves:
-            go_on(chance.choice((0, 0, 0, 8)))
-            move([each])
+        for one_move in moves:
+            go_on(rng.choice((0, 0, 0, 8)))
+            move([one_move])
 
     decode.cache.move = slowly
-    made, sampling = list[Request](), replace(greedy(4), logprobs=0)
+    requests, sampling = list[Request](), replace(greedy(4), logprobs=0)
     source = iter(prompts(50 * count, count))
     while decode.expired < count:
         while len(decode.requests) < 6:  # some prompts whose blocks were not copied, again
-            failed = [list(r.prompt_ids) for r in made[-20:] if r.output.error]
-            again = failed and chance.random() < 0.3
-            prompt = chance.choice(failed) if again else next(source)
-            made.append(decode.add(Request(prompt, sampling)))
-        go_on(chance.choice((1, 2, 20)))
+            failed = [list(r.prompt_ids) for r in requests[-20:] if r.output.error]
+            again = failed and rng.random() < 0.3
+            prompt = rng.choice(failed) if again else next(source)
+            requests.append(decode.add(Request(prompt, sampling)))
+        go_on(rng.choice((1, 2, 20)))
         decode.step()
-    ended = [request for request in made if request.output.finish_reason]
+    ended = [request for request in requests if request.output.finish_reason]
     whole = [request for request in ended if request.output.finish_reason == "length"]
     assert {request.output.error for request in ended} == {None, EXPIRED}
     assert len(whole) > count / 10
@@ -116,8 +129,8 @@ def test_no_answer_comes_from_blocks_that_were_freed(tmp_path: Path, count: int)
     for got, right in zip([request.output for request in whole], expected, strict=True):
         assert got.token_ids == right.token_ids
         # Every number that the blocks hold has a part in these; the first token comes without.
-        assert [one.token for one in got.logprobs] == pytest.approx(
-            [one.token for one in right.logprobs[1:]], abs=1e-9
+        assert [scores.token for scores in got.logprobs] == pytest.approx(
+            [scores.token for scores in right.logprobs[1:]], abs=1e-9
         )
 
 
@@ -137,15 +150,51 @@ def test_what_cannot_be_computed_is_refused(tmp_path: Path) -> None:
     assert not prefill.leases
 
 
+def test_a_silent_prefill_process_fails_what_waits_for_it(tmp_path: Path) -> None:
+    """Streams go on; what comes too late is given back."""
+    now = [0.0]
+    prefill, decode = sides(tmp_path)
+    decode.clock = lambda: now[0]
+    stream = decode.add(Request([1] * 20, greedy(8)))
+    prefill.turn()
+    decode.step()
+    now[0] = leases.DEADLINE
+    late = decode.add(Request([2] * 20, greedy(4)))
+    now[0] += leases.DEADLINE
+    decode.step()
+    assert late.output.error is None
+    now[0] += 0.1
+    decode.step()
+    assert late.output.error == SILENT.format(leases.DEADLINE) and stream.output.error is None
+    while decode.requests:
+        decode.step()
+    assert len(stream.output.token_ids) == 8
+    for _ in range(3):
+        prefill.turn()
+        decode.step()
+    assert prefill.pool.owned == 0 and not prefill.leases
+
+
 def test_two_processes_answer_as_one_and_an_end_is_noticed() -> None:
-    """The only test in which two processes share the memory: a process takes seconds to start."""
+    """The only test in which two processes share the memory: a process takes seconds to start.
+    Prompts for a process that stands still fill its pipe, and nothing waits for that."""
     asked = prompts(4)
     job = Job("tiny", True, "float64", prefill=2, decode=2)
-    with apart(job) as engine:
+    with disaggregated(job) as engine:
         answers = engine.generate(asked, greedy(5))
         assert answers == make(tiny(), contexts=4).generate(asked, greedy(5))
-        engine.connection.send("no message")  # ends the prefill process with an error
+        if hasattr(signal, "SIGSTOP"):
+            (process,) = multiprocessing.active_children()
+            os.kill(int(process.pid or 0), signal.SIGSTOP)
+            engine.deadline = 0.1
+            silent = [engine.add(Request([1] * 40, greedy(5))) for _ in range(2000)]
+            while engine.requests:
+                engine.step()
+            assert {request.output.error for request in silent} == {SILENT.format(0.1)}
+            os.kill(int(process.pid or 0), signal.SIGCONT)
+            engine.deadline = leases.DEADLINE
+        engine.post("no message")  # ends the prefill process with an error
         request = engine.add(Request(asked[0], greedy(5)))
         for _ in engine.run():
             pass
-        assert request.output.error == leases.ENDED
+        assert request.output.error == ENDED

@@ -20,15 +20,15 @@ from stage04_continuous.request import Request
 from stage04_continuous.tests.oracle import finish
 from stage05_paged.blocks import BlockPool
 from stage05_paged.fork import add_samples
-from stage12_distributed import lora
-from stage12_distributed.gang import Gang, Setup, make
-from stage12_distributed.parallel import cuts
+from stage12_distributed.lora import adapters as lora
+from stage12_distributed.tensor.group import RankGroup, Setup, make
+from stage12_distributed.tensor.shard import shards
 from stage12_distributed.tests.parts import random_model, stored, write_adapter
 
 CONFIG = Config(101, 64, 24, 2, 3, name="odd")
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2)
 DRAWN = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.0, seed=3)
-SHAPES = {name: cut.shape for name, cut in cuts(random_model(CONFIG), 0, 1).items()}
+SHAPES = {name: part.shape for name, part in shards(random_model(CONFIG), 0, 1).items()}
 
 
 def write(folder: Path, seed: int = 0, zero: bool = False, **fields: Any) -> Path:
@@ -36,9 +36,9 @@ def write(folder: Path, seed: int = 0, zero: bool = False, **fields: Any) -> Pat
     return write_adapter(folder, SHAPES, seed, zero, **fields)
 
 
-def gang_of(folder: Path, ranks: int = 1) -> Any:
+def group_of(folder: Path, ranks: int = 1) -> Any:
     """The caller must close it."""
-    return closing(Gang(Setup(partial(random_model, CONFIG), ranks, adapters=str(folder))))
+    return closing(RankGroup(Setup(partial(random_model, CONFIG), ranks, adapters=str(folder))))
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +51,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def gang(folder):
+def group(folder):
     """One rank, with four adapters."""
-    with gang_of(folder) as made:
+    with group_of(folder) as made:
         yield made
 
 
@@ -61,12 +61,12 @@ def prompt(length: int) -> list[int]:
     return random_prompt(length, CONFIG, 0)
 
 
-def engine_of(gang: Gang, **options: Any) -> Any:
-    return make(gang.model, pool=BlockPool(80, 4), sanitize=True, **options)
+def engine_of(group: RankGroup, **options: Any) -> Any:
+    return make(group.model, pool=BlockPool(80, 4), sanitize=True, **options)
 
 
 def ask(engine: Any, name: str, length: int, sampling: SamplingParams = GREEDY) -> Request:
-    names = engine.runner.gang.model.adapters.names
+    names = engine.runner.ranks.model.adapters.names
     return engine.add(Request(prompt(length), sampling, salt=b"tenant" + names.get(name, b"")))
 
 
@@ -83,46 +83,46 @@ ASKED = [
 ]
 
 
-def test_an_adapter_of_zeros_is_the_model_bit_for_bit(gang):
+def test_an_adapter_of_zeros_is_the_model_bit_for_bit(group):
     base, zero = (
-        answers(engine_of(gang), [(name, length, GREEDY) for length in (3, 17, 40)])
+        answers(engine_of(group), [(name, length, GREEDY) for length in (3, 17, 40)])
         for name in ("", "zero")
     )
     assert base == zero  # log-probabilities too, to the last bit
 
 
-def test_several_adapters_in_one_batch_equal_each_alone(gang):
+def test_several_adapters_in_one_batch_equal_each_alone(group):
     """Prompts in chunks, and decoding in mixed passes."""
-    alone = [answers(engine_of(gang), [each])[0][0] for each in ASKED]
-    engine = engine_of(gang, token_budget=24, max_sequences=8)
+    alone = [answers(engine_of(group), [each])[0][0] for each in ASKED]
+    engine = engine_of(group, token_budget=24, max_sequences=8)
     together = [ids for ids, _ in answers(engine, ASKED)]
     assert together == alone
     assert max(record.rows for record in engine.steps) == len(ASKED)
-    names = gang.model.adapters.names
-    same = [answers(engine_of(gang), [(name, 9, GREEDY)])[0][0] for name in names]
+    names = group.model.adapters.names
+    same = [answers(engine_of(group), [(name, 9, GREEDY)])[0][0] for name in names]
     assert len({tuple(ids) for ids in same}) == 4  # worth comparing
 
 
-def test_adapters_share_no_prefix_and_samples_do(gang):
-    engine = engine_of(gang)
+def test_adapters_share_no_prefix_and_samples_do(group):
+    engine = engine_of(group)
     for name in ("one", "two", ""):
         answers(engine, [(name, 20, GREEDY)])
     assert engine.scheduler.counts.hit_tokens == 0
     answers(engine, [("one", 20, GREEDY)])
     assert engine.scheduler.counts.hit_tokens == 16
-    salt = b"tenant" + gang.model.adapters.names["two"]
+    salt = b"tenant" + group.model.adapters.names["two"]
     samples = add_samples(engine, prompt(11), [DRAWN, DRAWN], salt)
     finish(engine)
-    (want,) = answers(engine_of(gang), [("two", 11, DRAWN)])
+    (want,) = answers(engine_of(group), [("two", 11, DRAWN)])
     assert [sample.output.token_ids for sample in samples] == [want[0]] * 2
 
 
 def test_an_adapter_loaded_again_with_other_bytes_finds_nothing_stale(tmp_path):
     """vLLM #42125: the blocks of the old version answered for the new one."""
     mine = write(tmp_path / "mine")
-    with gang_of(tmp_path) as gang:
-        (early,) = answers(engine_of(gang), [("mine", 13, GREEDY)])
-        engine, adapters = engine_of(gang), gang.model.adapters
+    with group_of(tmp_path) as group:
+        (early,) = answers(engine_of(group), [("mine", 13, GREEDY)])
+        engine, adapters = engine_of(group), group.model.adapters
         (old,) = answers(engine, [("mine", 30, GREEDY)])
         running = ask(engine, "mine", 13)
         engine.step()
@@ -133,20 +133,20 @@ def test_an_adapter_loaded_again_with_other_bytes_finds_nothing_stale(tmp_path):
         (new,) = answers(engine, [("mine", 30, GREEDY)])
         assert engine.scheduler.counts.hit_tokens == hits
         assert running.output.token_ids == early[0]  # it began with the old version
-        (want,) = answers(engine_of(gang), [("mine", 30, GREEDY)])
+        (want,) = answers(engine_of(group), [("mine", 30, GREEDY)])
         assert new[0] == want[0] != old[0]
 
 
-def test_adapters_on_two_ranks(gang, folder):
+def test_adapters_on_two_ranks(group, folder):
     """Every rank must get the numbers of the pass (atlas #1133: the slot never reached rank 1)."""
-    with gang_of(folder, ranks=2) as ranked:
-        one, two = (answers(engine_of(each, max_sequences=8), ASKED) for each in (gang, ranked))
+    with group_of(folder, ranks=2) as ranked:
+        one, two = (answers(engine_of(each, max_sequences=8), ASKED) for each in (group, ranked))
         assert [ids for ids, _ in one] == [ids for ids, _ in two]
 
 
-def logits_of(gang: Gang, name: str, ids: list[int]) -> torch.Tensor:
+def logits_of(group: RankGroup, name: str, ids: list[int]) -> torch.Tensor:
     """Logits of a whole prompt with an adapter, next to a prompt without one."""
-    runner, adapters = engine_of(gang).runner, gang.model.adapters
+    runner, adapters = engine_of(group).runner, group.model.adapters
     adapters.batch.adapters = [lora.BASE, adapters.numbers[adapters.names[name]]]
     count = len(ids)
     shares = [([0, 1], 0, 7), (list(range(2, 2 - -count // 4 + 1)), 0, count)]
@@ -154,7 +154,7 @@ def logits_of(gang: Gang, name: str, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name, scale", [("two", 12 / 4), ("root", 12 / 2)])
-def test_an_adapter_is_its_product_added_to_each_weight(gang, folder, name, scale):
+def test_an_adapter_is_its_product_added_to_each_weight(group, folder, name, scale):
     """Each layer gets its own: two of them are called c_proj. The scale is alpha by the rank, 4, or
     by its root."""
     model, saved = random_model(CONFIG), load_file(folder / name / lora.WEIGHTS)
@@ -164,9 +164,9 @@ def test_an_adapter_is_its_product_added_to_each_weight(gang, folder, name, scal
         model.get_submodule(layer).weight += scale * b @ a
     ids = prompt(20)
     with torch.inference_mode():
-        hidden = model(torch.tensor(ids), torch.arange(20), Recompute(CONFIG).attend)
+        hidden = model(torch.tensor(ids), torch.arange(20), Recompute().attend)
         want = model.logits(hidden)
-    assert (logits_of(gang, name, ids) - want).abs().max() < 1e-9 * want.abs().max()
+    assert (logits_of(group, name, ids) - want).abs().max() < 1e-9 * want.abs().max()
 
 
 # ---- beside PEFT --------------------------------------------------------------------------------
@@ -202,8 +202,8 @@ def test_logits_are_those_of_peft(tmp_path, family, rslora):
         with tuned.disable_adapter():
             plain = tuned(torch.tensor([ids])).logits[0]
     load = partial(stored, str(tmp_path / "base"))
-    with closing(Gang(Setup(load, 1, adapters=str(tmp_path / "adapters")))) as gang:
-        got = logits_of(gang, "tuned", ids)
+    with closing(RankGroup(Setup(load, 1, adapters=str(tmp_path / "adapters")))) as group:
+        got = logits_of(group, "tuned", ids)
     assert (got - want).abs().max() < (1e-9 if family == "gpt2" else 1e-5)
     assert (plain - want).abs().max() > 0.1
 
@@ -222,6 +222,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "high rank": ({"r": 65}, "r to 65; only a rank from 1 to 64"),
     "no rank": ({"r": "4"}, "a rank from 1"),
     "no alpha": ({"lora_alpha": None}, "lora_alpha to None; only a number"),
+    "base": (
+        {"base_model_name_or_path": "openai/gpt2"},
+        "for the base model openai/gpt2, and .* odd",
+    ),
+    "folder": ({"base_model_name_or_path": "C:\\models\\odd-2\\"}, r"odd-2\\, and this is odd"),
     "other rank": ({"r": 8}, r"is \(4, 24\) instead of \(8, 24\): the adapter is of another rank"),
 }
 
@@ -230,6 +235,26 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_not_implemented_is_refused_by_name(tmp_path, fields, message):
     with pytest.raises(UserError, match=message):
         lora.read(write(tmp_path / "bad", **fields), CONFIG, SHAPES)
+
+
+@pytest.mark.parametrize(
+    "base", [None, "", "odd", "someone/Odd", "/models/odd/", "C:\\models\\odd"]
+)
+def test_the_base_model_is_compared_by_the_last_part_of_its_name(tmp_path, base):
+    folder = write(tmp_path / "good", base_model_name_or_path=base)
+    assert lora.read(folder, CONFIG, SHAPES).pairs.keys() == SHAPES.keys()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("matrix", "AB")
+def test_an_adapter_that_is_not_finite_is_refused(tmp_path, value, matrix):
+    folder = write(tmp_path / "broken")
+    tensors = load_file(folder / lora.WEIGHTS)
+    key = f"base_model.model.transformer.h.1.mlp.c_proj.lora_{matrix}.weight"
+    tensors[key][-1, -1] = value
+    save_file(tensors, folder / lora.WEIGHTS)
+    with pytest.raises(UserError, match=f"{key} in .* has NaN or infinite numbers"):
+        lora.read(folder, CONFIG, SHAPES)
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path):
@@ -261,7 +286,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
 def test_a_folder_of_adapters_has_some_and_not_too_many(tmp_path, monkeypatch):
     def refused(message):
         with pytest.raises(UserError, match=message):
-            gang_of(tmp_path)
+            group_of(tmp_path)
 
     refused("has no subfolder with an adapter")
     odd = write(tmp_path / "odd")

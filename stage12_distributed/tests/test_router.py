@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def router(folder: Path) -> Iterator[OwnServer]:
     options, keys = ["--model", str(folder), *SERVERS], {f"{PREFIX}ADMIN_KEY": KEY}
-    with own_server(options, True, environment(keys), "stage12_distributed.router") as server:
+    with own_server(options, True, environment(keys), "stage12_distributed.router.app") as server:
         yield server
         assert "Traceback" not in server.stderr(), server.stderr()
 
@@ -62,21 +62,21 @@ def client(router: OwnServer) -> Iterator[openai.OpenAI]:
 
 
 def about(router: OwnServer) -> dict[str, Any]:
-    found: dict[str, Any] = httpx2.get(f"{router.url}/health", trust_env=False).json()["replicas"]
-    return found
+    health = httpx2.get(f"{router.url}/health", trust_env=False).json()
+    return dict(health["replicas"])
 
 
 def all_ready(router: OwnServer, replicas: int = 2) -> bool:
-    return [one["ready"] for one in about(router).values()] == [True] * replicas
+    return [facts["ready"] for facts in about(router).values()] == [True] * replicas
 
 
 def idle(router: OwnServer, replicas: int = 2) -> bool:
     """Nothing is in flight at the router or its replicas, and no block is owned."""
     names = ("vllm:num_requests_", "vllm:kv_cache_usage", "staircase:replica_requests")
     numbers = read_metrics(router)
-    found = [value for name, value in numbers.items() if name.startswith(names)]
-    loads = [one["requests"] + one["tokens"] for one in about(router).values()]
-    return len(found) == 4 * replicas and not any(found) and not any(loads)
+    values = [value for name, value in numbers.items() if name.startswith(names)]
+    loads = [facts["requests"] + facts["tokens"] for facts in about(router).values()]
+    return len(values) == 4 * replicas and not any(values) and not any(loads)
 
 
 def children(router: OwnServer) -> list[psutil.Process]:
@@ -87,8 +87,8 @@ def children(router: OwnServer) -> list[psutil.Process]:
 def stream(client: openai.OpenAI, prompt: str, count: int) -> Any:
     """The replica, and the text or None if the stream ended with an error. Fails if it just
     ended."""
-    asked = {**LONG, "prompt": prompt, "max_tokens": count, "stream": True}
-    raw = client.completions.with_raw_response.create(**asked)
+    fields = {**LONG, "prompt": prompt, "max_tokens": count, "stream": True}
+    raw = client.completions.with_raw_response.create(**fields)
     try:
         chunks: list[Any] = list(raw.parse())
     except openai.APIError:
@@ -102,10 +102,10 @@ def test_tokens_are_those_of_the_first_stage(client):
     model = stages.load_model(load("stories"), dtype=torch.float64)
     for prompt in PROMPTS:
         expected = tokenizer.decode(alone(model, tokenizer.encode(prompt), words(24)))
-        asked = {**LONG, "prompt": prompt, "max_tokens": 24}
-        assert client.completions.create(**asked).choices[0].text == expected
+        fields = {**LONG, "prompt": prompt, "max_tokens": 24}
+        assert client.completions.create(**fields).choices[0].text == expected
         assert stream(client, prompt, 24)[1] == expected
-        ids = {**asked, "prompt": tokenizer.encode(prompt)}
+        ids = {**fields, "prompt": tokenizer.encode(prompt)}
         assert client.completions.create(**ids).choices[0].text == expected
 
 
@@ -113,11 +113,11 @@ def test_a_chat_is_that_of_a_replica(router, client):
     """Including the last event of a stream, which has the counts."""
     lines = router.stderr().splitlines()
     urls = [line.split()[-1] for line in lines if "] Staircase serves" in line]
-    asked = {**LONG, "messages": CHAT, "max_completion_tokens": 12, "stream": True}
-    asked["stream_options"], answers = {"include_usage": True}, []
+    fields = {**LONG, "messages": CHAT, "max_completion_tokens": 12, "stream": True}
+    fields["stream_options"], answers = {"include_usage": True}, []
     for url in (router.url, *urls):
         with client_of(url) as other:
-            *chunks, last = other.chat.completions.create(**asked)
+            *chunks, last = other.chat.completions.create(**fields)
             answers.append((joined(chunks), last.usage.completion_tokens))
     assert len(answers) == 3 and len(set(answers)) == 1 and answers[0][0]
 
@@ -144,12 +144,12 @@ def test_wrong_requests_get_the_replicas_own_words(client):
 def test_clients_that_leave_leave_nothing(router, client, count):
     def leave(number: int) -> None:
         prompt = PROMPTS[number % 3] + " and" * number
-        asked = {**LONG, "prompt": prompt, "max_tokens": 900}
+        fields = {**LONG, "prompt": prompt, "max_tokens": 900}
         if number % 4 == 3:  # before there is an answer
             with pytest.raises(openai.APITimeoutError):
-                client.with_options(timeout=0.2).completions.create(**asked)
+                client.with_options(timeout=0.2).completions.create(**fields)
             return
-        with client.completions.create(**asked, stream=True) as answer:
+        with client.completions.create(**fields, stream=True) as answer:
             for _ in range(number % 4):
                 next(answer)
 
@@ -164,18 +164,18 @@ def test_clients_that_leave_leave_nothing(router, client, count):
 def test_a_kill_loses_only_what_was_running_there(router, client, kills, replicas):
     """Each stream there ends with its answer or an error; streams on other replicas are whole. With
     many kills there are more replicas, some of which start while others run."""
-    asked = [(measured.prompt(number), measured.TOKENS) for number in range(8)]
-    expected = [stream(client, *each)[1] for each in asked]
+    prompts = [measured.prompt(number) for number in range(8)]
+    expected = [stream(client, prompt, measured.TOKENS)[1] for prompt in prompts]
     arguments = ("--replicas", str(replicas), *SERVERS)
     with nullcontext(router) if kills == 1 else measured.router(*arguments) as server:
         count = 0
-        for found in measured.deaths(server, kills):
-            assert [one.there for one in found].count(True) > 0
-            for one, text in zip(found, expected, strict=True):
-                if one.there and one.how == "error":
-                    assert text.startswith(one.text)
+        for streams in measured.deaths(server, kills):
+            assert any(ended.there for ended in streams)
+            for ended, text in zip(streams, expected, strict=True):
+                if ended.there and ended.how == "error":
+                    assert text.startswith(ended.text)
                 else:
-                    assert (one.how, one.text) == ("whole", text)
+                    assert (ended.how, ended.text) == ("whole", text)
             count += 1
         assert count == kills
         until(lambda: all_ready(server, replicas) and idle(server, replicas))
@@ -185,9 +185,9 @@ def test_a_kill_loses_only_what_was_running_there(router, client, kills, replica
 def test_a_replica_that_hangs_is_started_again(router, client):
     hangs = children(router)[0]
     hangs.suspend()
-    found = [stream(client, prompt, 4)[1] for prompt in PROMPTS * 2]  # some wait for its end
+    texts = [stream(client, prompt, 4)[1] for prompt in PROMPTS * 2]  # some wait for its end
     until(lambda: not hangs.is_running() and all_ready(router))
-    assert any(found) and stream(client, PROMPTS[0], 4)[1]
+    assert any(texts) and stream(client, PROMPTS[0], 4)[1]
 
 
 def update(router: OwnServer) -> httpx2.Response:
@@ -224,8 +224,8 @@ def test_an_update_fails_no_request(router, client):
             answer = update(router)
         finally:
             over.set()
-        for each in asking:
-            each.result()
+        for future in asking:
+            future.result()
     assert answer.json() == {"updated": 2}
     assert outcomes.keys() == {"whole"} and outcomes["whole"] > 3
     assert not any(process.is_running() for process in old) and len(children(router)) == 2

@@ -53,7 +53,10 @@ def test_nothing_else_imports_ray():
         for path in ROOT.glob("s*/**/*.py")
         if re.search(r"^\s*(import|from) ray\b", path.read_text(encoding="utf-8"), re.MULTILINE)
     )
-    assert found == ["stage12_distributed/serve.py", "stage12_distributed/tests/test_serve.py"]
+    assert found == [
+        "stage12_distributed/router/serve.py",
+        "stage12_distributed/tests/test_serve.py",
+    ]
 
 
 class OnRay:
@@ -79,7 +82,7 @@ class OnRay:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[OnRay]:
     pytest.importorskip("ray")
-    from stage12_distributed import serve
+    from stage12_distributed.router import serve
 
     made = OnRay()
     try:
@@ -118,7 +121,7 @@ class TestOnRay:
         servers = [
             process
             for process in psutil.Process().children(recursive=True)
-            if "stage12_distributed.child" in process.cmdline()
+            if "stage12_distributed.router.child" in process.cmdline()
         ]
         assert len(servers) == 2
         servers[0].kill()
@@ -156,12 +159,12 @@ class TestOnRay:
         import yaml
         from ray.serve.schema import ServeDeploySchema
 
-        from stage12_distributed import serve
+        from stage12_distributed.router import serve
 
         config = yaml.safe_load((STAGE / name).read_text(encoding="utf-8"))
         if "spec" in config:
             config = yaml.safe_load(config["spec"]["serveConfigV2"])
         (application,) = ServeDeploySchema.model_validate(config).applications
-        assert application.import_path == "stage12_distributed.serve:build"
+        assert application.import_path == "stage12_distributed.router.serve:build"
         assert {one.name for one in application.deployments} == {"Engine", "Front"}
         assert serve.build(application.args).__class__.__name__ == "Application"

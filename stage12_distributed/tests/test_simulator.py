@@ -25,13 +25,13 @@ from stage07_loadtest.metrics import Slo
 from stage07_loadtest.results import Writer
 from stage07_loadtest.schedule import Schedule
 
-from ..passes import Meter, PassTime, amounts, greedy
+from ..simulation.passes import Meter, PassTime, amounts, greedy
 
 pytest.importorskip("simpy", reason="requirements-distributed.txt is not installed")
 
-from .. import simulate, simulator  # noqa: E402
-from ..simulate import arrivals, capacity, one_big_cache, traffic  # noqa: E402
-from ..simulator import LOST, Ask, Cell, Fleet  # noqa: E402
+from ..simulation import simulate, simulator  # noqa: E402
+from ..simulation.simulate import arrivals, capacity, one_big_cache, traffic  # noqa: E402
+from ..simulation.simulator import LOST, Ask, Cell, Fleet  # noqa: E402
 
 # About those of GPT-2 124M on two cores: 20 ms to read the weights, 0.7 ms a token of a prompt.
 TIMES = PassTime((0.02, 0.0007, 0.0015, 2e-6, 1e-7), (0.9, 1.0, 1.1))
@@ -51,8 +51,8 @@ def load(cell: Cell, kind: str, count: int = 600, share: float = 0.6, **more: An
 
 def planted(pass_time: PassTime) -> list[list[float]]:
     """Amounts and seconds of passes that take these times."""
-    chance = random.Random(0)
-    steps = [[1.0, *(chance.randrange(1, 100) for _ in range(4))] for _ in range(50)]
+    rng = random.Random(0)
+    steps = [[1.0, *(rng.randrange(1, 100) for _ in range(4))] for _ in range(50)]
     return [[*step, sum(map(mul, pass_time.costs, step))] for step in steps]
 
 
@@ -77,17 +77,17 @@ def test_the_fit_finds_costs_that_were_planted_and_none_below_zero() -> None:
 
 
 def test_the_simulator_makes_the_passes_of_the_real_engine() -> None:
-    real, chance = engine(), random.Random(1)
-    prompts = [chance.choices(range(101), k=chance.randint(3, 40)) for _ in range(12)]
-    meter, counts = Meter(real), [chance.randint(1, 15) for _ in prompts]
+    real, rng = engine(), random.Random(1)
+    prompts = [rng.choices(range(101), k=rng.randint(3, 40)) for _ in range(12)]
+    meter, counts = Meter(real), [rng.randint(1, 15) for _ in prompts]
     real.generate(prompts, [greedy(count) for count in counts])
 
     seen: list[tuple[int, ...]] = []
 
     class Spy(PassTime):
-        def seconds(self, plan: Plan, chance: random.Random) -> float:
+        def seconds(self, plan: Plan, rng: random.Random) -> float:
             seen.append(amounts(plan))
-            return super().seconds(plan, chance)
+            return super().seconds(plan, rng)
 
     settings = real.scheduler
     sizes = settings.max_sequences, settings.token_budget
@@ -106,7 +106,7 @@ def test_one_server_waits_as_theory_says() -> None:
     every, rho = 0.01, 0.6
     asks = [Ask([1], 1, at) for at in arrivals(rho / every, 20_000)]
     fleet = Fleet(Cell(sequences=1, budget=1, blocks=4), PassTime((every, 0, 0, 0, 0)), asks).run()
-    waits = [life.tokens[0] - life.ask.at - every for life in fleet.lives]
+    waits = [sim.tokens[0] - sim.ask.at - every for sim in fleet.requests]
     assert sum(waits) / len(waits) == pytest.approx(rho * every / 2 / (1 - rho), rel=0.05)
     assert min(waits) == pytest.approx(0, abs=1e-9)
 
@@ -122,7 +122,7 @@ def test_littles_law_holds() -> None:
 
     fleet.env.process(look())
     fleet.run()
-    stays = [life.tokens[-1] - life.ask.at for life in fleet.lives]
+    stays = [sim.tokens[-1] - sim.ask.at for sim in fleet.requests]
     assert sum(counts) / len(counts) == pytest.approx(sum(stays) / fleet.env.now, rel=0.01)
     assert all(server.scheduler.unfinished == 0 for server in fleet.servers.values())
 
@@ -156,12 +156,12 @@ def test_a_death_loses_only_what_had_begun() -> None:
     last = asks[-1].at
     cell = replace(CELL, starting=1.0, failures=tuple(last * n / 10 for n in range(1, 9)))
     fleet = Fleet(cell, TIMES, asks).run()
-    lost = [life for life in fleet.lives if life.error]
-    whole = [life for life in fleet.lives if not life.error]
-    assert lost and all(life.error == LOST and (life.tokens or life.retried) for life in lost)
-    assert all(len(life.tokens) == 20 for life in whole)
-    assert all(a < b for life in whole for a, b in pairwise(life.tokens))
-    assert any(life.retried for life in whole)
+    lost = [sim for sim in fleet.requests if sim.error]
+    whole = [sim for sim in fleet.requests if not sim.error]
+    assert lost and all(sim.error == LOST and (sim.tokens or sim.retried) for sim in lost)
+    assert all(len(sim.tokens) == 20 for sim in whole)
+    assert all(a < b for sim in whole for a, b in pairwise(sim.tokens))
+    assert any(sim.retried for sim in whole)
     assert len(lost) < 8 * cell.sequences / 2  # others went on
 
 
@@ -177,7 +177,7 @@ def test_prefill_and_decode_apart_keep_the_time_between_tokens() -> None:
     asks = load(CELL, "free")
     together = summary(CELL, asks)
     fleet = Fleet(replace(CELL, prefill=4, replicas=4, handover=1e-5), TIMES, asks).run()
-    assert all(len(life.tokens) == 20 for life in fleet.lives)
+    assert all(len(sim.tokens) == 20 for sim in fleet.requests)
     assert fleet.summary()["itl_p99"] < 0.5 * together["itl_p99"]
     decoding = [fleet.servers[one].scheduler.counts for one in fleet.back.replicas.values()]
     assert all(one.hit_tokens > 0.9 * one.lookup_tokens for one in decoding)  # the blocks came
@@ -209,13 +209,13 @@ def test_a_run_of_the_load_test_is_replayed(
     asks = load(cell, "free", 150)
     records = [
         Record(
-            *(index, life.ask.at, life.ask.max_tokens),
-            chunks=life.tokens,
-            chunk_tokens=[1] * len(life.tokens),
-            end=life.tokens[-1],
-            prompt_tokens=len(life.ask.prompt),
+            *(index, sim.ask.at, sim.ask.max_tokens),
+            chunks=sim.tokens,
+            chunk_tokens=[1] * len(sim.tokens),
+            end=sim.tokens[-1],
+            prompt_tokens=len(sim.ask.prompt),
         )
-        for index, life in enumerate(Fleet(cell, pass_time, asks).run().lives)
+        for index, sim in enumerate(Fleet(cell, pass_time, asks).run().requests)
     ]
     when = Schedule("poisson", None, [ask.at for ask in asks], 2.0)
     point = Point("free", when, records, 0.0, asks[-1].at, 0.0, None, [])

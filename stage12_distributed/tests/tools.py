@@ -14,10 +14,10 @@ from aiohttp import web
 from stage06_serving.__main__ import Server, configure, listen
 from stage06_serving.tests.asking import HANG
 from stage07_loadtest.mock import Behaviour, serving
-from stage12_distributed import router
-from stage12_distributed.relay import Relay, tokens_of
-from stage12_distributed.replicas import Backend, Options, Pool
-from stage12_distributed.routing import Replica
+from stage12_distributed.router.app import create_app
+from stage12_distributed.router.relay import Relay, tokens_of
+from stage12_distributed.router.replicas import Backend, Options, Pool
+from stage12_distributed.router.routing import Replica
 
 PATH = "/v1/completions"
 ASK: dict[str, Any] = {"prompt": "There was a fox. " * 16, "max_tokens": 8, "ignore_eos": True}
@@ -58,18 +58,18 @@ class Routed:
 
     @property
     def idle(self) -> bool:
-        counts = [(each.requests, each.tokens) for each in self.replicas]
-        return not self.relay.limits and not any(map(any, counts))
+        counts = [(replica.requests, replica.tokens) for replica in self.replicas]
+        return not self.relay.in_flight and not any(map(any, counts))
 
     def prefer(self, server: Any) -> Backend:
         """Make the prompt of ASK cached at this server alone; returns its backend."""
-        (found,) = (backend for backend in self.backends if backend.url == server.url)
+        (backend,) = (backend for backend in self.backends if backend.url == server.url)
         for replica in self.replicas:
             replica.tree.clear()
-        assert found.replica is not None
+        assert backend.replica is not None
         digests = self.pool.routing.digests(tokens_of(ASK["prompt"]), b"\0None")
-        found.replica.remember(digests)
-        return found
+        backend.replica.remember(digests)
+        return backend
 
     async def post(self, fields: Any = ASK, path: str = PATH, **headers: str) -> Answered:
         async with self.http.post(self.url + path, json=fields, headers=headers) as response:
@@ -81,15 +81,20 @@ class Routed:
         async with self.http.get(self.url + path, headers=headers) as response:
             return await response.json()
 
+    async def metrics(self) -> set[str]:
+        """The lines of the page."""
+        async with self.http.get(self.url + "/metrics") as response:
+            return {*(await response.text()).splitlines()}
+
 
 @asynccontextmanager
 async def routed(*servers: Any, **options: Any) -> AsyncIterator[Routed]:
     """A router in front of these servers, each of which has a `url` or is one."""
-    made = Options(tuple(getattr(each, "url", each) for each in servers), **options)
-    app, loaded = router.create_app(made), asyncio.Event()
+    settings = Options(tuple(getattr(server, "url", server) for server in servers), **options)
+    app, loaded = create_app(settings), asyncio.Event()
     with listen("127.0.0.1", 0) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        server = Server(configure(app), app, made.grace, loaded.set)
+        server = Server(configure(app), app, settings.grace, loaded.set)
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         try:
             await asyncio.wait_for(loaded.wait(), HANG)
@@ -103,9 +108,9 @@ async def routed(*servers: Any, **options: Any) -> AsyncIterator[Routed]:
 @asynccontextmanager
 async def two(first: Any, second: Any, **options: Any) -> AsyncIterator[tuple[Any, Any, Routed]]:
     """Two servers behind a router that prefers the first one for ASK."""
-    async with first as one, second as other, routed(one, other, **options) as made:
-        made.prefer(one)
-        yield one, other, made
+    async with first as preferred, second as other, routed(preferred, other, **options) as router:
+        router.prefer(preferred)
+        yield preferred, other, router
 
 
 def mock(**fields: Any) -> Any:
@@ -120,6 +125,7 @@ class Plain:
     answer: Callable[[web.Request], Awaitable[web.StreamResponse]]
     models: bytes = b'{"data": [{"id": "mock"}]}'
     slow: float = 0.0  # seconds that /ready takes
+    waiting: int = 0  # requests, as /ready reports
     requests: int = 0
     running: int = 0
     seen: Any = None  # headers of the last request
@@ -128,30 +134,46 @@ class Plain:
 
 @asynccontextmanager
 async def plain(answer: Any, **fields: Any) -> AsyncIterator[Plain]:
-    made = Plain(answer, **fields)
+    server = Plain(answer, **fields)
 
     async def ready(request: web.Request) -> web.Response:
-        await asyncio.sleep(made.slow)
-        return web.json_response({})
+        await asyncio.sleep(server.slow)
+        return web.json_response({"waiting": server.waiting})
 
     async def models(request: web.Request) -> web.Response:
-        return web.Response(body=made.models)
+        return web.Response(body=server.models)
 
     async def post(request: web.Request) -> web.StreamResponse:
-        made.requests, made.running = made.requests + 1, made.running + 1
-        made.seen = {name.lower(): value for name, value in request.headers.items()}
+        server.requests, server.running = server.requests + 1, server.running + 1
+        server.seen = {name.lower(): value for name, value in request.headers.items()}
         try:
-            return await made.answer(request)
+            return await server.answer(request)
         finally:
-            made.running -= 1
+            server.running -= 1
 
     app = web.Application()
     app.add_routes([web.get("/ready", ready), web.get("/v1/models", models), web.post(PATH, post)])
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    made.url = "http://127.0.0.1:{1}".format(*runner.addresses[0])
+    server.url = "http://127.0.0.1:{1}".format(*runner.addresses[0])
     try:
-        yield made
+        yield server
     finally:
         await runner.cleanup()
+
+
+async def held(request: web.Request) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def answered(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"text": "whole"})
+
+
+async def dies(request: web.Request) -> web.StreamResponse:
+    """Dies as a process does."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()

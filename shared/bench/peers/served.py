@@ -41,8 +41,8 @@ class Load:
 def ours(stage: str, model: str, dtype: str, load: Load) -> Iterator[tuple[str, int]]:
     """Our server's URL and process."""
     engine, users = stage.partition("_")[2], load.users
-    options = kit.server_options(model, dtype, users, max_sequences=users, engine=engine)
-    options.append("--no-prefix-caching")
+    options = kit.server_options(model, dtype, users, max_num_seqs=users, engine=engine)
+    options.append("--no-enable-prefix-caching")
     with server.own_server(options, quiet=True) as running:
         yield running.url, running.pid
 

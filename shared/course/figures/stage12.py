@@ -1,4 +1,4 @@
-"""Pictures of stage 12: routing by prefix, and blocks that are leased."""
+"""Pictures of stage 12: routing by prefix, a block of two ranks, and blocks that are leased."""
 
 from __future__ import annotations
 
@@ -48,6 +48,45 @@ def routing() -> Figure:
     return figure
 
 
+def ranks() -> Figure:
+    """Two matrices of a block on two ranks: the first split by its columns, the second by its
+    rows; the partial sums are added."""
+    figure, axes = canvas("Two matrices, one sum: what each rank holds and computes", 72, 36)
+    for left, title in (
+        (8, "x, whole"),
+        (17, "first matrix,\nby its outputs"),
+        (31, "own\noutputs"),
+        (39, "second matrix,\nby its inputs"),
+        (52, "partial\nsums"),
+        (66, "y, whole"),
+    ):
+        words(axes, left + (0 if left < 60 else -1), 3.5, title, ha="left", weight="bold")
+    for rank, colour in enumerate((NAVY, TEAL)):
+        y = 8 + 13 * rank
+        words(axes, 0, y + 4, f"rank {rank}", ha="left", weight="bold")
+        box(axes, 9, y, 3, 8, "", fill=PALE)
+        arrow(axes, (12.4, y + 4), (16.6, y + 4))
+        box(axes, 17, y, 10, 8, "", fill=WHITE, dashed=True)
+        box(axes, 17 + 5 * rank, y, 5, 8, "", fill=colour)
+        arrow(axes, (27.4, y + 4), (31.6, y + 4))
+        box(axes, 32, y + 4 * rank, 3, 4, "", fill=colour)
+        arrow(axes, (35.4, y + 4), (38.6, y + 4))
+        box(axes, 39, y, 8, 8, "", fill=WHITE, dashed=True)
+        box(axes, 39, y + 4 * rank, 8, 4, "", fill=colour)
+        arrow(axes, (47.4, y + 4), (51.6, y + 4))
+        box(axes, 52, y, 3, 8, "", fill=colour)
+        arrow(axes, (55.4, y + 4), (57.6, y + 4))
+        arrow(axes, (62.4, y + 4), (65.6, y + 4))
+        box(axes, 66, y, 3, 8, "", fill=ORANGE)
+    box(axes, 58, 8, 4, 21, "", fill=ORANGE)
+    words(axes, 60, 18.5, "all-reduce", rotation=90, color=WHITE)
+    words(
+        axes, 0, 32, "No call before the sum: each rank reads what it has. The bias is", ha="left"
+    )
+    words(axes, 0, 34, "added once, after it. A block has two: attention, and the MLP.", ha="left")
+    return figure
+
+
 def lease() -> Figure:
     """A generation that is read after the copy shows that a block was taken in the meantime."""
     figure, axes = canvas("A lease that expires while its block is copied", 72, 30)
@@ -75,4 +114,4 @@ def lease() -> Figure:
     return figure
 
 
-DRAW = (routing, lease)
+DRAW = (routing, ranks, lease)

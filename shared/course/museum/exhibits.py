@@ -115,8 +115,8 @@ EXHIBITS = (
         stage="stage02_kv_cache",
         file="cache.py",
         title="after the prompt, the same few words over and over",
-        old="is_causal=self.square,",
-        new="is_causal=self.mask is None,",
+        old="self.mask, self.square)",
+        new="self.mask, self.mask is None)",
         symptom=symptoms.a_story,
         hint="A causal mask is a triangle. Where is its corner with one query and fifty keys?",
         bug=(
@@ -144,8 +144,8 @@ EXHIBITS = (
         stage="stage01_forward",
         file="generation.py",
         title="a long conversation ends with a crash instead of an answer",
-        old="full = prompt_length + len(output_ids) >= config.n_positions",
-        new="full = len(output_ids) >= config.n_positions",
+        old="full = len(row.prompt) + length >= config.n_positions",
+        new="full = length >= config.n_positions",
         symptom=symptoms.the_end_of_the_context,
         hint=(
             "The content does not matter, only the length. Which code decides that an answer has "
@@ -423,7 +423,7 @@ EXHIBITS = (
         stage="stage05_paged",
         file="blocks.py",
         title="a question that was asked long ago is answered with another user's story",
-        old="            self.forget(block)\n            self.evictions += 1",
+        old="            self.unpublish(block)\n            self.evictions += 1",
         new="            self.digests[block] = None\n            self.evictions += 1",
         symptom=symptoms.a_small_prefix_cache,
         hint=(
@@ -717,41 +717,40 @@ EXHIBITS = (
     Exhibit(
         number=25,
         stage="stage06_serving",
-        file="async_engine.py",
+        file="service.py",
         title=(
             "now and then every stream stops for a moment, and the load balancer takes the "
             "server for dead"
         ),
-        old="        self._commands.put(_Command(partial(do, self._engine), reply))\n",
-        new="        settle(do(self._engine), None)\n",
+        old="                return await asyncio.to_thread(self.loaded.tokenizer.encode, text)\n",
+        new="                return self.loaded.tokenizer.encode(text)\n",
         symptom=symptoms.is_it_alive,
-        hint=(
-            "One thread computes, and one serves all connections. Which of the two scores a prompt?"
-        ),
-        bug="the engine's work runs on the event loop",
+        hint="One thread serves all connections. What does it do with a very long text?",
+        bug="long texts are tokenized on the event loop",
         story=(
             "An event loop serves all connections in turn, so a computation of 300 ms on it makes "
             "all of them wait for 300 ms: streams, new requests, and /health. An orchestrator may "
-            "then restart a server that is only busy. `async def` does not help, because a forward "
-            "pass never awaits. With one user the bug is hard to see: that user waits for the step "
-            "anyway."
+            "then restart a server that is only busy. `async def` does not help, because a "
+            "computation never awaits, and a thread helps only if the library releases Python's "
+            "lock. With one user the bug is hard to see: that user waits for the answer anyway."
         ),
         seen=(
             "achi9629/llm-inference-engine, whose loop on the event loop runs each request to "
             "its end; several servers"
         ),
-        tests=("tests/test_async_engine.py::test_a_call_is_made_on_the_thread_between_two_steps",),
+        tests=("tests/test_inside.py::test_long_texts_are_tokenized_off_the_event_loop",),
     ),
     Exhibit(
         number=26,
         stage="stage06_serving",
-        file="app.py",
+        file="writer.py",
         title="half of an answer arrives, and every program takes it for a whole one",
         old="        except Exception as error:  # the status is sent already: report the "
         "error in the stream\n"
-        "            yield event(failure(error).body())\n",
-        new='        except Exception as error:\n            log.error("a stream failed", '
-        "exc_info=error)\n            return\n",
+        "            events.append(self.fail(error))\n"
+        '        return b"".join(events) + (DONE if self.ended else b"")\n',
+        new="        except Exception:\n            self.ended = True\n"
+        '        return b"".join(events)\n',
         symptom=symptoms.half_an_answer,
         hint="The status was sent long ago. How can a client tell the stream's end from a break?",
         bug="a stream that fails just ends, without an error, a finish reason or [DONE]",
@@ -991,14 +990,10 @@ EXHIBITS = (
     Exhibit(
         number=37,
         stage="stage09_kernels",
-        file="by_hand.py",
+        file="online.py",
         title="after an hour of traffic, an answer is NaN; asked again, it is right",
-        old="        for (int64_t t = 0; t < tokens; t++) {\n            const float *value = "
-        "cache + ((2 * table[t / block] + 1) * block + t % block) * width;\n            float "
-        "weight = expf(scores[t] - most);",
-        new="        for (int64_t t = 0; t < (tokens + block - 1) / block * block; t++) {\n"
-        "            const float *value = cache + ((2 * table[t / block] + 1) * block + t % block) "
-        "* width;\n            float weight = t < tokens ? expf(scores[t] - most) : 0;",
+        old="weights @ values[index, :count]",
+        new="torch.nn.functional.pad(weights, (0, block - count)) @ values[index]",
         symptom=symptoms.memory_that_had_an_owner,
         hint="A token that must not be seen has weight 0. What is 0 times infinity?",
         bug="values after the last token are read, with weight 0",
@@ -1011,15 +1006,15 @@ EXHIBITS = (
             "the first user. Set the values to zero as they are read, or do not read them."
         ),
         seen="vLLM, pull requests 936 and 47305; flash-attention, issue 1745",
-        tests=("tests/test_by_hand.py::test_one_head_by_hand_reads_its_blocks_and_nothing_else",),
+        tests=("tests/test_parts.py::test_an_online_softmax_reads_its_blocks_and_nothing_else",),
     ),
     Exhibit(
         number=38,
         stage="stage09_kernels",
         file="library.py",
         title="a kernel was fixed, and the fix does nothing until the cache is deleted",
-        old='included = sorted(source.parent.glob("*.[ch]"))',
-        new="included = [source]",
+        old='sorted({*source.parent.glob("*.[ch]"), *source.parent.parent.glob("*.h")})',
+        new="[source]",
         symptom=symptoms.an_edited_header,
         hint="What decides whether a library is compiled again? Does that cover all of its source?",
         bug=(
@@ -1058,7 +1053,7 @@ EXHIBITS = (
             "every set that the compiler may use."
         ),
         seen="manticoresoftware/columnar, issue 168; OpenBLAS, pull request 1949",
-        tests=("tests/test_by_hand.py::test_the_best_level_that_the_processor_has_comes_first",),
+        tests=("tests/test_parts.py::test_the_best_level_that_the_processor_has_comes_first",),
     ),
     Exhibit(
         number=40,
@@ -1079,12 +1074,12 @@ EXHIBITS = (
             "out differently. A layout that two files must agree on needs a test that reads both."
         ),
         seen="vLLM, pull request 29273",
-        tests=("tests/test_by_hand.py::test_gates_are_beside_what_they_open",),
+        tests=("tests/test_parts.py::test_gates_are_beside_what_they_open",),
     ),
     Exhibit(
         number=41,
         stage="stage12_distributed",
-        file="routing.py",
+        file="router/routing.py",
         title="four replicas are alike, and one of them does all the work",
         old="return tokens - cached[replica] + replica.tokens, self.random.random()  # ties",
         new="return tokens - cached[replica] + replica.tokens, 0.0",
@@ -1104,13 +1099,10 @@ EXHIBITS = (
     Exhibit(
         number=42,
         stage="stage12_distributed",
-        file="routing.py",
+        file="router/routing.py",
         title="when one conversation is busy, all the others slow down",
-        old="[*(each for each in able if cached[each]), *some]",
-        new=(
-            "some if any(each.requests for each in able) else [*(each for each in able if "
-            "cached[each]), *some]"
-        ),
+        old="[*(r for r in able if cached[r]), *pair]",
+        new=("pair if any(r.requests for r in able) else [*(r for r in able if cached[r]), *pair]"),
         symptom=symptoms.a_busy_neighbour,
         hint="The other conversations have not changed. What do they have to do with the load?",
         bug="as soon as the load is uneven, every request ignores prefixes",
@@ -1129,7 +1121,7 @@ EXHIBITS = (
     Exhibit(
         number=43,
         stage="stage12_distributed",
-        file="leases.py",
+        file="disaggregated/leases.py",
         title="status 200, and the answer is to another user's question",
         old=(
             "valid &= self.cache.generations[list(lease.blocks)].tolist() == "

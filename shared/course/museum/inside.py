@@ -56,6 +56,7 @@ class Asking:
             "headers": [(b"content-type", b"application/json")],
             "client": ("inside", 1),
             "server": ("inside", 2),
+            "extensions": {"staircase.write": self._write},
         }
         self._task = asyncio.create_task(app(scope, self._receive, self._send))
         # Its error is for `answer`; where a test ends before, nothing more is said of it.
@@ -64,6 +65,11 @@ class Asking:
     def leave(self) -> None:
         """Hang up, like a client that is closed: the server is notified, and the answer dropped."""
         self._gone.set()
+
+    def check(self) -> None:
+        """Raise the application's error, if it has ended with one."""
+        if self._task.done():
+            self._task.result()
 
     async def answer(self) -> Heard:
         await self._task
@@ -74,6 +80,12 @@ class Asking:
             return self._sent.pop()
         await self._gone.wait()
         return {"type": "http.disconnect"}
+
+    def _write(self, data: bytes) -> bool:
+        """Behaves like a connection whose client keeps up."""
+        if not self._gone.is_set():
+            self.heard.body += data
+        return True
 
     async def _send(self, message: dict[str, Any]) -> None:
         if self._gone.is_set():
@@ -102,7 +114,9 @@ class Inside:
             importlib.import_module(f"stage06_serving.{name}") for name in modules
         )
         thread = async_engine.EngineThread()
-        wanted = options.Settings(**{"linear": "plain", "kv_memory": "32MiB", **settings})
+        wanted = options.Settings(
+            **{"engine": "paged", "linear": "plain", "kv_memory": "32MiB", **settings}
+        )
         made = thread.run(lambda: program.make_engine(wanted))
         engine, _ = made.result()
         app = app_module.create_app(made, wanted, None, thread)

@@ -68,7 +68,7 @@ def prepare(exhibit: Exhibit, folder: Path | None) -> None:
     """Load the exhibit's stage, with its file in `folder` in place of the reference's."""
     if folder is not None:
         mine.overlay(exhibit.stage, folder, [exhibit.file])
-    importlib.import_module(f"{exhibit.stage}.{exhibit.file.removesuffix('.py')}")
+    importlib.import_module(f"{exhibit.stage}.{mine.dotted(exhibit.file)}")
     symptoms.stories()  # most need the model, and loading it must not count
 
 

@@ -374,11 +374,10 @@ def too_late() -> None:
 
 
 def is_it_alive() -> None:
-    """A monitor reads stage 06's /health again and again, while a client has a prompt of 1,000
-    tokens scored five times."""
+    """A monitor reads stage 06's /health again and again, while a client has a text of a million
+    characters counted in tokens five times."""
 
     async def script(inside: Inside) -> None:
-        ids = (encode(CROWD[0]) * 100)[:1000]
         waits: list[float] = []
 
         async def look() -> None:
@@ -392,14 +391,13 @@ def is_it_alive() -> None:
         await asyncio.sleep(0.1)
         quiet, waits[:] = max(waits), []
         started = time.perf_counter()
-        body = {"prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 1}
         for _ in range(5):
-            await inside.ask("/v1/completions", body)
+            await inside.ask("/tokenize", {"prompt": "1 " * 500_000})
         seconds, longest = time.perf_counter() - started, max(waits) * 1e3
         looking.cancel()
         say(f"idle: the longest wait for /health was {quiet * 1e3:.0f} ms")
         say(
-            f"scoring for {seconds:.1f} s: /health answered {len(waits)} times; "
+            f"tokenizing for {seconds:.1f} s: /health answered {len(waits)} times; "
             f"the longest wait was {longest:.0f} ms"
         )
 
@@ -578,15 +576,15 @@ def two_configs() -> None:
 
 
 def memory_that_had_an_owner() -> None:
-    """Stage 09 attends by hand to 5 tokens in blocks of 4. First the second block is new; then it
+    """Stage 09 attends to 5 tokens in blocks of 4. First the second block is new; then it
     is one that another request gave back, with values that had overflowed."""
-    torch, by_hand = load("torch"), load("stage09_kernels.by_hand")
+    torch, online = load("torch"), load("stage09_kernels.online")
     q, *tokens = torch.randn(11, 4, generator=torch.Generator().manual_seed(0))
     for name, left in (("new", 0.0), ("given back", math.inf)):
         cache = torch.full((2, 2, 4, 4), left)
         for place, (key, value) in enumerate(zip(tokens[::2], tokens[1::2], strict=True)):
             cache[place // 4, 0, place % 4], cache[place // 4, 1, place % 4] = key, value
-        output = by_hand.attend(q, cache, [0, 1], 5)
+        output = online.attend(q, cache[:, 0], cache[:, 1], [0, 1], 5)
         say(f"a second block that is {name}: {[round(number, 3) for number in output.tolist()]}")
 
 
@@ -634,7 +632,7 @@ def a_chat_with_kernels() -> None:
 def equal_replicas() -> None:
     """Stage 12 routes 40 requests with one prompt, one after the other, among four idle replicas
     that all have it."""
-    routing = load("stage12_distributed.routing").Routing(seed=0)
+    routing = load("stage12_distributed.router.routing").Routing(seed=0)
     prompt = list(range(64))
     for name in "ABCD":
         routing.add(name).remember(routing.digests(prompt))
@@ -645,7 +643,7 @@ def equal_replicas() -> None:
 def a_busy_neighbour() -> None:
     """Stage 12 routes 16 conversations, each cached on one replica: first while nothing else runs,
     then while one long answer runs somewhere."""
-    routing = load("stage12_distributed.routing").Routing(seed=0)
+    routing = load("stage12_distributed.router.routing").Routing(seed=0)
     for name in "ABCD":
         routing.add(name)
 
@@ -674,7 +672,7 @@ def a_late_copy() -> None:
     answers to the first prompt."""
     from multiprocessing import Pipe
 
-    leases = load("stage12_distributed.leases")
+    leases = load("stage12_distributed.disaggregated.leases")
     make, (model, tokenizer) = load("stage05_paged.make").make, stories()
     prompts = [tokenizer.encode(text) for text in CROWD[:2]]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -684,8 +682,9 @@ def a_late_copy() -> None:
             make(model, pool=memory.pool(decode, 4), make_cache=cache) for decode in (False, True)
         )
         (ours, theirs), leases.PATIENCE = Pipe(), 0
-        prefill, decode = leases.Prefill(first, theirs), leases.Apart(second, ours)
+        prefill, decode = leases.Prefill(first, theirs), leases.Disaggregated(second, ours)
         prefill.clock, decode.clock = lambda: now, lambda: 0.0
+        decode.post = ours.send
         requests = [decode.add(request(prompt, greedy(16))) for prompt in prompts]
         for _ in range(4):
             prefill.turn()

@@ -254,7 +254,7 @@ def test_start_status_and_diff(home, say):
     assert all(task.title in out for task in mine.tasks(STAGE))
     out = say("diff", "2", "4")
     assert "-        raise NotImplementedError(" in out and "cache.py" not in out
-    assert "+        while reason is None:" in out
+    assert "+        while output.finish_reason is None:" in out
     solve(4)
     (line,) = [line for line in say("status").splitlines() if line.startswith(STAGE)]
     assert line.split() == [STAGE, "4", "3", "1", "0", "0", "of", "100"]

@@ -101,7 +101,8 @@ def test_a_lesson_is_whole_and_its_names_exist(path):
     assert "console" in {block.kind for block in lessons.blocks(path)}
     assert text == lessons.with_tasks(path), "run python -m shared.course.lessons --write"
     assert f"python -m shared.course.exercise start {path.parent.name[:7]}" in text
-    code = [place for folder in paths.ROOT.glob("s*") for place in folder.rglob("*.py")]
+    code = [place for folder in paths.ROOT.glob("s*") for place in folder.rglob("*.[pch]*")]
+    code = [place for place in code if place.suffix in (".py", ".c", ".h")]
     known = names(place.read_text(encoding="utf-8") for place in code)
     known |= {place.stem for place in code}
     lesson, exercises = text.split("\n## Exercises\n")

@@ -133,3 +133,11 @@ def test_the_speed_is_measured_in_seconds_a_token(monkeypatch):
     engine = SimpleNamespace(stream=lambda prompt, params: iter(range(params.max_tokens)))
     assert tour.speed(engine, LOADED) == 0.25
     assert next(clock) == 10 + (tour.WARM_UP - 3 + 5 + 1) / 4  # the fifth is later than a second
+
+
+def test_a_bar_that_falls_has_a_reason():
+    rows = [
+        tour.Row(name, tokens, 1.0, []) for name, tokens in (("a", 5), ("b", 9), (tour.SERVER, 8))
+    ]
+    (line,) = tour.falls(rows)
+    assert line.startswith(f"{tour.SERVER} is slower than b: event loop and clients share")

@@ -19,7 +19,7 @@ POOL = """
         self.shares = [0] * count
 
     def publish(self, block: int, digest: bytes) -> None:
-        if self.digests[block] is None and digest not in self.found:
+        if self.digests[block] is None and digest not in self.by_digest:
             self.shares[block] = 0
         super().publish(block, digest)
 
@@ -33,7 +33,7 @@ POOL = """
         return super().take()
 """
 VICTIMS = (
-    "next(block for block in self.found.values() if block in self.cached)",
+    "next(block for block in self.by_digest.values() if block in self.cached)",
     "min(self.cached, key=lambda block: self.shares[block])",
     "list(self.cached)[-1]",
 )

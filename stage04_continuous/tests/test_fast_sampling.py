@@ -1,0 +1,92 @@
+"""The fast sampler against stage 01's, which it must equal to the token."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from stage01_forward import sampling
+from stage01_forward.generation import Row
+from stage01_forward.params import SamplingParams
+from stage01_forward.tests.rows import batches, close, edges, fresh
+from stage04_continuous import fast_sampling
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(batches())
+def test_the_fast_sampler_takes_the_tokens_of_the_plain_one(batch):
+    """With its log probabilities, and as for a row alone, whose generator advances alike."""
+    logits, rows, eos_ids = batch
+    plain, alone = fresh(rows), fresh(rows)
+    expected, scores = sampling.sample(logits, plain, eos_ids)
+    single = [
+        fast_sampling.sample(logits[i : i + 1].clone(), [row], eos_ids)
+        for i, row in enumerate(alone)
+    ]
+    tokens, logprobs = fast_sampling.sample(logits.clone(), rows, eos_ids)
+    assert tokens == expected and all(map(close, logprobs, scores))
+    assert single == [([id], [score]) for id, score in zip(tokens, logprobs, strict=True)]
+    for row, other, third in zip(rows, plain, alone, strict=True):
+        assert (row.generator is None) == row.params.greedy == (other.generator is None)
+        if row.generator is not None and other.generator is not None:
+            assert row.dart() == other.dart() == third.dart()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_are_not_finite_have_no_token(temperature, dtype):
+    bad = [[math.nan, 1.0], [1.0, math.nan], [math.inf, 1.0], [-math.inf, -math.inf]]
+    rows = [Row(SamplingParams(temperature=temperature, seed=0, logprobs=1)) for _ in range(5)]
+    logits = torch.tensor([*bad, [1.0, 90.0]], dtype=dtype)
+    tokens, logprobs = fast_sampling.sample(logits, rows)
+    assert tokens == [-1, -1, -1, -1, 1] and logprobs[:4] == [None] * 4
+
+
+def test_rows_must_match_the_logits():
+    assert fast_sampling.sample(torch.empty(0, 10), []) == ([], [])
+    with pytest.raises(ValueError, match="2 rows of logits, but 1"):
+        fast_sampling.sample(torch.zeros(2, 5), [Row(SamplingParams())])
+
+
+@pytest.mark.parametrize("dart", [0.0, 0.5, 1 - 1e-9, 1 - 2**-53, 1.0])
+@pytest.mark.parametrize("kept", [(2,), (1, 70), (3, 5, 64, 90)])
+def test_a_dart_at_either_end_hits_what_the_plain_sampler_hits(dart, kept):
+    weights = np.zeros(100)
+    weights[[*kept]], weights[kept[-1]] = 1.0, 1e-30
+    hits = {fast_sampling._draw(weights, SamplingParams(top_k=k), dart) for k in (0, 50, 99)}
+    assert hits == {sampling.draw(torch.from_numpy(weights), dart)}
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 0.5, 3.0, 20.0])
+@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.95, 1 - 1e-9])
+def test_the_nucleus_is_found_wherever_its_edge_lies(top_p, spread):
+    """Also where one weight of each block misleads: the others all weigh more, or less."""
+    random = np.random.default_rng(0)
+    weights = np.exp(spread * random.normal(0, 1, 9_000))
+    for fooled in (weights, weights.copy(), weights.copy()):
+        if fooled is not weights:
+            fooled[:: fast_sampling.BLOCK] *= random.choice((1e-6, 1e6))
+        heaviest = np.sort(fooled)[::-1]
+        heavier = np.append(0, heaviest.cumsum()[:-1])
+        edge = heaviest[(heavier < top_p * heaviest.sum()).sum() - 1]
+        assert fast_sampling._lightest_of_nucleus(fooled, top_p) == edge
+
+
+FILTERS: list[dict[str, Any]] = [
+    *({"temperature": 0.7}, {"temperature": 1.3, "top_k": 20}, {"temperature": 2.0, "top_p": 0.6}),
+    *({"min_p": 0.1}, {"temperature": 1.1, "top_k": 60, "top_p": 0.9, "min_p": 0.01}),
+]
+
+
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+def test_darts_just_before_and_after_every_edge(options):
+    """Temperature, filters and sums agree to eleven digits."""
+    logits = torch.randn(300, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rows, expected = edges(logits, SamplingParams(**{"temperature": 1.0, **options}))
+    for sampler in (sampling.sample, fast_sampling.sample):
+        assert sampler(logits.repeat(len(rows), 1), rows)[0] == expected

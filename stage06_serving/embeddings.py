@@ -1,0 +1,129 @@
+"""/v1/embeddings as OpenAI has it, and /v1/rerank as Jina and Cohere have it.
+
+A language model's hidden state at the last token, or the mean over all tokens, scaled to length 1,
+represents the text. Models trained for it do far better than one trained to write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Request
+from pydantic import Field
+
+from stage01_forward.params import SamplingParams
+
+from .async_engine import Ticket
+from .errors import ApiError
+from .protocol import MOST_PROMPTS, Body, Many, Prompts, Text, as_list
+from .scoring import EmbeddedRequest
+from .service import Service
+
+Vector = list[float]
+
+
+class _Pooled(Body):
+    model: str | None = None
+    pooling: Literal["last", "mean"] = "last"  # not in OpenAI's: which hidden states to take
+
+
+class EmbeddingBody(_Pooled):
+    """POST /v1/embeddings."""
+
+    input: Prompts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+
+
+class RerankBody(_Pooled):
+    """POST /v1/rerank."""
+
+    query: Text
+    documents: Annotated[Many[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    return_documents: bool = True
+
+
+async def embed(
+    service: Service,
+    texts: Sequence[str | list[int]],
+    field: str,
+    body: _Pooled,
+    tenant: bytes,
+    wait: Callable[[Coroutine[Any, Any, list[Vector]]], Awaitable[list[Vector]]],
+) -> tuple[list[Vector], int]:
+    """The embeddings of `texts`, and how many tokens they have.
+
+    field: the name of the texts in the body. wait: ends the work if the client leaves.
+    Raises ApiError for a text that is empty or too long.
+    """
+    salt = tenant + service.check_model(body.model)
+    prompts = [await service.prompt_ids(text, field, sum(map(len, texts))) for text in texts]
+    for ids in prompts:
+        service.check_ids(ids, field)
+    if not service.engine.embeds:
+        raise ApiError(400, "This engine has no hidden states to embed: use --engine paged.")
+    wants = partial(EmbeddedRequest, mean=body.pooling == "mean")
+    groups = service.engine.submit(prompts, [SamplingParams(max_tokens=1)], salt, wants)
+    tickets = [ticket for (ticket,) in groups]
+    try:
+        async with asyncio.timeout(service.timeout):
+            vectors = await wait(results(service, tickets))
+    finally:
+        for ticket in tickets:
+            service.engine.abort(ticket)
+    return vectors, sum(map(len, prompts))
+
+
+async def results(service: Service, tickets: Sequence[Ticket]) -> list[Vector]:
+    return [await service.engine.result(ticket) for ticket in tickets]
+
+
+def add(app: FastAPI, state: Any, unless_gone: Callable[..., Any]) -> None:
+    """Add both endpoints to the application. `state.service` answers them; `unless_gone` ends the
+    work for a client that leaves."""
+
+    async def embedded(
+        request: Request, texts: Sequence[str | list[int]], field: str, body: _Pooled
+    ) -> tuple[list[Vector], int]:
+        tenant, wait = request.scope["tenant"], partial(unless_gone, request)
+        return await embed(state.service, texts, field, body, tenant, wait)
+
+    @app.post("/v1/embeddings")
+    async def embeddings(request: Request, body: EmbeddingBody) -> dict[str, Any]:
+        service: Service = state.service
+        width = service.loaded.config.n_embd
+        if body.dimensions not in (None, width):
+            message = f"This model's embeddings have {width} dimensions, and cannot be shortened."
+            raise ApiError(400, message, "dimensions")
+        vectors, tokens = await embedded(request, as_list(body.input), "input", body)
+        shown: list[Any] = vectors
+        if body.encoding_format == "base64":  # what OpenAI's client asks for by default
+            packed = (struct.pack(f"<{width}f", *vector) for vector in vectors)
+            shown = [base64.b64encode(data).decode() for data in packed]
+        data = [
+            {"object": "embedding", "index": index, "embedding": value}
+            for index, value in enumerate(shown)
+        ]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return {"object": "list", "data": data, "model": service.name, "usage": usage}
+
+    @app.post("/v1/rerank")
+    async def rerank(request: Request, body: RerankBody) -> dict[str, Any]:
+        service: Service = state.service
+        texts = [body.query, *body.documents]
+        (query, *rest), tokens = await embedded(request, texts, "documents", body)
+        scores = [sum(a * b for a, b in zip(query, vector, strict=True)) for vector in rest]
+        order = sorted(range(len(rest)), key=lambda index: -scores[index])[: body.top_n]
+        results: list[dict[str, Any]] = [
+            {"index": index, "relevance_score": scores[index]} for index in order
+        ]
+        if body.return_documents:
+            for result in results:
+                result["document"] = {"text": body.documents[result["index"]]}
+        return {"model": service.name, "usage": {"total_tokens": tokens}, "results": results}

@@ -1,0 +1,132 @@
+"""Log-probabilities and embeddings of prompts, from the passes that compute them: chunks in the
+batch, like any other request's, so no other request waits for them, and an abort ends them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from stage01_forward.generation import Logprobs
+from stage04_continuous.plan import Plan, Share
+from stage04_continuous.request import Request
+
+if TYPE_CHECKING:  # the settings are checked before PyTorch is imported
+    from torch import Tensor
+
+    from stage04_continuous.runner import AnyRunner
+
+Scores = list[Logprobs | None]  # of the tokens of a prompt; None for the first: it has no context
+
+
+def ignore(result: object) -> None:
+    """Do nothing."""
+
+
+@dataclass(eq=False)
+class PromptRequest(Request):
+    """A request for something about its prompt. Its salt must be its own if it wants more than the
+    last position: a token that is found in the prefix cache is not computed."""
+
+    done: Callable[[Any], object] = ignore  # called once, with the result
+
+    @property
+    def wanted(self) -> range:
+        """The positions whose rows it still wants."""
+        raise NotImplementedError
+
+    def take(self, logits: Tensor, hidden: Tensor | None) -> None:
+        """Take the next wanted rows: logits (R, V), and hidden states (R, C) from a runner that
+        has them."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class ScoredRequest(PromptRequest):
+    """A request whose prompt is scored. The row of a position scores the next token."""
+
+    top: int = 0  # likeliest tokens beside each token of the prompt
+
+    scores: Scores = field(init=False, default_factory=lambda: [None])
+
+    @property
+    def wanted(self) -> range:
+        return range(len(self.scores) - 1, len(self.output.prompt_ids) - 1)
+
+    def take(self, logits: Tensor, hidden: Tensor | None) -> None:
+        import torch  # here: a server checks its options before this takes seconds
+
+        from stage01_forward.scoring import score_rows
+
+        first = len(self.scores)
+        targets = self.output.prompt_ids[first : first + len(logits)]
+        ids = torch.tensor(targets, device=logits.device)
+        self.scores += score_rows(logits, ids, self.top)
+        if not self.wanted:
+            self.done(self.scores)
+
+
+@dataclass(eq=False)
+class EmbeddedRequest(PromptRequest):
+    """A request for the embedding of its prompt: the last hidden state, or the mean of all, scaled
+    to length 1."""
+
+    mean: bool = False
+
+    taken: int = field(init=False, default=0)
+    total: Tensor | float = field(init=False, default=0.0)  # (C,): the sum of the rows so far
+
+    @property
+    def wanted(self) -> range:
+        end = len(self.output.prompt_ids)
+        return range(self.taken if self.mean or self.taken else end - 1, end)
+
+    def take(self, logits: Tensor, hidden: Tensor | None) -> None:
+        assert hidden is not None  # `Stepping.check` has refused it otherwise
+        from torch.nn.functional import normalize
+
+        self.total = self.total + hidden.double().sum(0)
+        self.taken = self.wanted.start + len(hidden)
+        if not self.wanted:
+            self.done(normalize(self.total, dim=0).tolist())
+
+
+class PromptRunner:
+    """Runs the passes of `runner`, and hands prompt requests the rows that they want. Observes the
+    engine's plans, to know which these are."""
+
+    def __init__(self, runner: AnyRunner) -> None:
+        self.runner, self.config = runner, runner.config
+        self._plan = Plan()
+
+    def before(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def after(self, plan: Plan) -> None:
+        """The scores are taken in the pass."""
+
+    def move(self, moves: Sequence[Any]) -> None:
+        self.runner.move(moves)
+
+    def run(self, ids: Sequence[int], shares: Sequence[Share], rows: Sequence[int]) -> Tensor:
+        """As stage 04's Runner."""
+        takers: list[tuple[PromptRequest, range]] = []  # with the places of its rows among `ids`
+        end = 0
+        for work in self._plan.work:
+            begin, end = end, end + work.count
+            request = work.request
+            if isinstance(request, PromptRequest):
+                wanted = request.wanted  # a preempted request has taken some already
+                first = max(begin, begin + wanted.start - work.start)
+                if places := range(first, min(end, begin + wanted.stop - work.start)):
+                    takers.append((request, places))
+        if not takers:
+            return self.runner.run(ids, shares, rows)
+        computed = sorted({*rows, *(row for _, places in takers for row in places)})
+        logits = self.runner.run(ids, shares, computed)
+        order = {row: place for place, row in enumerate(computed)}
+        for request, places in takers:
+            chosen = [order[row] for row in places]
+            hidden = getattr(self.runner, "hidden", None)
+            request.take(logits[chosen], hidden if hidden is None else hidden[chosen])
+        return logits[[order[row] for row in rows]]

@@ -1,0 +1,50 @@
+"""Kernels by type of device: a backend brings the parts of an engine that run on one.
+
+A later stage adds its own with `BACKENDS["cuda"] = Backend(...)`; nothing here needs an edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shared.errors import UserError
+from stage04_continuous.engine import Sampled
+from stage04_continuous.runner import AnyRunner
+
+
+class NoKernels(UserError):
+    """There is no kernel for this model or machine, or no compiler that works here."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What `make` plugs into stage 05's engine.
+
+    cache: takes the arguments of PagedCache. Raises NoKernels for a config, dtype or device without
+        kernels.
+    runner: takes a model, such a cache, and `release`: whether the model may drop the weights that
+        the kernels keep in their own layout.
+    sample_tokens: stage 04's, or one that draws the same tokens.
+    fingerprint: of the kernels for a dtype, as a file name: it changes with all that could change
+        what they compute. Raises NoKernels if they cannot be built.
+    """
+
+    cache: Callable[..., Any]
+    runner: Callable[..., AnyRunner]
+    sample_tokens: Callable[..., list[Sampled]]
+    fingerprint: Callable[[torch.dtype], str]
+
+
+BACKENDS: dict[str, Backend] = {}  # by type of device
+
+
+def backend_of(device: torch.device | str) -> Backend:
+    """The kernels for `device`. Raises NoKernels if there are none."""
+    kind = torch.device(device).type
+    if kind not in BACKENDS:
+        raise NoKernels(f"There are no kernels for {kind}, only for {' and '.join(BACKENDS)}.")
+    return BACKENDS[kind]

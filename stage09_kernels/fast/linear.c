@@ -1,0 +1,109 @@
+/* Linear layers over weights that were laid out once, when the model was loaded.
+
+   The outputs are cut into panels of 64. A panel stores its weights input by input, 64 numbers
+   each, so a product reads memory forwards, KC inputs of a panel at a time. All rows take these
+   from the L1 cache, MR rows per read, while the next ones come from memory. A row's sums add its
+   inputs in order, so its bits do not depend on the rows beside it.
+
+   The names are those of BLIS: MR rows and NR vectors of outputs are a register tile, KC inputs and
+   MC rows a block that stays in the processor's cache. With weights in bfloat16, x is bfloat16 too,
+   and a step takes two inputs, whose weights lie in pairs. */
+
+#include "pool.h"
+#include "vec.h"
+
+#define STEP (K_STEP * PANEL) /* weights per step */
+#define VECTORS (PANEL / LANES)
+#define MC 96 /* rows at a time: their x stays in L2 */
+#ifndef KC /* the benchmark sets these two, to measure what they gain */
+#define KC 128 /* steps at a time: 32 KiB of weights, which stay in the L1 cache */
+#endif
+#ifndef MR
+#define MR 6 /* rows at a time in registers */
+#endif
+#if BYTES == 32 || defined(__SSE2__) && BYTES == 16
+#define NR 2 /* vectors of outputs at a time: the sums of MR rows fit in 16 registers */
+#else
+#define NR 4 /* or in 32 registers */
+#endif
+
+typedef real sums_of[PANEL]; /* of one row */
+
+/* Add steps `begin` to `end` of a panel to the sums of `rows` rows. The steps follow each other in
+   memory, so the processor fetches the next ones by itself. */
+static inline __attribute__((always_inline)) void
+madd_rows(const struct linear *l, const weight *panel, int64_t row, int64_t begin, int64_t end,
+          sums_of *sums, const int rows) {
+    const weight_factor *x = (const weight_factor *)(l->x + row * l->x_stride);
+    const int64_t stride = l->x_stride / K_STEP;
+    for (int first = 0; first < VECTORS; first += NR) {
+        vec tile[MR][NR];
+        for (int i = 0; i < rows; i++)
+            for (int j = 0; j < NR; j++) tile[i][j] = *(vec *)(sums[i] + (first + j) * LANES);
+        for (int64_t k = begin; k < end; k++) {
+            const weight *line = panel + k * STEP + first * LANES * K_STEP;
+            weight_vec w[NR];
+            for (int j = 0; j < NR; j++) w[j] = *(const weight_vec *)(line + j * LANES * K_STEP);
+            for (int i = 0; i < rows; i++)
+                for (int j = 0; j < NR; j++) tile[i][j] = madd(tile[i][j], w[j], x[i * stride + k]);
+        }
+        for (int i = 0; i < rows; i++)
+            for (int j = 0; j < NR; j++) *(vec *)(sums[i] + (first + j) * LANES) = tile[i][j];
+    }
+}
+
+/* Store a row of a panel whose sums are complete, with GELU, gate or residual applied. */
+static void epilogue(const struct operation *o, int64_t panel, int64_t row, real *sums) {
+    const struct linear *l = &o->of.linear;
+    int64_t size = l->epilogue == SILU_MUL ? PANEL / 2 : PANEL, first = panel * size;
+    vec *y = (vec *)sums;
+    const real *residual = l->residual;
+    if (residual) {
+        int64_t residual_row = l->residual_of_all ? o->pass->out_rows[row] : row;
+        residual += residual_row * l->residual_stride + first;
+    }
+    if (l->epilogue == GELU) for (int j = 0; j < VECTORS; j++) y[j] = gelu(y[j]);
+    if (l->epilogue == SILU_MUL)
+        for (int j = 0; j < VECTORS / 2; j++) y[j] = silu_mul(y[j], y[j + VECTORS / 2]);
+    for (int64_t j = 0; j < size && first + j < l->outputs; j += LANES) {
+        int64_t place = row * l->out_stride + first + j, left = l->outputs - first - j;
+        vec sum = y[j / LANES];
+        if (residual) sum += load_partial(residual + j, left, 0);
+        if (l->out_is_operand) store_operand((operand *)l->out + place, sum, left);
+        else store_real((real *)l->out + place, sum, left);
+    }
+}
+
+static void linear(int64_t first, int64_t last, void *context) { /* panels */
+    const struct operation *o = context;
+    const struct linear *l = &o->of.linear;
+    const int64_t rows = rows_of(o), steps = (l->inputs + K_STEP - 1) / K_STEP;
+    sums_of sums[MC];
+    for (int64_t row = 0; row < rows; row += MC)
+        for (int64_t panel = first; panel < last; panel++) {
+            const weight *w = l->weights + panel * steps * STEP;
+            int64_t count = rows - row < MC ? rows - row : MC;
+            for (int64_t i = 0; i < count; i++)
+                if (l->bias) memcpy(sums[i], l->bias + panel * PANEL, sizeof(sums_of));
+                else memset(sums[i], 0, sizeof(sums_of));
+            for (int64_t k = 0, end; k < steps; k = end) {
+                end = k + KC < steps ? k + KC : steps;
+                for (int64_t i = 0; i < count; i += MR) {
+                    switch (count - i < MR ? count - i : MR) { /* constants keep the sums in registers */
+                        case 1: madd_rows(l, w, row + i, k, end, sums + i, 1); break;
+                        case 2: madd_rows(l, w, row + i, k, end, sums + i, 2); break;
+                        case 3: madd_rows(l, w, row + i, k, end, sums + i, 3); break;
+                        case 4: madd_rows(l, w, row + i, k, end, sums + i, 4); break;
+                        case 5: madd_rows(l, w, row + i, k, end, sums + i, 5); break;
+                        default: madd_rows(l, w, row + i, k, end, sums + i, MR);
+                    }
+                }
+            }
+            for (int64_t i = 0; i < count; i++) epilogue(o, panel, row + i, sums[i]);
+        }
+}
+
+static void add_linear(struct loops *list, struct operation *o) {
+    int64_t size = o->of.linear.epilogue == SILU_MUL ? PANEL / 2 : PANEL;
+    add_loop(list, (o->of.linear.outputs + size - 1) / size, 1, linear, o);
+}

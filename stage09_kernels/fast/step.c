@@ -1,0 +1,75 @@
+/* A forward pass as one call: a list of operations, run by PyTorch's threads.
+
+   The list is built once per model (program.py). An operation begins when the one before is done,
+   because it reads what all threads wrote. */
+
+#include <stdlib.h>
+
+#include "attention.c"
+#include "linear.c"
+
+#define FEW 6144 /* numbers that one thread finishes before another could begin */
+
+static real sum_of(const real *x, int64_t count, real mean, int squared) {
+    vec total = {0};
+    for (int64_t i = 0; i < count; i += LANES) {
+        vec y = load_partial(x + i, count - i, mean) - mean;
+        total += squared ? y * y : y;
+    }
+    return hsum(total);
+}
+
+static void norm(int64_t first, int64_t last, void *context) { /* heads of rows */
+    const struct norm *n = &((const struct operation *)context)->of.norm;
+    for (int64_t item = first; item < last; item++) {
+        int64_t row = item / n->heads, place = item % n->heads * n->width;
+        const real *x = n->x + row * n->x_stride + place;
+        int64_t out = row * n->out_stride + place;
+        real mean = n->centred ? sum_of(x, n->width, 0, 0) / n->width : 0;
+        real scale = 1 / sqrt(sum_of(x, n->width, mean, 1) / n->width + n->epsilon);
+        for (int64_t i = 0; i < n->width; i += LANES) {
+            int64_t left = n->width - i;
+            vec gain = load_partial(n->gain + i, left, 0);
+            vec y = (load_partial(x + i, left, 0) - mean) * scale * gain;
+            if (n->bias) y += load_partial(n->bias + i, left, 0);
+            if (n->out_is_operand) store_operand((operand *)n->out + out + i, y, left);
+            else store_real((real *)n->out + out + i, y, left);
+        }
+    }
+}
+
+static void rope(int64_t first, int64_t last, void *context) { /* heads of rows */
+    const struct operation *o = context;
+    const struct rope *r = &o->of.rope;
+    int64_t half = r->head_dim / 2;
+    for (int64_t item = first; item < last; item++) {
+        int64_t row = item / r->heads;
+        real *x = r->x + row * r->stride + item % r->heads * r->head_dim;
+        const real *c = o->pass->cosines + row * half, *s = o->pass->sines + row * half;
+        for (int64_t i = 0; i < half; i++) {
+            real a = x[i], b = x[half + i];
+            x[i] = a * c[i] - b * s[i];
+            x[half + i] = b * c[i] + a * s[i];
+        }
+    }
+}
+
+/* Run `count` operations, one after the other. Returns 0, the parallel loop's error, or -1 for no
+   memory. */
+int step(struct operation *operations, int64_t count, const struct pass *pass, parallel_for run) {
+    struct loops list = {malloc(2 * count * sizeof(struct loop)), 0};
+    if (!list.all) return -1;
+    for (struct operation *o = operations; o < operations + count; o++) {
+        o->pass = pass;
+        const struct norm *n = &o->of.norm;
+        const struct rope *r = &o->of.rope;
+        if (o->kind == ATTEND) add_attention(&list, o);
+        else if (o->kind == LINEAR) add_linear(&list, o);
+        else if (o->kind == NORM)
+            add_loop(&list, rows_of(o) * n->heads, 1 + FEW / n->width, norm, o);
+        else add_loop(&list, rows_of(o) * r->heads, 1 + FEW / r->head_dim, rope, o);
+    }
+    int failed = run_all(&list, run);
+    free(list.all);
+    return failed;
+}

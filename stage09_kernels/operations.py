@@ -1,0 +1,67 @@
+"""The structs of operations.h, which Python fills in and C reads."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+NORM, LINEAR, ROPE, ATTEND = range(4)
+ALL_ROWS, OUT_ROWS = range(2)
+PLAIN, GELU, SILU_MUL = range(3)
+PAD, PANEL, MAX_HEAD_DIM = 16, 64, 512
+MAX_QUERIES = 8  # as in fast/attention.c
+
+
+def _fields(pointers: str, numbers: str) -> list[tuple[str, Any]]:
+    return [(name, ctypes.c_void_p) for name in pointers.split()] + [
+        (name, ctypes.c_int64) for name in numbers.split()
+    ]
+
+
+class Norm(ctypes.Structure):
+    _fields_ = [
+        *_fields("x out gain bias", "x_stride out_stride width heads centred out_is_operand"),
+        ("epsilon", ctypes.c_double),
+    ]
+
+
+class Linear(ctypes.Structure):
+    _fields_ = _fields(
+        "x out weights bias residual",
+        "x_stride out_stride residual_stride inputs outputs epilogue out_is_operand "
+        "residual_of_all",
+    )
+
+
+class Rope(ctypes.Structure):
+    _fields_ = _fields("x", "stride head_dim heads")
+
+
+class Attention(ctypes.Structure):
+    _fields_ = [
+        *_fields("q k v out cache", "q_stride k_stride v_stride out_stride block_stride"),
+        *_fields("", "heads group head_dim block window"),
+        ("scale", ctypes.c_double),
+    ]
+
+
+class Pass(ctypes.Structure):
+    _fields_ = _fields(
+        "shares items out_items tables out_rows cosines sines",
+        "n_shares n_items n_out_items n_rows n_out_rows",
+    )
+
+
+class _Any(ctypes.Union):
+    _fields_ = [("norm", Norm), ("linear", Linear), ("rope", Rope), ("attention", Attention)]
+
+
+class Operation(ctypes.Structure):
+    """kind: NORM, LINEAR, ROPE or ATTEND. rows: ALL_ROWS or OUT_ROWS."""
+
+    _fields_ = [
+        ("kind", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("of", _Any),
+        ("the_pass", ctypes.c_void_p),
+    ]

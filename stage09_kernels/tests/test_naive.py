@@ -1,0 +1,345 @@
+"""The fast kernels against naive.c, over the same memory: every shape, dtype and level.
+
+Where both add in the same order the numbers are equal. Elsewhere they differ by a few units of the
+last place of `real`. In bfloat16 such a difference now and then carries a softmax weight or an
+output over the middle between two numbers: RARE is the share of outputs that may differ by that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shared.checkpoint import Checkpoint, random_tensors
+from shared.config import Config
+from stage01_forward.families import load_model
+from stage08_llama.config import LlamaConfig
+from stage09_kernels import library
+from stage09_kernels.cache import FAST, NAIVE, KernelCache
+from stage09_kernels.operations import (
+    GELU,
+    LINEAR,
+    NORM,
+    PANEL,
+    PLAIN,
+    ROPE,
+    SILU_MUL,
+    Linear,
+    Norm,
+    Operation,
+    Pass,
+    Rope,
+)
+from stage09_kernels.program import interleave, lay_out
+from stage09_kernels.runner import KernelRunner
+
+LEVELS = library.levels()
+SOURCES = (NAIVE, FAST)
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+TYPES = ((F32, F32), (BF16, BF16), (F64, F64), (F32, BF16))  # of weights, and of the cache
+RARE = 0.05
+EXACT_BF16 = {"avx512", "avx2", "plain"}  # one product after the other; the instruction adds two
+every_level = pytest.mark.parametrize(
+    ("level", "weights", "cached"),
+    [  # levels but the first are compiled for this test alone
+        pytest.param(level, *types, marks=() if level == LEVELS[0] else pytest.mark.slow)
+        for level in LEVELS
+        for types in TYPES
+    ],
+)
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def real_of(dtype):
+    return F64 if dtype == F64 else F32
+
+
+def kernel(source, level, weights, cached):
+    kv = SimpleNamespace(dtype=cached)
+    cache: Any = SimpleNamespace(
+        real=real_of(cached), kv=kv, level=level, source=source, defines=()
+    )
+    return KernelCache.library(cache, weights)
+
+
+def run(source, level, dtypes, operation, **fields):
+    library.call(
+        kernel(source, level, *dtypes).step,
+        ctypes.byref(operation),
+        1,
+        ctypes.byref(Pass(**fields)),
+    )
+
+
+def bits(x):
+    """Whole numbers that are equal where x is, NaN included."""
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
+
+
+def near(naive, fast, real, bound, rare=0.0, loose=0.0):
+    """Whether all but a share `rare` of the numbers differ by at most `bound` units of the last
+    place of 1 in `real`, and those by at most `loose`."""
+    assert naive.dtype == fast.dtype and naive.isfinite().all()
+    error = (naive.double() - fast.double()).abs()
+    outside = error > bound * torch.finfo(real).eps
+    assert outside.double().mean() <= rare, f"{float(error.max()):.2g} in {int(outside.sum())}"
+    assert not outside.any() or float(error.max()) <= loose
+
+
+def cases():
+    """Heads of every width from 1 to 130, groups of 1 to 12, blocks of 1 to 33, windows, lengths
+    below and above a tile of 256 keys."""
+    for number in range(130):
+        width, group, block = number + 1, number % 12 + 1, number % 33 + 1
+        window = (0, 0, 0, 1 + number % 40)[number % 4]
+        lengths = [1 + number % 9, 30 - number % 7]
+        if number % 43 == 0:
+            group, lengths = 1 + group % 4, [255 + number // 43, 270 + number % 5]
+            window = 200 if number % 2 else 0
+        yield width, group, block, window, lengths, number % 4 + 1
+
+
+def attentions(level, weights, cached, case):
+    """The outputs of three passes by both, and their caches."""
+    width, group, block, window, lengths, count = case
+    torch.set_num_threads(count)
+    torch.manual_seed(width)
+    windows = (window,) if window else ()
+    heads = 1 if max(lengths) > 200 else 1 + width % 2
+    config = LlamaConfig(
+        11, 4096, width * heads * group, 1, heads * group, heads, width, windows=windows
+    )
+    needed = [-(-length // block) for length in lengths]
+    tables = torch.randperm(sum(needed) + 3)[: sum(needed)].split(needed)
+    real, outputs, caches = real_of(cached), [], []
+    inputs = [
+        torch.randn(sum(lengths), n, width, dtype=real) for n in (heads * group, heads, heads)
+    ]
+    cuts = [(0, length * 2 // 3, length - 1, length) for length in lengths]
+    for source in SOURCES:
+        cache = KernelCache(
+            config, sum(needed) + 3, block, dtype=cached, level=level, source=source
+        )
+        cache.kv.fill_(torch.nan)
+        parts = []
+        for cut in range(3):
+            shares, first = [], 0
+            rows: list[int] = []
+            for table, length, ends in zip(tables, lengths, cuts, strict=True):
+                start, end = ends[cut], ends[cut + 1]
+                if end > start:
+                    shares.append((table.tolist(), start, end - start))
+                    rows += range(first + start, first + end)
+                first += length
+            if shares:
+                several = (x[rows].to(weights).to(real) for x in inputs)
+                q, k, v = (x.to(BF16) if weights == BF16 else x for x in several)
+                parts.append(cache.extend(shares).attend(0, q, k, v))
+        outputs.append(torch.cat(parts))
+        caches.append(cache.kv)
+    return outputs, caches
+
+
+@every_level
+def test_attention_of_every_shape(level, weights, cached):
+    for case in cases():
+        (naive, fast), caches = attentions(level, weights, cached, case)
+        assert torch.equal(*map(bits, caches)), case
+        bound = 4.5 * (8 + max(case[4]) ** 0.5)  # 4.5: a large value
+        if BF16 not in (weights, cached):
+            near(naive, fast, F64 if cached == F64 else F32, bound)
+        else:  # after one tile, weights are rounded relative to another maximum
+            long = max(case[4]) > 256
+            near(naive, fast, F32, bound, 1.0 if long else RARE, 4.5 / (64 if long else 128))
+
+
+def linear(source, level, dtypes, shape, epilogue, out, x, layers, bias, residual, out_rows):
+    rows, inputs, outputs = shape
+    real = real_of(dtypes[1])
+    packed = lay_out([interleave(*layers)] if epilogue == SILU_MUL else layers, dtypes[0])
+    operand = torch.nn.functional.pad(x.to(dtypes[0]), (0, inputs % 2 + 2))
+    room = torch.full((rows + 1, outputs + 3), 7.0, dtype=out)  # with guards behind each row
+    operation = Operation(LINEAR, 1)
+    operation.of.linear = Linear(
+        x=operand.data_ptr(), out=room.data_ptr(), weights=packed.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        residual=None if residual is None else residual.data_ptr(),
+        x_stride=operand.stride(0), out_stride=room.stride(0), inputs=inputs, outputs=outputs,
+        residual_stride=outputs, epilogue=epilogue, out_is_operand=out != real,
+        residual_of_all=out_rows is not None,
+    )  # fmt: skip
+    run(source, level, dtypes, operation, n_out_rows=rows,
+        out_rows=None if out_rows is None else out_rows.data_ptr())  # fmt: skip
+    assert (room[-1] == 7).all() and (room[:, outputs:] == 7).all()
+    return room[:-1, :outputs]
+
+
+@every_level
+def test_linear_layers_of_every_shape(level, weights, cached):
+    """All rows of x, weights and bias between -1 and 1, so that a sum of K products is below K."""
+    torch.manual_seed(0)
+    real = real_of(cached)
+    exact = weights != BF16 or level in EXACT_BF16
+    shapes = [(n % 13 + 1, 3 * n + 1, 7 * n % 130 + 1) for n in range(40)] + [(103, 301, 70)]
+    for number, (rows, inputs, outputs) in enumerate(shapes):
+        torch.set_num_threads(number % 4 + 1)
+        x = 2 * torch.rand(rows, inputs, dtype=real) - 1
+        layers = [(2 * torch.rand(outputs, inputs, dtype=real) - 1).to(weights) for _ in range(2)]
+        bias = 2 * torch.rand(2 * outputs, dtype=real) - 1
+        residual = 2 * torch.rand(rows + 5, outputs, dtype=real) - 1
+        for epilogue, out in product((PLAIN, GELU, SILU_MUL), {real, weights}):
+            gated = epilogue == SILU_MUL
+            sides = (
+                (interleave(*bias.chunk(2)) if gated else bias[:outputs]) if number % 3 else None
+            )
+            if sides is not None:
+                sides = torch.nn.functional.pad(sides, (0, -len(sides) % PANEL))
+            adds = residual if out == real and number % 2 else None
+            chosen = torch.randperm(rows + 5)[:rows] if number % 4 == 1 else None
+            parts = (layers if gated else layers[:1]), sides, adds, chosen
+            shape = rows, inputs, outputs
+            naive, fast = (
+                linear(source, level, (weights, cached), shape, epilogue, out, x, *parts)
+                for source in SOURCES
+            )
+            if exact and epilogue == PLAIN:
+                assert torch.equal(naive, fast), (shape, out)
+            bound = (8 + inputs**0.5) * max(1, naive.abs().max().item())
+            narrow = out == BF16
+            near(naive, fast, real, bound, RARE * narrow, 2**-7 * float(naive.abs().max()))
+
+
+@every_level
+def test_norms_and_rotations_of_every_width(level, weights, cached):
+    torch.manual_seed(1)
+    real = real_of(cached)
+    for width in range(1, 131):
+        torch.set_num_threads(width % 4 + 1)
+        rows, heads = 1 + width % 3, 1 + width % 4
+        x = torch.randn(rows, heads * width + 2, dtype=real)[:, 1:]  # aligned to nothing
+        gain, bias = torch.randn(2, width, dtype=real)
+        for out, centred in product({real, weights}, (0, 1)):
+            outputs = []
+            for source in SOURCES:
+                room = torch.full((rows + 1, heads * width + 3), 7.0, dtype=out)
+                operation = Operation(NORM, 1)
+                operation.of.norm = Norm(
+                    x=x.data_ptr(), out=room.data_ptr(), gain=gain.data_ptr(),
+                    bias=bias.data_ptr() if width % 2 else None, x_stride=x.stride(0),
+                    out_stride=room.stride(0), width=width, heads=heads, centred=centred,
+                    out_is_operand=out != real, epsilon=1e-3,
+                )  # fmt: skip
+                run(source, level, (weights, cached), operation, n_out_rows=rows)
+                assert (room[-1] == 7).all() and (room[:, heads * width :] == 7).all()
+                outputs.append(room[:-1, : heads * width])
+            most = float(outputs[0].abs().max())
+            near(
+                outputs[0],
+                outputs[1],
+                real,
+                64 * (1 + most),
+                0 if out == real else RARE * 4,
+                most / 128,
+            )
+        if width % 2:
+            continue
+        angles = torch.randn(rows, width // 2, dtype=real)
+        cosines, sines, turned = angles.cos(), angles.sin(), []
+        for source in SOURCES:
+            copy = x.clone()
+            operation = Operation(ROPE, 0)
+            operation.of.rope = Rope(copy.data_ptr(), copy.stride(0), width, heads)
+            tables = {"cosines": cosines.data_ptr(), "sines": sines.data_ptr()}
+            run(source, level, (weights, cached), operation, n_rows=rows, **tables)
+            turned.append(copy)
+        near(turned[0], turned[1], real, 8)
+        assert torch.equal(turned[1][:, heads * width :], x[:, heads * width :])
+
+
+ODD = (
+    Config(211, 64, 35, 2, 5),
+    LlamaConfig(211, 64, 42, 3, 7, 1, n_inner=45),
+    LlamaConfig(211, 64, 40, 2, 10, 2, n_inner=33, qk_norm=True, windows=(20, 20)),
+)
+STEPS = (  # two prompts; a chunk of one that wants no logits; decode steps, in another order
+    (list(range(3, 45)), [([4, 1, 5], 0, 37), ([2], 0, 5)], [36, 41]),
+    (list(range(50, 59)), [([4, 1, 5], 37, 8), ([2], 5, 1)], [8]),
+    ([7, 8], [([2], 6, 1), ([4, 1, 5], 45, 1)], [0, 1]),
+    (list(range(60, 66)), [([4, 1, 5], 46, 2), ([2], 7, 4)], [5, 1, 0, 3]),
+)
+
+
+@pytest.mark.parametrize("config", ODD)
+@pytest.mark.parametrize(("dtype", "bound"), [(F64, 1e-11), (F32, 2e-4), (BF16, 0.05)])
+def test_whole_steps_of_odd_models(config, dtype, bound):
+    """Groups of 5 and 7, odd widths, and rows in any order, through the same list of operations."""
+    torch.set_num_threads(2)
+    tensors = random_tensors(config)
+    for tensor in tensors.values():
+        if tensor.ndim > 1:
+            tensor *= 8  # fresh weights hardly change their input, and would hide a mistake
+    model = load_model(Checkpoint(config, tensors), dtype=dtype)
+    caches = [KernelCache(config, 6, dtype=dtype, source=source) for source in SOURCES]
+    naive, fast = (KernelRunner(model, cache) for cache in caches)
+    for inputs in STEPS:
+        expected, logits = naive.run(*inputs), fast.run(*inputs)
+        assert expected.isfinite().all()
+        limit = bound * max(1.0, float(expected.abs().max()))
+        assert (expected - logits).abs().max() <= limit
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_logits_do_not_depend_on_the_size_of_a_block(dtype):
+    """Tokens pair by their positions, even where two of a pair lie in two blocks."""
+    config = ODD[2]
+    model = load_model(Checkpoint(config, random_tensors(config)), dtype=dtype)
+    several = []
+    for block in (1, 2, 3, 7, 16, 33):
+        cache = KernelCache(config, 64, block, dtype=dtype)
+        runner, table = KernelRunner(model, cache), list(range(-(-50 // block)))[::-1]
+        parts = ((0, 37), (37, 12), (49, 1))
+        passes = [
+            (list(range(count)), [(table, start, count)], [count - 1]) for start, count in parts
+        ]
+        several.append(torch.cat([runner.run(*inputs).clone() for inputs in passes]))
+    assert all(torch.equal(logits, several[0]) for logits in several)
+
+
+def test_each_part_runs_once_and_after_the_operation_before():
+    """A chain of products, each added to what was there: a part that runs twice adds twice, and one
+    that runs too early reads old numbers. More threads than parts, and than most machines have."""
+    torch.manual_seed(5)
+    width, count = 512, 120
+    packed = [lay_out([torch.randn(width, width) / 40], F32) for _ in range(2)]
+
+    def chain(threads):
+        torch.set_num_threads(threads)
+        rows = torch.ones(2, 1, width)  # each operation reads one and adds to the other
+        several = (Operation * count)()
+        for number, operation in enumerate(several):
+            x, out = rows[number % 2], rows[1 - number % 2]
+            operation.kind, operation.rows = LINEAR, 0
+            operation.of.linear = Linear(
+                x=x.data_ptr(), out=out.data_ptr(), weights=packed[number % 2].data_ptr(),
+                residual=out.data_ptr(), x_stride=width, out_stride=width, residual_stride=width,
+                inputs=width, outputs=width,
+            )  # fmt: skip
+        step = kernel(FAST, "", F32, F32).step
+        library.call(step, several, count, ctypes.byref(Pass(n_rows=1)))
+        return rows
+
+    alone = chain(1)
+    assert alone.isfinite().all()
+    for number in range(20):
+        assert torch.equal(chain(2 + number % 8), alone)

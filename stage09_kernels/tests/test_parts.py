@@ -1,0 +1,71 @@
+"""Attention by an online softmax, and what Python prepares for the kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from stage09_kernels import library
+from stage09_kernels.cache import cut
+from stage09_kernels.online import attend
+from stage09_kernels.program import interleave, pack
+
+
+@pytest.mark.parametrize(
+    ("tokens", "block", "width"), [(1, 4, 8), (4, 4, 8), (5, 4, 8), (37, 5, 24), (64, 16, 64)]
+)
+def test_an_online_softmax_reads_its_blocks_and_nothing_else(tokens, block, width):
+    torch.manual_seed(tokens)
+    count = -(-tokens // block)
+    keys, values = torch.full((2, count + 3, block, width), torch.nan)
+    table = torch.randperm(count + 3)[:count].tolist()
+    lines = torch.randn(2, tokens, width)
+    for token in range(tokens):
+        place = table[token // block], token % block
+        keys[place], values[place] = lines[:, token]
+    for scale in (1, 300):  # the second overflows without the maximum
+        q = scale * torch.randn(width)
+        query, all_keys, all_values = (x.double()[None] for x in (q[None], *lines))
+        expected = F.scaled_dot_product_attention(query, all_keys, all_values)[0, 0]
+        output = attend(q, keys, values, table, tokens).double()
+        torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_pass_is_cut_into_items_of_a_few_tokens():
+    items = cut(torch.tensor([1, 8, 9, 3]), 8)
+    assert items.tolist() == [[0, 0, 1], [1, 0, 8], [2, 0, 8], [2, 8, 1], [3, 0, 3]]
+    ones = cut(torch.tensor([2, 3]), 1).tolist()
+    assert ones == [[0, 0, 1], [0, 1, 1], [1, 0, 1], [1, 1, 1], [1, 2, 1]]
+
+
+def test_weights_are_packed_by_panels():
+    """64 outputs a panel, input by input; several layers side by side; zeros behind the last."""
+    first, second = torch.randn(70, 5), torch.randn(3, 5)
+    packed = pack([first, second], torch.float32)
+    assert packed.shape == (2, 5, 64)
+    rows = packed.transpose(1, 2).flatten(0, 1)  # (128, 5)
+    assert torch.equal(rows[:73], torch.cat((first, second))) and not rows[73:].any()
+    assert pack([first.bfloat16()], torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_gates_are_beside_what_they_open():
+    gate, up = torch.arange(1.0, 41)[:, None], torch.arange(101.0, 141)[:, None]
+    mixed = interleave(gate, up)[:, 0].tolist()
+    assert mixed[:32] == list(range(1, 33)) and mixed[32:64] == list(range(101, 133))
+    assert mixed[64:72] == list(range(33, 41)) and mixed[72:96] == [0] * 24
+    assert mixed[96:104] == list(range(133, 141)) and len(mixed) == 128
+
+
+def test_the_best_level_that_the_processor_has_comes_first(monkeypatch):
+    def levels(*has, machine="x86_64"):
+        monkeypatch.setattr(library.platform, "machine", lambda: machine)
+        monkeypatch.setattr(library.torch.cpu, "get_capabilities", lambda: dict.fromkeys(has, True))
+        return library.levels()
+
+    wide = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl")
+    assert levels() == ["plain"]
+    assert levels("avx2", "fma3") == ["avx2", "plain"]
+    assert levels(*wide, "avx2", "fma3") == ["avx512", "avx2", "plain"]
+    assert levels(*wide[:2], "avx2", "fma3") == ["avx2", "plain"]
+    assert levels("avx2", "fma3", machine="aarch64") == ["plain"]

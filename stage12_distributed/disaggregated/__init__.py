@@ -1,0 +1,1 @@
+"""Prefill and decode in two processes, over one pool of blocks."""

@@ -1,0 +1,94 @@
+"""Prefill and decode in two processes, which exchange leases."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from shared import linear
+from shared.errors import UserError
+from stage01_forward import families
+from stage05_paged.make import make
+
+from .leases import DEADLINE, ENDED, SILENT, Disaggregated, MappedCache, Memory, Prefill
+
+STARTING = 180.0  # seconds that the prefill process has to load its model
+ENDING = 5.0  # seconds that it has to end
+
+
+@dataclass(frozen=True)
+class Job:
+    """What both processes build their engines from.
+
+    prefill, decode: memory of each process, in whole contexts.
+    """
+
+    model: str = "stories"
+    random_weights: bool = False
+    dtype: str = "float32"
+    linear: str = "plain"
+    prefill: int = 4
+    decode: int = 8
+    folder: str = ""  # of the memory
+    threads: int = 1
+
+
+def build(job: Job, decode: bool) -> Any:
+    """Stage 05's engine over a job's memory. Its process uses only the job's threads."""
+    torch.set_num_threads(job.threads)
+    dtype = getattr(torch, job.dtype)
+    weights = families.load(job.model, random_weights=job.random_weights)
+    model = families.load_model(weights, dtype=dtype)
+    linear.optimize(model, job.linear)
+    size = 16
+    context = -(-model.config.n_positions // size)
+    memory = Memory(Path(job.folder), context * job.prefill, context * job.decode)
+    cache = partial(MappedCache, memory)
+    return make(model, pool=memory.pool(decode, size), block_size=size, make_cache=cache)
+
+
+def prefill(job: Job, connection: Connection) -> None:
+    """Run the prefill process until the other one closes the connection."""
+    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
+        side = Prefill(build(job, decode=False), connection)
+        connection.send(None)  # ready
+        while True:
+            side.turn()
+
+
+@contextlib.contextmanager
+def disaggregated(job: Job, deadline: float = DEADLINE) -> Iterator[Any]:
+    """An engine that decodes here, and has its prompts computed in a process of their own.
+
+    deadline: as for Disaggregated. Raises UserError if that process does not start.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with TemporaryDirectory(prefix="staircase-", ignore_cleanup_errors=True) as folder:
+        job = replace(job, folder=folder)
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=prefill, args=(job, theirs), daemon=True)
+        process.start()
+        theirs.close()  # so that our end notices when the other process ends
+        try:
+            engine = Disaggregated(build(job, decode=True), ours, deadline)
+            try:
+                if not ours.poll(STARTING):
+                    raise UserError(SILENT.format(STARTING))
+                ours.recv()
+            except EOFError:
+                raise UserError(ENDED) from None
+            yield engine
+        finally:
+            ours.close()
+            process.join(ENDING)
+            process.kill()
+            process.join()

@@ -1,0 +1,1 @@
+"""LoRA adapters: another pair of thin matrices for each row of a batch."""

@@ -1,0 +1,257 @@
+"""LoRA: many fine-tuned models in one batch, as one model plus small differences.
+
+To a layer y = W x, an adapter adds the product of two thin matrices: y += s * B (A x), where A is
+(r, in) and B is (out, r). W is read once for all rows of a pass; then each adapter's A and B are
+applied to its own rows. Hu et al., "LoRA" (2021); Chen et al., "Punica" (2023).
+
+A request's salt says which adapter it uses. Keys and values depend on the adapter, the salt already
+separates requests that must not share blocks, and samples and forks inherit it. The salt ends with
+the digest of the adapter's bytes: an adapter that is loaded again under its old name, with other
+bytes, finds no blocks of its predecessor. Before each pass `Adapters`, an observer of the engine,
+sets the number of each share's adapter; the cache's `extend` knows the order of the rows.
+
+Adapters are read from folders as PEFT writes them, and only from subfolders of the one folder that
+the server's administrator names. An option that is not implemented is refused by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shared.checkpoint import OTHER_FORMATS, read_file
+from shared.config import Config
+from shared.errors import UserError
+from shared.files import read_json
+from stage04_continuous.plan import Plan
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MOST_RANK, MOST_ADAPTERS = 64, 32
+BASE = -1  # in place of an adapter's number: none
+SIZE = hashlib.sha256().digest_size
+# PEFT options that do not change the arithmetic: how the adapter was trained, and where its layers
+# are, which the tensors' names repeat. A, B and their shapes are the same for Conv1D layers, so
+# fan_in_fan_out is among them. Any other option that is set is refused.
+HARMLESS = {
+    *("auto_mapping", "eva_config", "exclude_modules"),
+    *("fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform"),
+    *("lora_dropout", "megatron_config", "megatron_core", "peft_version", "qalora_group_size"),
+    *("revision", "runtime_config", "target_modules", "task_type"),
+    # See `_scale`.
+    *("base_model_name_or_path", "bias", "init_lora_weights", "lora_alpha", "peft_type", "r"),
+    "use_rslora",
+}
+
+
+class Part(Protocol):
+    """What a rank holds of a layer's weight of this `shape` (out, in): the indices of its rows and
+    columns; None means all."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def rows(self) -> Tensor | None: ...
+
+    @property
+    def columns(self) -> Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter's matrices by layer, A (r, in) and B (out, r); B is scaled already."""
+
+    digest: bytes
+    pairs: Mapping[str, tuple[Tensor, Tensor]]
+
+
+def _scale(fields: Mapping[str, Any], source: Path, model: str) -> tuple[int, float]:
+    """The rank and the factor of B A. Raises UserError for what is not implemented, and for an
+    adapter of another model than `model`."""
+
+    def refuse(name: str, wanted: str) -> UserError:
+        return UserError(
+            f"{source} sets {name} to {str(fields.get(name))[:60]}; only {wanted} works: train the "
+            "adapter without it."
+        )
+
+    if fields.get("peft_type") != "LORA":
+        raise refuse("peft_type", "LORA")
+    if fields.get("bias", "none") != "none":
+        raise refuse("bias", "none")
+    # Other initializations change the model's own weights, too.
+    if fields.get("init_lora_weights", True) not in (True, False, None, "gaussian", "eva"):
+        raise refuse("init_lora_weights", "true")
+    # A hub's "owner/name", or a folder on the machine that trained it: the last part is the name.
+    base = fields.get("base_model_name_or_path") or model
+    if re.split(r"[/\\]", str(base).rstrip("/\\"))[-1].lower() != model.lower():
+        raise UserError(
+            f"{source} is for the base model {str(base)[:100]}, and this is {model}: serve that "
+            "model, or correct base_model_name_or_path."
+        )
+    for name, value in fields.items():
+        if value and name not in HARMLESS:
+            raise refuse(name, "false or nothing")
+    rank: Any = fields.get("r")
+    alpha: Any = fields.get("lora_alpha")
+    if type(rank) is not int or not 1 <= rank <= MOST_RANK:
+        raise refuse("r", f"a rank from 1 to {MOST_RANK}")
+    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+        raise refuse("lora_alpha", "a number")
+    return rank, alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
+
+
+def read(folder: Path, config: Config, shapes: Mapping[str, tuple[int, int]]) -> Adapter:
+    """The adapter in `folder`, for a model whose layers have these `shapes` (out, in). Raises
+    UserError for another model's adapter, damaged files, and options that are not implemented."""
+    fields, path = read_json(folder / CONFIG), folder / WEIGHTS
+    rank, scale = _scale(fields, folder / CONFIG, config.name)
+    if not path.is_file():
+        others = sorted(file.name for file in folder.iterdir() if file.suffix in OTHER_FORMATS)
+        pickled = f" but {others[0]}, and pickles are not opened" if others else ""
+        raise UserError(f"{folder} has no {WEIGHTS}{pickled}: save the adapter as safetensors.")
+    matrices: dict[str, dict[str, Tensor]] = {}  # by layer and kind
+    for key, tensor in read_file(path).items():
+        layer, _, kind = key.removeprefix("base_model.model.").rpartition(".lora_")
+        name = (config.tensor_name(f"{layer}.weight") or "").removesuffix(".weight")
+        if kind not in ("A.weight", "B.weight") or name not in shapes:
+            raise UserError(
+                f"{path} has the tensor {key[:100]}, but {config.name} has no such layer for an "
+                "adapter: choose one trained on this model's attention and MLP."
+            )
+        out, width = shapes[name]
+        wanted = (rank, width) if kind[0] == "A" else (out, rank)
+        if tuple(tensor.shape) != wanted or not tensor.is_floating_point():
+            raise UserError(
+                f"{key[:100]} in {path} is {tuple(tensor.shape)} instead of {wanted}: the adapter "
+                f"is of another rank, or for another model than {config.name}."
+            )
+        if not tensor.isfinite().all():
+            raise UserError(
+                f"{key[:100]} in {path} has NaN or infinite numbers, so its training has failed: "
+                "choose an earlier checkpoint of it."
+            )
+        matrices.setdefault(name, {})[kind[0]] = tensor
+    if lonely := [name for name, pair in matrices.items() if len(pair) < 2]:
+        raise UserError(f"{path} has one of two matrices for {lonely[0]}: save the adapter again.")
+    data = (folder / CONFIG).read_bytes(), path.read_bytes()
+    digests = b"".join(hashlib.sha256(content).digest() for content in data)
+    pairs = {name: (pair["A"], scale * pair["B"].double()) for name, pair in matrices.items()}
+    return Adapter(hashlib.sha256(digests).digest(), pairs)
+
+
+class Batch:
+    """Which rows of a pass take which adapter. adapters: the number of each share's adapter in the
+    next pass; empty for none."""
+
+    def __init__(self) -> None:
+        self.adapters: Sequence[int] = ()
+        self.groups: list[tuple[int, Tensor]] = []  # numbers, and rows (n,) of the packed tokens
+
+    def begin(self, shares: Sequence[Any], order: Tensor) -> None:
+        """Divide the rows of a pass over `shares`, which the model sees in `order` (N,)."""
+        numbers, self.adapters, self.groups = torch.tensor(self.adapters), (), []
+        if any(numbers != BASE):
+            counts = torch.tensor([count for _, _, count in shares])
+            owners = numbers.repeat_interleave(counts)[order]  # (N,)
+            for number in set(numbers.tolist()) - {BASE}:
+                self.groups.append((number, (owners == number).nonzero()[:, 0].to(order.device)))
+
+
+class LoraLinear(nn.Module):
+    """A linear layer, or a rank's part of one, plus the adapters' products."""
+
+    def __init__(self, base: nn.Module, batch: Batch) -> None:
+        super().__init__()
+        self.base, self.batch = base, batch
+        self.pairs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, in) -> (N, out)."""
+        y = self.base(x)
+        for number, rows in self.batch.groups:
+            if number in self.pairs:
+                a, b = self.pairs[number]
+                y.index_add_(0, rows, x[rows] @ a.t() @ b.t())
+        return y
+
+
+class Ordered:
+    """A cache for stage 04's Runner, which tells `batch` the order of each pass."""
+
+    def __init__(self, cache: Any, batch: Batch) -> None:
+        self.cache, self.batch, self.move = cache, batch, cache.move
+
+    def extend(self, shares: Sequence[Any]) -> Any:
+        attention = self.cache.extend(shares)
+        self.batch.begin(shares, attention.order)
+        return attention
+
+
+class Adapters:
+    """The adapters of `model`, of whose layers this rank holds these `parts`. An observer of the
+    model's engine.
+
+    names: the digest of each adapter by its name. A request's salt ends with its adapter's digest.
+    """
+
+    def __init__(self, model: Any, config: Config, parts: Mapping[str, Part]) -> None:
+        self.config, self.parts, self.batch = config, parts, Batch()
+        self.device, self.dtype = model.device, model.dtype
+        self.layers: dict[str, LoraLinear] = {}
+        self.names: dict[str, bytes] = {}
+        self.numbers: dict[bytes, int] = {}  # replaced adapters too
+        for name in parts:
+            # Of a row-parallel layer its part: the products are summed with it.
+            inner = f"{name}.part" if hasattr(model.get_submodule(name), "part") else name
+            self.layers[name] = LoraLinear(model.get_submodule(inner), self.batch)
+            model.set_submodule(inner, self.layers[name])
+
+    def load_all(self, folder: Path) -> None:
+        """Load every subfolder of `folder`, under its name. Raises UserError as `load` does, or
+        if there is none."""
+        folders = sorted(folder.iterdir()) if folder.is_dir() else []
+        if not (folders := [path for path in folders if path.is_dir()]):
+            raise UserError(
+                f"{folder} has no subfolder with an adapter: give a folder of adapters."
+            )
+        for path in folders:
+            self.load(path)
+
+    def load(self, folder: Path) -> bytes:
+        """Load the adapter in `folder` under the folder's name, in place of an older one, which
+        stays for requests in flight. Returns its digest; raises UserError as `read` does."""
+        if folder.name == self.config.name:
+            raise UserError(f"{folder} has the name of the model: give the adapter another one.")
+        shapes = {name: part.shape for name, part in self.parts.items()}
+        adapter = read(folder, self.config, shapes)
+        if adapter.digest not in self.numbers:
+            if len(self.numbers) == MOST_ADAPTERS:
+                raise UserError(
+                    f"{folder} exceeds the limit of {MOST_ADAPTERS} adapters: remove some."
+                )
+            number = self.numbers[adapter.digest] = len(self.numbers)
+            for name, (a, b) in adapter.pairs.items():
+                part = self.parts[name]
+                a = a if part.columns is None else a[:, part.columns]
+                b = b if part.rows is None else b[part.rows]
+                pair = a.to(self.device, self.dtype), b.to(self.device, self.dtype)
+                self.layers[name].pairs[number] = pair
+        self.names[folder.name] = adapter.digest
+        return adapter.digest
+
+    def before(self, plan: Plan) -> None:
+        """Set the adapters of the next pass, by the salts of its requests."""
+        salts = [work.request.salt[-SIZE:] for work in plan.work]
+        self.batch.adapters = [self.numbers.get(salt, BASE) for salt in salts]
+
+    def after(self, plan: Plan) -> None:
+        """Nothing to do."""

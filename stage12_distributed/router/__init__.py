@@ -1,0 +1,1 @@
+"""The router: which replica gets a request, and what happens when that replica fails."""

@@ -1,0 +1,113 @@
+"""Collective calls: what the ranks of a model tell each other, by `torch.distributed`.
+
+Everything that waits for another rank waits for a limited time: a rank may stop at any moment, in
+the middle of a pass or between two commands, and a socket to a process that stands still never
+fails by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shared.errors import UserError
+
+SILENCE = timedelta(seconds=60)  # without a command: rank 0, which sends several a second, has gone
+BLOCK = 4096  # bytes of a command that are broadcast at once; few commands are longer
+LENGTH = 8  # bytes of the length that precedes a command
+
+
+class Collectives:
+    """The calls of rank `rank` of `size`. They need `connect` first; layers call them only in a
+    pass of all ranks, else they raise UserError. A process can be in one group of ranks at a time.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.passing = False  # whether the other ranks compute too
+        self._timeout, self._tensors = SILENCE, None
+
+    def connect(self, file: str, timeout: float, device: torch.device) -> None:
+        """Meet the other ranks at `file`, which all can reach. Afterwards a call that waits
+        `timeout` seconds for another rank raises RuntimeError; if that rank has died, at once."""
+        # No other machine may take part, whatever this one's name resolves to.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
+        self._timeout = timedelta(seconds=timeout)
+        place: Any = {"rank": self.rank, "world_size": self.size, "timeout": SILENCE}
+        dist.init_process_group("gloo", store=dist.FileStore(file, self.size), **place)
+        if device.type == "cuda":  # commands stay with gloo
+            self._tensors = dist.new_group(backend="nccl", timeout=self._timeout)
+
+    def disconnect(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, equal to the last bit on all of them; in place."""
+        if self.size > 1:
+            self._check()
+            dist.all_reduce(x, group=self._tensors, async_op=True).wait(self._timeout)
+        return x
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """On rank 0, the x of every rank, all of one shape; on the other ranks, nothing."""
+        if self.size == 1 or not x.numel():
+            return [x] * self.size
+        self._check()
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(x, parts, group=self._tensors, async_op=True).wait(self._timeout)
+        return parts or []
+
+    def _check(self) -> None:
+        if not self.passing:
+            raise UserError(
+                "This model is split over several ranks, which compute only in passes of their "
+                "engine: use the engine, or one rank."
+            )
+
+    def send_command(self, kind: str, *arguments: Any) -> None:
+        """Broadcast a command from rank 0: integers, and lists of them. As JSON: what a socket
+        brings is never unpickled, which could run anything."""
+        if self.size > 1:
+            data = json.dumps([kind, *arguments]).encode()
+            message = bytearray((len(data).to_bytes(LENGTH, "big") + data).ljust(BLOCK))
+            tensor = torch.frombuffer(message, dtype=torch.uint8)
+            for part in (tensor[:BLOCK], tensor[BLOCK:]):
+                if len(part):
+                    dist.broadcast(part, 0, async_op=True).wait(self._timeout)
+
+    def receive_command(self) -> list[Any]:
+        """Receive the next command, on another rank: its kind and its arguments. Raises
+        RuntimeError once rank 0 has gone."""
+        message = self._receive(BLOCK)
+        end = LENGTH + int.from_bytes(message[:LENGTH], "big")
+        if end > BLOCK:
+            message += self._receive(end - BLOCK)
+        command: list[Any] = json.loads(message[LENGTH:end])
+        return command
+
+    def _receive(self, count: int) -> bytes:
+        part = torch.empty(count, dtype=torch.uint8)
+        dist.broadcast(part, 0)
+        return part.numpy().tobytes()
+
+    def meet(self) -> None:
+        """Wait until every rank is here."""
+        dist.all_reduce(torch.zeros(1), async_op=True).wait(self._timeout)
+
+
+def loopback() -> str:
+    """The name of this machine's network interface to itself."""
+    return next(
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(a.family == socket.AF_INET and a.address == "127.0.0.1" for a in addresses)
+    )

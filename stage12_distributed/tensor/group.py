@@ -1,0 +1,326 @@
+"""A rank group: processes that compute one model together, and the runner that leads them.
+
+Rank 0 is the engine's own process. It alone schedules and samples, so no decision can differ
+between ranks. Before each pass it broadcasts one command with everything that determines the pass
+(moves, ids, shares, rows, adapters: integers), and every rank runs stage 04's runner on its own
+part of the model and of the cache.
+
+A rank may die or stand still, in a pass or between two. Then all keys and values are lost, and the
+group ends for good. A server with such an engine ends its process, too (`server.py`), and what has
+started that process starts it again, with all of its ranks: the router's pool does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import logging
+import multiprocessing
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared import cli, linear
+from shared.errors import UserError
+from stage01_forward import families
+from stage04_continuous.engine import Engine
+from stage04_continuous.runner import Runner
+from stage05_paged.blocks import Move
+from stage05_paged.cache import BlockCache, Share
+from stage05_paged.engine import cache_type
+from stage05_paged.engine import make as make_paged
+
+from ..lora.adapters import Adapters, Ordered
+from . import TIMEOUT
+from .collectives import Collectives
+from .shard import digest, shard
+
+START = 180.0  # seconds for a rank to import PyTorch and load its model
+PING = 0.25  # seconds without a pass, after which rank 0 asks all ranks for a sign of life
+STILL = 0.5  # seconds without that sign, after which the group is not ready
+CACHE, PASS, MEET = "cache", "pass", "meet"  # kinds of commands
+LOST = "A rank of the model has ended: all keys and values are lost."
+
+log = logging.getLogger("staircase")
+
+
+class RankLost(RuntimeError):
+    """A rank has died or stands still: no pass is possible any more."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How every rank makes its part of the model.
+
+    load: returns the whole model with plain layers. New processes receive it, so it must be a
+        module's function, or a `partial` of one.
+    timeout: seconds that a rank waits for the others within a pass, and rank 0 to begin one.
+    linear: as for `shared.linear.optimize`, which sees the parts.
+    adapters: the folder with a subfolder for each adapter; empty for none.
+    """
+
+    load: Callable[[], Any]
+    ranks: int = 2
+    timeout: float = TIMEOUT
+    linear: str = "plain"
+    adapters: str = ""
+
+
+def whole_model(options: argparse.Namespace) -> Any:
+    """The model that command-line options name, with plain layers: what each rank loads."""
+    return cli.load_model_from(options, families).model
+
+
+def take_part(setup: Setup, model: Any, rank: int) -> tuple[Collectives, bytes, str]:
+    """Reduce the whole `model` to the part of `rank`. Returns its collective calls, the bytes that
+    must be equal on all ranks, and the kind of linear layers."""
+    collectives, identity = Collectives(rank, setup.ranks), digest(model)
+    config = model.config
+    layers, model.adapters = shard(model, collectives), None
+    if setup.adapters:
+        model.adapters = Adapters(model, config, layers)
+        model.adapters.load_all(Path(setup.adapters))
+        identity = b"".join([identity, *model.adapters.numbers])
+    return collectives, identity, linear.optimize(model, setup.linear)
+
+
+def runner_of(model: Any, cache: BlockCache) -> Runner:
+    """The runner of one rank's passes."""
+    return Runner(model, Ordered(cache, model.adapters.batch) if model.adapters else cache)
+
+
+def work(rank: int, setup: Setup, threads: int, file: str, pipe: connection.Connection) -> None:
+    """Run a rank other than 0, in a process of its own, until rank 0 has gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: rank 0 decides
+    torch.set_num_threads(threads)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    model = setup.load()
+    collectives, identity, _ = take_part(setup, model, rank)
+    try:
+        pipe.send_bytes(identity)
+        pipe.recv_bytes()  # all have come this far, and agree
+        collectives.connect(file, setup.timeout, model.device)
+        collectives.passing = True
+        obey(collectives, model)
+    except (EOFError, OSError, RuntimeError):  # rank 0 has gone, or another rank
+        shutil.rmtree(Path(file).parent, ignore_errors=True)  # a signal leaves it behind
+
+
+def obey(collectives: Collectives, model: Any) -> None:
+    """Run the commands of rank 0. Raises RuntimeError once a rank has gone."""
+    runner: Any = None
+    while True:
+        kind, *arguments = collectives.receive_command()
+        if kind == MEET:
+            collectives.meet()
+        elif kind == CACHE:
+            blocks, size, swap_blocks, name = arguments
+            dtype = getattr(torch, name)
+            sizes = blocks, size, swap_blocks
+            cache = cache_type(model.config)(model.config, *sizes, dtype, model.device)
+            runner = runner_of(model, cache)
+        else:
+            moves, ids, shares, rows, adapters = arguments
+            if model.adapters:
+                model.adapters.batch.adapters = adapters
+            runner.move([Move(*move) for move in moves])
+            runner.run(ids, shares, rows)
+
+
+class RankGroup:
+    """Rank 0's part of a model, as `model`, and the processes with the other parts.
+
+    model: what `setup.load` would return; None calls it. The group takes the model over.
+    on_end: called once, on any thread, when a rank has ended or has been given up.
+    Raises UserError if a rank cannot start, or has another model than rank 0.
+    """
+
+    def __init__(
+        self, setup: Setup, model: Any = None, on_end: Callable[[], object] = lambda: None
+    ) -> None:
+        self.model = setup.load() if model is None else model
+        self.on_end, self.up = on_end, False  # up: the ranks have met, and none has ended
+        self.workers: list[Any] = []
+        self.cache: Any = None  # rank 0's, of the engine that was made last
+        self._lock = threading.Lock()  # held while the ranks compute
+        self._passed = 0.0  # end of the last pass
+        self._asked: float | None = None  # when the sign of life was asked for that is still due
+        self._folder: Any = None
+        self.collectives, self.digest, self.linear = take_part(setup, self.model, 0)
+        # Only rank 0 measures which kind is fastest: ranks that measured together would slow each
+        # other.
+        self.setup = replace(setup, linear=self.linear.split()[0])
+        self.model.ranks = self
+        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        atexit.register(self.close)  # before multiprocessing ends the workers
+        try:
+            if setup.ranks > 1:
+                self._start()
+        except BaseException:
+            self.close()
+            raise
+        self.up = True
+        if setup.ranks > 1:
+            self._watcher.start()
+
+    @property
+    def health(self) -> str:
+        """ "ok", or why no pass is possible now."""
+        asked = self._asked
+        if not self.up:
+            return "restarting"
+        late = asked is not None and time.monotonic() - asked > STILL
+        return "waiting for a rank" if late else "ok"
+
+    @contextmanager
+    def passing(self) -> Iterator[Callable[..., None]]:
+        """A pass of all ranks; yields the function that sends its command. An error in the block
+        ends the group: the other ranks may wait for each other in vain. Raises RankLost."""
+        with self._lock:
+            if not self.up:
+                raise RankLost(LOST)
+            self.collectives.passing = True
+            try:
+                yield self.collectives.send_command
+            except Exception as error:
+                if self.setup.ranks == 1:
+                    raise
+                self._lose()
+                raise RankLost(LOST) from error
+            finally:
+                self.collectives.passing, self._passed = False, time.monotonic()
+
+    def hold(self, cache: BlockCache) -> None:
+        """Give every rank a cache like rank 0's `cache`, in place of its previous one."""
+        sizes = cache.blocks, cache.block_size, len(cache.memory.swapped[0])
+        with self.passing() as send_command:
+            self.cache = cache
+            send_command(CACHE, *sizes, str(cache.dtype).removeprefix("torch."))
+
+    def close(self) -> None:
+        """End the other ranks."""
+        atexit.unregister(self.close)
+        self.up = False
+        for worker in self.workers:
+            worker.kill()
+        if self._watcher.is_alive():
+            self._watcher.join()
+        for worker in self.workers:
+            worker.join()
+        if self._folder:
+            self.collectives.disconnect()
+            self._folder.cleanup()
+
+    def _lose(self) -> None:
+        """End the other ranks, because one of them has ended or stands still. Under the lock."""
+        if self.up:
+            self.up = False
+            for worker in self.workers:
+                worker.kill()
+            self._folder.cleanup()
+            log.error("%s", LOST)
+            self.on_end()
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        file, threads, pipes = f"{self._folder.name}/store", torch.get_num_threads(), []
+        context = multiprocessing.get_context("spawn")
+        try:
+            for rank in range(1, self.setup.ranks):
+                ours, theirs = context.Pipe()
+                pipes.append(ours)
+                arguments = (rank, self.setup, threads, file, theirs)
+                worker = context.Process(target=work, args=arguments, daemon=True)
+                worker.start()
+                self.workers.append(worker)
+                theirs.close()
+            for rank, pipe in enumerate(pipes, 1):
+                self._agree(rank, pipe)
+            for pipe in pipes:
+                pipe.send_bytes(b"connect")
+            self.collectives.connect(file, self.setup.timeout, self.model.device)
+        finally:
+            for pipe in pipes:
+                pipe.close()
+
+    def _agree(self, rank: int, pipe: connection.Connection) -> None:
+        """Wait until a rank has loaded the same model. Raises UserError."""
+        try:
+            if not pipe.poll(START):
+                raise UserError(f"Rank {rank} has not loaded its model within {START:g} s.")
+            identity = pipe.recv_bytes()
+        except (EOFError, OSError):
+            raise UserError(
+                f"Rank {rank} ended before it had loaded its model: see its message above."
+            ) from None
+        if identity != self.digest:
+            raise UserError(
+                f"Rank {rank} has another model than rank 0: give all ranks the same config.json "
+                "and the same weights."
+            )
+
+    def _watch(self) -> None:
+        """Wait for the end of a rank, and ask idle ranks for signs of life."""
+        sentinels = [worker.sentinel for worker in self.workers]
+        while not connection.wait(sentinels, PING):
+            idle = time.monotonic() - self._passed > PING
+            if idle and self._lock.acquire(blocking=False):  # else a pass shows that all are there
+                try:
+                    self._asked = time.monotonic()
+                    self.collectives.send_command(MEET)
+                    self.collectives.meet()
+                    self._asked = None
+                except RuntimeError:  # a rank stands still
+                    break
+                finally:
+                    self._lock.release()
+        with self._lock:
+            self._lose()
+
+
+class RankRunner:
+    """Runs passes on all ranks, with rank 0's part of the model and of the cache."""
+
+    def __init__(self, model: Any, cache: BlockCache) -> None:
+        self.ranks: RankGroup = model.ranks
+        self.cache, self.config = cache, model.config
+        self._runner = runner_of(model, cache)
+        self._moves: list[Move] = []  # not done by the other ranks yet
+        self.ranks.hold(cache)
+
+    def move(self, moves: Sequence[Move]) -> None:
+        self.cache.move(moves)
+        self._moves += moves
+
+    def run(self, ids: Sequence[int], shares: Sequence[Share], rows: Sequence[int]) -> Tensor:
+        """As stage 04's Runner. Raises RankLost if a rank dies or stands still, or has done so."""
+        if self.ranks.cache is not self.cache:
+            raise ValueError("another engine on these ranks has replaced their caches")
+        with self.ranks.passing() as send_command:
+            moves = [(move.kind, move.source, move.target) for move in self._moves]
+            self._moves.clear()
+            adapters = self.ranks.model.adapters
+            numbers = adapters.batch.adapters if adapters else ()
+            send_command(PASS, moves, ids, shares, list(rows), numbers)
+            return self._runner.run(ids, shares, rows)
+
+
+def make(model: Any, contexts: int | None = None, **options: Any) -> Engine:
+    """Stage 05's engine on all ranks of a group. model: rank 0's part; options: those of stage
+    05."""
+    engine = make_paged(model, contexts, make_runner=RankRunner, **options)
+    if model.adapters:
+        engine.observers.append(model.adapters)
+    return engine

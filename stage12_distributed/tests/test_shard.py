@@ -1,0 +1,139 @@
+"""The shards of a model: ranks that are threads give the logits of the whole, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from shared.config import Config
+from shared.errors import UserError
+from stage01_forward.attention import Recompute
+from stage08_llama.tests.test_contract import GROUPED
+from stage12_distributed.tensor.collectives import Collectives
+from stage12_distributed.tensor.shard import digest, heads_of, shard, shards
+from stage12_distributed.tests.parts import in_threads, random_model
+
+ODD = Config(101, 64, 24, 2, 3, name="odd")  # 3 heads, 101 tokens, 96 channels in the MLP
+UNTIED = replace(ODD, tied=False)
+BIASED = replace(GROUPED, qkv_bias=True, o_bias=True, mlp_bias=True, n_inner=41)
+LLAMA3 = replace(GROUPED, n_head=3, n_kv_head=1)
+
+
+def parameters(model) -> int:
+    """Numbers kept in memory: views share theirs."""
+    storages = {}
+    for tensor in model.state_dict().values():
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes() // tensor.itemsize
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "config", [ODD, UNTIED, GROUPED, BIASED, LLAMA3], ids=["gpt2", "untied", "llama", "biases", "3"]
+)
+def test_the_logits_of_all_ranks_are_those_of_the_whole(config, ranks):
+    """Nonzero biases, 3 heads on 2 ranks, an odd vocabulary, copied KV heads."""
+    ids = [5, 17, 3, 99, 41, 8, 8, 60]
+    whole = random_model(config)
+    with torch.inference_mode():
+        hidden = whole(torch.tensor(ids), torch.arange(len(ids)), Recompute().attend)
+        want = whole.logits(hidden)
+    parts = in_threads(config, ranks, ids)
+    got = parts[0][1]
+    assert got.shape == want.shape == (8, 101)
+    assert (got - want).abs().max() < 1e-10 * want.abs().max()
+    if ranks > 1:
+        sizes = [parameters(model) for model, _ in parts]
+        assert max(sizes) < parameters(whole) * (0.8 if ranks == 2 else 0.7)
+        for model, _ in parts:  # tied, an output layer takes no memory; else that of its part
+            weight = model.lm_head.part.weight
+            assert (weight.untyped_storage().nbytes() > weight.nbytes) == config.tied
+
+
+@pytest.mark.parametrize("queries, kv", [(3, 3), (25, 25), (6, 2), (3, 1), (8, 2), (9, 3)])
+def test_heads_meet_their_keys(queries, kv):
+    """Each query head is on one rank, with the KV head that it reads in the whole model."""
+    config = replace(ODD, n_head=queries, n_kv_head=kv, head_dim=8)
+    for ranks in range(1, queries + 1):
+        try:
+            parts = [heads_of(config, rank, ranks) for rank in range(ranks)]
+        except UserError:
+            assert kv < ranks and queries // kv < -(-ranks // kv)
+            continue
+        assert [head for heads, _ in parts for head in heads] == list(range(queries))
+        for heads, keys in parts:
+            assert heads and len(heads) % len(keys) == 0
+            group = len(heads) // len(keys)
+            for index, head in enumerate(heads):
+                assert keys[index // group] == head // (queries // kv)
+
+
+@pytest.mark.parametrize("config", [ODD, replace(ODD, n_embd=96, n_head=12), GROUPED, LLAMA3])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_shards_are_whole_heads_and_leave_nothing_out(config, ranks):
+    """Of a fused c_attn each rank has the same channels of queries, keys and values. Only heads of
+    keys and values that several ranks read are copied."""
+    model, ranks = random_model(config), min(ranks, config.n_head)
+    heads = [heads_of(config, rank, ranks) for rank in range(ranks)]
+    parts: Any = [shards(model, rank, ranks) for rank in range(ranks)]
+    for name, whole in parts[0].items():
+        split_rows = whole.rows is not None
+        assert split_rows == (whole.columns is None)
+        indices = [part[name].rows if split_rows else part[name].columns for part in parts]
+        count = whole.shape[0 if split_rows else 1]
+        assert all(len(index) == len(index.unique()) for index in indices)
+        assert torch.cat(indices).unique().tolist() == list(range(count))
+        kind = name.rpartition(".")[2]
+        copied = kind in ("k_proj", "v_proj") and ranks > config.n_kv_head
+        assert copied or sum(map(len, indices)) == count
+        for (queries, kv), index in zip(heads, indices, strict=True):
+            owners = index.div(config.head_dim, rounding_mode="floor").unique().tolist()
+            if kind == "c_attn":
+                thirds = index.view(3, -1) - torch.arange(3)[:, None] * config.n_embd
+                assert (thirds == thirds[0]).all()
+                assert [head for head in owners if head < config.n_head] == list(queries)
+            elif kind in ("q_proj", "o_proj") or name.endswith("attn.c_proj"):
+                assert owners == list(queries)
+            elif kind in ("k_proj", "v_proj"):
+                assert owners == list(kv)
+
+
+def test_every_weight_keeps_its_dtype():
+    """A norm may have another one than the matrices."""
+    model = random_model(GROUPED, dtype=torch.bfloat16)
+    norms = {name for name, _ in model.named_parameters() if "norm" in name}
+    for name in norms:
+        model.get_parameter(name).data = model.get_parameter(name).data.float()
+    shard(model, Collectives(0, 2))
+    for name, weight in model.named_parameters():
+        assert weight.dtype == (torch.float32 if name in norms else torch.bfloat16), name
+    assert norms
+
+
+def test_what_a_part_cannot_do_is_refused():
+    """A model outside of its engine's passes ends with an error, not with a rank's partial sums."""
+    for config, ranks in ((ODD, 4), (GROUPED, 7)):
+        with pytest.raises(UserError, match=f"too few for {ranks} ranks: choose fewer"):
+            shard(random_model(config), Collectives(0, ranks))
+    model = random_model(ODD)
+    shard(model, Collectives(0, 2))
+    with pytest.raises(UserError, match="or one rank"):
+        model(torch.tensor([1]), torch.tensor([0]), Recompute().attend)
+
+
+def test_the_digest_knows_config_and_weights():
+    same, model = digest(random_model(ODD)), random_model(ODD)
+    assert digest(model) == same
+    model.h[1].mlp.c_proj.bias[3] += 1e-9
+    assert digest(model) != same
+    assert digest(random_model(replace(ODD, layer_norm_epsilon=2e-5))) != same
+    digests = set()
+    for dtype in (torch.float16, torch.bfloat16):  # of the same bytes
+        model.ln_f.bias.data = torch.zeros(24, dtype=dtype)
+        digests.add(digest(model))
+    model.ln_f.bias.data = torch.zeros(2, 12, dtype=dtype)
+    assert len(digests | {digest(model)}) == 3
