@@ -12,8 +12,8 @@ import pytest
 
 from shared.errors import UserError
 from stage06_serving import client as small
-from stage06_serving import fuzz, soak
 
+from . import fuzz, soak
 from .asking import PROMPT, first
 
 CHUNK = {"choices": [{"index": 0, "text": " a", "finish_reason": None}]}

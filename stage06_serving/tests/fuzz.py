@@ -1,4 +1,4 @@
-"""Bad requests by the thousand: `python -m stage06_serving.fuzz`.
+"""Bad requests by the thousand: `python -m stage06_serving.tests.fuzz`.
 
 None may be answered with 500 or more, hang, or get an error in a form of its own. Requests have two
 sources: schemathesis makes valid and invalid ones from /openapi.json, and raw bodies are mutated
@@ -22,8 +22,7 @@ from pydantic import ValidationError
 
 from shared import cli
 from shared.server import own_server
-
-from .protocol import ErrorBody
+from stage06_serving.protocol import ErrorBody
 
 PATIENCE = 5.0  # seconds: an answer that takes longer counts as hanging
 LARGEST_ERROR = 2048  # bytes
@@ -270,12 +269,12 @@ def fuzz_bodies(client: httpx2.Client, count: int, seed: int, findings: Findings
 
 def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(
-        "stage06_serving.fuzz",
+        "stage06_serving.tests.fuzz",
         "Stage 06, bad requests by the thousand: no status of 500 or above, no hang, and one form "
         "for all errors.",
-        "  python -m stage06_serving.fuzz\n"
+        "  python -m stage06_serving.tests.fuzz\n"
         "  python -m stage06_serving --max-queue 1000  # and in another terminal:\n"
-        "  python -m stage06_serving.fuzz --url http://127.0.0.1:8000 --examples 1000",
+        "  python -m stage06_serving.tests.fuzz --url http://127.0.0.1:8000 --examples 1000",
     )
     parser.add_argument(
         "--url", metavar="URL", help="address of a server with a long queue; default: start one"

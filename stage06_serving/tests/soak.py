@@ -1,4 +1,4 @@
-"""A long mixed load with clients that leave: `python -m stage06_serving.soak`.
+"""A long mixed load with clients that leave: `python -m stage06_serving.tests.soak`.
 
 It starts a server of its own, and compares its memory, tasks, open files and blocks before and
 after the load, when nothing is in flight. During the load it watches tokens/s.
@@ -191,11 +191,11 @@ async def soak(url: str, pid: int, seconds: float, clients: int, seed: int) -> l
 
 def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(
-        "stage06_serving.soak",
+        "stage06_serving.tests.soak",
         "Stage 06, a soak: a long mixed load with clients that leave; the server must give "
         "everything back.",
-        "  python -m stage06_serving.soak\n"
-        "  python -m stage06_serving.soak --minutes 60 --clients 32",
+        "  python -m stage06_serving.tests.soak\n"
+        "  python -m stage06_serving.tests.soak --minutes 60 --clients 32",
     )
     for option, kind, default, about in (
         ("--minutes", cli.number(0.1, 10_000), 10.0, "how long"),
