@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from tqdm import tqdm
@@ -100,8 +101,7 @@ class LLM:
         """The answer to a conversation, by the template in the model's folder. Raises UserError if
         it has none, and for messages that do not fit the model or its template."""
         tokenizer: Any = self.loaded.tokenizer
-        control = getattr(tokenizer, "control", None)  # of a tokenizer.json
-        template = chat_template.load(self.loaded.folder, control) if control else None
+        template = self._template
         if template is None:
             raise UserError(
                 f"{self.loaded.config.name} has no chat template: use generate, or a chat model."
@@ -109,6 +109,11 @@ class LLM:
         rendered = template.render([dict(message) for message in messages])
         (answer,) = self._answers([tokenizer.encode_chat(rendered)], params, progress=False)
         return answer
+
+    @cached_property
+    def _template(self) -> chat_template.FolderTemplate | None:
+        control = getattr(self.loaded.tokenizer, "control", None)  # of a tokenizer.json
+        return chat_template.load(self.loaded.folder, control) if control else None
 
     def _answers(
         self,
