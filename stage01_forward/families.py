@@ -1,7 +1,7 @@
 """Families of models: GPT-2, which this stage implements, and those that later stages add.
 
-A stage that adds a family defines `FAMILY` in its `family.py`. The file is found by its folder, so
-every engine, the server and the load test run the new models without an edit.
+A stage that adds a family names in its `OFFER` the module that defines `FAMILY`. So every engine,
+the server and the load test run the new models without an edit.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from typing import Any, Protocol
 
 import torch
@@ -18,10 +17,10 @@ from torch import Tensor
 from shared import checkpoint
 from shared.checkpoint import Checkpoint
 from shared.config import READERS, Config, Reader
-from shared.paths import ROOT, discover
 
 from .attention import Recompute
 from .model import load_model as load_gpt2
+from .offer import offers
 
 
 class Whole(Protocol):
@@ -58,8 +57,7 @@ GPT2 = Family(Config, READERS, checkpoint.PRESETS, load_gpt2)
 @cache
 def families() -> tuple[Family, ...]:
     """All families, GPT-2 first."""
-    names = [name for name in discover() if (ROOT / name / "family.py").exists()]
-    return GPT2, *(import_module(f"{name}.family").FAMILY for name in names)
+    return GPT2, *(offer.load(offer.family).FAMILY for offer in offers() if offer.family)
 
 
 def family_of(config: Config) -> Family:

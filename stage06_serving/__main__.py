@@ -105,8 +105,8 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
         device = cli.choose_device(settings.device)
         stored = None if settings.random_weights else settings.model
         chosen = choose(settings.engine, cli.choose_dtype(settings.dtype, device, stored), device)
-    settings.engine, stage = chosen.name, chosen.stage
-    if stage < "stage05" and (settings.sanitize or settings.swap_memory):
+    settings.engine, blocks = chosen.name, chosen.offer is not None
+    if not blocks and (settings.sanitize or settings.swap_memory):
         raise UserError(
             "--sanitize and --swap-memory are for blocks, which the engine "
             f"'{settings.engine}' does not have: leave them out."
@@ -129,10 +129,10 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
     else:
         memory = default_memory(config, dtype, settings.max_num_seqs, free, block_size)
     budget = settings.max_num_batched_tokens or max(BUDGET, settings.max_num_seqs)
-    if stage < "stage05":
+    if not blocks:
         pool = make_pool(memory, config, dtype, config.n_positions)  # a block is a whole context
         rows = min(settings.max_num_seqs, pool.count)
-        return make_earlier(stage, settings, loaded, rows, budget), loaded
+        return make_earlier(settings, loaded, rows, budget), loaded
     swap_pool = None
     if settings.swap_memory:
         swap = parse_memory(settings.swap_memory, free_memory("cpu"))
@@ -156,9 +156,7 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
     return (maker.serve if maker else Paged)(engine), loaded
 
 
-def make_earlier(
-    stage: str, settings: Settings, loaded: cli.Loaded, rows: int, budget: int
-) -> AnyEngine:
+def make_earlier(settings: Settings, loaded: cli.Loaded, rows: int, budget: int) -> AnyEngine:
     """The engine of a stage before 05, or transformers, for at most `rows` requests at a time."""
     from shared.peers import transformers_folder, transformers_model
     from stage01_forward import families
@@ -166,7 +164,7 @@ def make_earlier(
 
     from .engines import Batches, OneByOne, Slots, Static, Transformers
 
-    if not stage:
+    if settings.engine == "transformers":
         weights = families.load(settings.model, random_weights=settings.random_weights)
         if type(weights.config) is Config:
             model = transformers_model(weights, loaded.dtype)
@@ -179,10 +177,10 @@ def make_earlier(
             model = transformers_folder(weights.folder, loaded.dtype)
         model = model.to(loaded.device)
         return Batches(Transformers(model, loaded.config), 1, RECORDS)
-    if stage == "stage04_continuous":
+    if settings.engine == "continuous":
         budget = max(budget, rows)
         return Slots(make_slots(loaded.model, rows, token_budget=budget, steps_kept=RECORDS))
-    if stage == "stage03_batching":
+    if settings.engine == "static":
         return Batches(Static(loaded.model, rows), rows, RECORDS)
     return Batches(OneByOne(loaded.model), 1, RECORDS)
 

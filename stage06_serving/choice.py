@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from shared import cli, linear
 from shared.errors import UserError
+from stage01_forward.offer import Offer
 
 from .settings import AUTO, engines
 
@@ -27,41 +27,38 @@ class Choice:
     reason: str = ""
 
     @property
-    def stage(self) -> str:
+    def offer(self) -> Offer | None:
+        """That of the engine's stage; None for an engine without blocks."""
         return engines()[self.name]
-
-    @property
-    def made(self) -> Any:
-        """The module make.py of the engine's stage, from stage 05 on."""
-        return import_module(f"{self.stage}.make") if self.stage >= "stage05" else None
 
     def linear(self, wanted: str) -> str:
         """The --linear of this engine, where `wanted` was given."""
-        return getattr(self.made, "LINEAR", wanted)
+        return (self.offer and self.offer.linear) or wanted
 
     def make(self, loaded: cli.Loaded, wanted: str, **options: Any) -> Any:
         """The engine for the model, which no other may use. If it does not support the model and
         was chosen automatically, stage 05's, with the linear layers of --linear `wanted`."""
-        alone = getattr(self.made, "ALONE", {})
+        offer = self.offer
+        assert offer is not None
         try:
-            insist = {"insist": True} if alone else {}
-            return self.made.make(loaded.model, **insist, **alone, **options)
+            insist = {"insist": True} if offer.trial else {}
+            make = offer.load(offer.engine).make
+            return make(loaded.model, **insist, **offer.alone, **options)
         except UserError as error:
-            if not (self.automatic and alone):
+            if not (self.automatic and offer.trial):
                 raise
             self.name, self.reason = PAGED, str(error)
         linear.optimize(loaded.model, wanted)
-        return self.made.make(loaded.model, **options)
+        return self.make(loaded, wanted, **options)
 
 
 def choose(name: str, dtype: torch.dtype, device: torch.device) -> Choice:
-    """The engine for --engine `name`. If not every machine can run an engine, its stage's make.py
-    has a function `unsupported_reason`. Raises UserError for one that cannot run here."""
+    """The engine for --engine `name`; AUTO is the newest with a trial that this machine passes.
+    Raises UserError for one that cannot run here."""
     reason = ""
-    for newest, stage in reversed(engines().items()):
-        made: Any = import_module(f"{stage}.make") if stage > "stage06" else None
-        if name in (newest, AUTO) and hasattr(made, "unsupported_reason"):
-            why = made.unsupported_reason(dtype, device)
+    for newest, offer in reversed(engines().items()):
+        if offer and offer.trial and name in (newest, AUTO):
+            why = offer.load(offer.trial).unsupported_reason(dtype, device)
             if not why:
                 return Choice(newest, name == AUTO, reason)
             if name == newest:

@@ -22,11 +22,11 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from shared import models
 from shared.cli import MOST_TOKENS, OTHER_NAMES, Parser, with_default
 from shared.errors import UserError
-from shared.paths import ROOT, discover
+from stage01_forward.offer import Offer, offers
 from stage05_paged.memory import parse_memory
 
 PREFIX = "STAIRCASE_"
-EARLIER = {"static": "stage03_batching", "sequential": "stage02_kv_cache"}
+EARLIER = ("continuous", "static", "sequential", "transformers")  # engines without blocks
 GROUPS = {  # of the help, by their first options
     "model": "model and machine",
     "host": "address and access",
@@ -36,11 +36,10 @@ GROUPS = {  # of the help, by their first options
 AUTO = "auto"  # the newest engine that is found right on this machine
 
 
-def engines() -> dict[str, str]:
-    """The names for --engine, and the stages that make these engines; `transformers` has none."""
-    stages = [name for name in discover() if (ROOT / name / "make.py").exists()]
-    named = {name.partition("_")[2]: name for name in stages if name >= "stage04"}
-    return {**named, **EARLIER, "transformers": ""}
+def engines() -> dict[str, Offer | None]:
+    """The names for --engine, and the stages' offers; None for an engine that this stage adapts."""
+    served = {offer.served: offer for offer in offers() if offer.served}
+    return {**served, **dict.fromkeys(EARLIER)}
 
 
 class Settings(BaseSettings):

@@ -7,8 +7,10 @@ stay unchanged.
 """
 
 from shared import openmp
+from stage01_forward.offer import Offer
 
 QUESTION: str = "What do today's models have that GPT-2 lacks, and what does it buy?"
 FIRST_FILE: str = "numpy_llama.py"
+OFFER = Offer(__name__, family="family")
 
 openmp.choose()  # before PyTorch is loaded

@@ -24,12 +24,13 @@ def speak(options: argparse.Namespace, prompt: str) -> int:
     from stage01_forward import families
     from stage01_forward.params import SamplingParams
 
-    from .make import ALONE, LINEAR, make
+    from . import OFFER
+    from .make import make
 
     sampling = SamplingParams(**cli.sampling_fields(options))
-    options.linear = LINEAR
+    options.linear = OFFER.linear
     loaded = cli.load_model_from(options, families)
-    cli.speak(make(loaded.model, contexts=1, insist=True, **ALONE), loaded, prompt, sampling)
+    cli.speak(make(loaded.model, contexts=1, insist=True, **OFFER.alone), loaded, prompt, sampling)
     return 0
 
 

@@ -1,6 +1,7 @@
 """Kernels by type of device: a backend brings the parts of an engine that run on one.
 
-A later stage adds its own with `BACKENDS["cuda"] = Backend(...)`; nothing here needs an edit.
+A later stage adds its own with `OFFER = Offer(__name__, backends={"cuda": "MODULE"})`; nothing here
+needs an edit.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from shared.errors import UserError
+from stage01_forward.offer import offers
 from stage04_continuous.engine import Sampled
 from stage04_continuous.runner import AnyRunner
 
@@ -39,12 +41,11 @@ class Backend:
     fingerprint: Callable[[torch.dtype], str]
 
 
-BACKENDS: dict[str, Backend] = {}  # by type of device
-
-
 def backend_of(device: torch.device | str) -> Backend:
     """The kernels for `device`. Raises NoKernels if there are none."""
     kind = torch.device(device).type
-    if kind not in BACKENDS:
-        raise NoKernels(f"There are no kernels for {kind}, only for {' and '.join(BACKENDS)}.")
-    return BACKENDS[kind]
+    brought = {kind: offer for offer in offers() for kind in offer.backends}
+    if kind not in brought:
+        raise NoKernels(f"There are no kernels for {kind}, only for {' and '.join(brought)}.")
+    backend: Backend = brought[kind].load(brought[kind].backends[kind]).BACKEND
+    return backend

@@ -8,7 +8,7 @@ import torch
 
 from shared.config import Config
 
-from .backend import BACKENDS, Backend
+from .backend import Backend
 from .cache import KernelCache
 from .runner import KernelRunner
 from .sample import sample_tokens
@@ -19,4 +19,4 @@ def _fingerprint(dtype: torch.dtype) -> str:
     return Path(KernelCache(Config(1, 1, 1, 1, 1), 1, dtype=dtype).library(dtype)._name).stem
 
 
-BACKENDS["cpu"] = Backend(KernelCache, KernelRunner, sample_tokens, _fingerprint)
+BACKEND = Backend(KernelCache, KernelRunner, sample_tokens, _fingerprint)

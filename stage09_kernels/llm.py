@@ -24,7 +24,8 @@ from stage01_forward.generation import Output, sampling_per_prompt
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 
-from .make import ALONE, LINEAR, make
+from . import OFFER
+from .make import make
 
 Prompt = str | Sequence[int]  # text, or token ids
 Message = Mapping[str, str]  # "role" and "content"
@@ -69,11 +70,11 @@ class LLM:
             threads=threads,
             random_weights=random_weights,
             max_model_len=max_model_len,
-            linear=LINEAR,
+            linear=OFFER.linear,
             seed=None,
         )
         self.loaded = cli.load_model_from(options, families)
-        self.engine = make(self.loaded.model, **ALONE, **engine)
+        self.engine = make(self.loaded.model, **OFFER.alone, **engine)
 
     def generate(
         self,

@@ -11,13 +11,9 @@ from stage04_continuous.engine import Engine
 from stage04_continuous.make import answer as answer
 from stage05_paged.engine import make as make_paged
 
-from . import cpu as cpu
 from .backend import NoKernels, backend_of
-from .trial import unsupported_reason as unsupported_reason
 
 log = logging.getLogger(__name__)
-LINEAR = "plain"  # for --linear: this stage lays the weights out itself
-ALONE = {"release": True}  # for `make`, in a program that runs only this engine
 
 
 def make(

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "stage",
-        choices=stages.names(),
+        choices=list(stages.offers()),
         help="the stage whose engine runs: %(choices)s",
         metavar="STAGE",
     )

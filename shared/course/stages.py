@@ -1,40 +1,35 @@
 """The stages by name, for the tools that drive all of them.
 
-A stage that has an engine says so in its `make.py`:
-
-    make(model, contexts=None, **options) -> Engine         memory for `contexts` whole contexts
-    answer(engine, prompts, sampling) -> (place, Token)...  all prompts, as fast as the engine can
-
-A new stage is found by its folder and needs no edit here. Stages are imported only on demand,
-because `--mine` first lays a student's copy over a stage.
+A stage says in its `OFFER` what it brings, and a new one needs no edit here. Stages are imported
+only on demand, because `--mine` first lays a student's copy over a stage.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .. import paths
 
 
-def names() -> list[str]:
-    """The stages that have an engine, in reading order."""
-    return [name for name in paths.discover() if (paths.ROOT / name / "make.py").exists()]
+def offers() -> dict[str, Any]:
+    """The offers of the stages that have an engine, in reading order."""
+    from stage01_forward import offer
+
+    return {entry.stage: entry for entry in offer.offers() if entry.engine}
 
 
 def engines() -> dict[str, Callable[..., Any]]:
     """The `make` of each stage with an engine."""
-    return {name: importlib.import_module(f"{name}.make").make for name in names()}
+    return {name: offer.load(offer.engine).make for name, offer in offers().items()}
 
 
 def answer(
     name: str, engine: Any, prompts: Sequence[Sequence[int]], sampling: Sequence[Any]
 ) -> Iterator[tuple[int, Any]]:
     """Answer all `prompts` with the engine of stage `name`; yields (place of the prompt, Token)."""
-    tokens: Iterator[tuple[int, Any]] = importlib.import_module(f"{name}.make").answer(
-        engine, prompts, sampling
-    )
+    offer = offers()[name]
+    tokens: Iterator[tuple[int, Any]] = offer.load(offer.engine).answer(engine, prompts, sampling)
     return tokens
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,13 +19,14 @@ from shared.config import Config
 from shared.course.testing import random_checkpoint
 from shared.errors import UserError
 from stage01_forward.families import load_model
+from stage01_forward.offer import Offer
 from stage01_forward.params import SamplingParams
 from stage05_paged.cache import PagedCache
 from stage06_serving.__main__ import make_engine, plan
 from stage06_serving.choice import choose
 from stage06_serving.settings import parse
 from stage06_serving.tests.conftest import checkpoint
-from stage09_kernels import library, trial
+from stage09_kernels import OFFER, backend, cpu, library, trial
 from stage09_kernels.backend import NoKernels, backend_of
 from stage09_kernels.cache import FAST, KernelCache
 from stage09_kernels.make import make
@@ -191,7 +193,17 @@ def test_a_blank_cache_takes_no_memory_before_it_is_written():
     assert library.blank((2, 0), torch.float32).shape == (2, 0)
 
 
-# ---- the server's choice
+# ---- the choice of kernels, and the server's
+
+
+def test_a_stage_brings_kernels_for_another_device(monkeypatch):
+    toy = SimpleNamespace(BACKEND=object())
+    monkeypatch.setitem(sys.modules, "stage99_toy.kernels", toy)
+    offer = Offer("stage99_toy", backends={"meta": "kernels"})
+    monkeypatch.setattr(backend, "offers", lambda: [OFFER, offer])
+    assert backend_of("meta") is toy.BACKEND and backend_of("cpu") is cpu.BACKEND
+    with pytest.raises(NoKernels, match="no kernels for cuda, only for cpu and meta"):
+        backend_of(torch.device("cuda", 0))
 
 
 def test_the_kernels_are_chosen_where_they_are_right(fresh, monkeypatch):

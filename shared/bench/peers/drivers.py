@@ -33,15 +33,15 @@ def ours(folder: Path, dtype: str, threads: int, stage: str) -> Answer:
     from stage05_paged.blocks import BlockPool
 
     torch.set_num_threads(threads)
-    offer = import_module(f"{stage}.make")
+    offer = import_module(stage).OFFER
     model = families.load_model(families.load(str(folder)), dtype=getattr(torch, dtype))
-    linear.optimize(model, getattr(offer, "LINEAR", "auto"))
+    linear.optimize(model, offer.linear or "auto")
     options: dict[str, Any] = {"max_sequences": SEQUENCES, "token_budget": BUDGET}
-    if hasattr(offer, "LINEAR"):
+    if offer.trial:
         options["insist"] = True  # the kernels, or an error
-    options |= getattr(offer, "ALONE", {})
+    options |= offer.alone
     pool = BlockPool(TOKENS // BLOCK, BLOCK)
-    engine = offer.make(model, pool=pool, prefix_caching=False, **options)
+    engine = offer.load(offer.engine).make(model, pool=pool, prefix_caching=False, **options)
 
     def answer(prompts: list[list[int]], count: int, emit: Emit) -> None:
         params = SamplingParams(max_tokens=count, ignore_eos=True)

@@ -56,6 +56,14 @@ def test_the_ground_reaches_no_stage_and_no_floor_above():
         assert not [each for each in names if each.startswith(ABOVE)], path
 
 
+def test_no_stage_is_compared_by_its_name():
+    """A later one would need an edit there: what a stage brings is its `OFFER`."""
+    compared = re.compile(r"""([<>]|==)=? *["']stage\d|["']stage\d\w* *["'] *([<>]|==)""")
+    for path in ROOT.rglob("*.py"):
+        if "tests" not in path.parts:
+            assert not compared.search(path.read_text(encoding="utf-8")), path
+
+
 PICTURES = figures.pictures()
 
 

@@ -22,6 +22,11 @@ from shared.tokenizer import ByteTokenizer
 FIELDS = {"vocab_size": 300, "n_positions": 160, "n_embd": 16, "n_layer": 2, "n_head": 2}
 CONFIG = Config.from_dict({"model_type": "gpt2", **FIELDS}, "tour")
 
+OFFER = """
+from stage01_forward.offer import Offer
+
+OFFER = Offer(__name__, engine="make")
+"""
 # The first stage's engine, with the tokens at some places changed by an xor.
 MAKE = """
 from dataclasses import replace
@@ -45,14 +50,13 @@ def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tour, "STORIES", (3,))
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "stage01_forward").mkdir()
-    for name in ("__init__.py", "make.py"):
-        (tmp_path / "stage01_forward" / name).touch()  # the real one is loaded already
+    (tmp_path / "stage01_forward/__init__.py").touch()  # the real one is loaded already
 
     def plant(**changes: dict[int, int]) -> list[str]:
         for name, change in changes.items():
             folder = tmp_path / name
             folder.mkdir()
-            (folder / "__init__.py").touch()
+            (folder / "__init__.py").write_text(OFFER, encoding="utf-8")
             (folder / "make.py").write_text(MAKE.format(change=change), encoding="utf-8")
         return paths.discover()
 
