@@ -99,17 +99,17 @@ def naive(row: Row) -> float:
 
 def claims(results: Results) -> Iterator[Claim]:
     """What the lesson predicts, for GPT-2 in float32."""
-    one, few, some, *_, last = (row.of(OURS) for row in first("forward")(results))
+    single, few, many, *_, last = (row.of(OURS) for row in first("forward")(results))
     why = "a product of one row does not reach the bandwidth"
-    yield takes("a pass over one token", one, limit, why)
+    yield takes("a pass over one token", single, limit, why)
     why = "norms, GELU and softmax are not counted; no product reaches the peak"
     yield takes(f"a pass over {last['context']:,} tokens", last, limit, why)
     for row, why in (
         (few, "the weights are read once for all"),
-        (some, "a product of few rows reaches neither the bandwidth nor the peak"),
+        (many, "a product of few rows reaches neither the bandwidth nor the peak"),
     ):
         what = f"{row['context']} tokens, over one token"
-        yield Claim(what, limit(row) / limit(one), row.median / one.median, "x", why)
+        yield Claim(what, limit(row) / limit(single), row.median / single.median, "x", why)
     answer = first("generation")(results)[0].of(OURS)
     why = "its passes are short, far from both limits"
     yield speed(f"{answer.tokens} new tokens", answer, naive, why)
@@ -145,15 +145,15 @@ TABLES = rows.tables(
 
 
 def forward_chart(results: Results) -> Figure:
-    found, bound = first("forward")(results), "machine's limit"
+    groups, bound = first("forward")(results), "machine's limit"
     drawn = {"transformers": PEER, "plain layers": PLAIN, "packed layers": OURS}
-    values = {name: [1e3 * row.of(at).median for row in found] for name, at in drawn.items()}
+    values = {name: [1e3 * row.of(at).median for row in groups] for name, at in drawn.items()}
     return charts.lines(
         "Eight tokens in one step cost less than two steps of one token",
         "tokens in the step (GPT-2 124M shape, float32)",
         "milliseconds",
-        [row["context"] for row in found],
-        values | {bound: [1e3 * limit(row) for row in found]},
+        [row["context"] for row in groups],
+        values | {bound: [1e3 * limit(row) for row in groups]},
         dashed=[bound],
         log_x=True,
         log_y=True,

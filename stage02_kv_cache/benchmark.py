@@ -141,7 +141,7 @@ def growth_chart(results: Results) -> Figure:
         "tokens already generated (GPT-2 124M shape, float32)",
         "milliseconds for the next token",
         places,
-        {name: [1e3 * s for s in each] for name, each in seconds.items()},
+        {name: [1e3 * s for s in times] for name, times in seconds.items()},
         dashed=("limit, naive", "limit, cached"),
     )
 

@@ -78,16 +78,16 @@ def waste(subject: Subject, plan: Any) -> Iterator[Group]:
             f"equal {what}s": [(total + row) // size for row in range(size)],
             f"one long {what}": [*[short] * (size - 1), longest],
         }
-        workloads = {name: [(short, n) for n in own] for name, own in counts.items()}
+        workloads = {name: [(short, n) for n in lengths] for name, lengths in counts.items()}
         if what == "prompt":
-            workloads = {name: [(n, short) for n in own] for name, own in counts.items()}
+            workloads = {name: [(n, short) for n in lengths] for name, lengths in counts.items()}
         yield from alternated(subject, workloads, 1, pair=f"{what}s")
 
 
 def step(row: Row) -> Summary:
     """Milliseconds of a decode step: the median of all, and the range of the repeats' medians."""
-    own = [1e3 * median(run) for run in row["decode"]]
-    return Summary(1e3 * median(sum(row["decode"], [])), min(own), max(own))
+    medians = [1e3 * median(run) for run in row["decode"]]
+    return Summary(1e3 * median(sum(row["decode"], [])), min(medians), max(medians))
 
 
 def cost(row: Row) -> Cost:
@@ -124,9 +124,9 @@ def claims(results: Results) -> Iterator[Claim]:
     few = "a product of few rows reaches neither the bandwidth nor the peak"
     for dtype in results.plan["dtypes"]:
         sizes = {row.requests: row for row in results.groups("scaling", dtype=dtype)}
-        one, some = sizes[1], sizes[sorted(sizes)[len(sizes) // 2 - 1]]
-        what = f"{some.requests} rows, tok/s over one row, {dtype}"
-        yield Claim(what, limit(some) / limit(one), decode(some) / decode(one), "x", few)
+        single, many = sizes[1], sizes[sorted(sizes)[len(sizes) // 2 - 1]]
+        what = f"{many.requests} rows, tok/s over one row, {dtype}"
+        yield Claim(what, limit(many) / limit(single), decode(many) / decode(single), "x", few)
     most = max(results.groups("scaling", dtype="float32"), key=lambda row: row.requests)
     what, why = f"decoding {most.requests} rows", "the products reach half of the peak"
     yield Claim(what, limit(most), decode(most), "tok/s", why)
@@ -180,13 +180,13 @@ TABLES = rows.tables(
 def scaling_chart(results: Results) -> Figure:
     series: dict[str, list[float]] = {}
     for dtype in results.plan["dtypes"]:
-        found = results.groups("scaling", dtype=dtype)
-        series |= {dtype: list(map(decode, found)), f"limit, {dtype}": list(map(limit, found))}
+        groups = results.groups("scaling", dtype=dtype)
+        series |= {dtype: list(map(decode, groups)), f"limit, {dtype}": list(map(limit, groups))}
     return charts.lines(
         "More rows in a step cost little, until the processor has enough to do",
         "sequences in the batch (GPT-2 124M shape)",
         "decode, tok/s",
-        [row.requests for row in found],
+        [row.requests for row in groups],
         series,
         dashed=[name for name in series if name.startswith("limit")],
         log_x=True,

@@ -118,8 +118,8 @@ def chunk_scheduler(plan: Mapping[str, Any], chunk: str) -> Scheduler:
 
 
 def chunking(subject: Subject, plan: Any) -> Iterator[Group]:
-    own = plan.neighbours_prompt + 1 + plan.before + plan.after
-    most = max(plan.long_prompt + plan.long_answer, own)
+    neighbour = plan.neighbours_prompt + 1 + plan.before + plan.after
+    most = max(plan.long_prompt + plan.long_answer, neighbour)
     shared = runner(subject, plan.neighbours + 1, most)
     ways = {
         name: partial(arrive, subject, plan, Engine(shared, chunk_scheduler(asdict(plan), name)))

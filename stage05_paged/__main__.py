@@ -245,19 +245,19 @@ def swap_pool(
     if options.swap_memory is None and alone and options.preemption == "auto":
         return None
     config, dtype, block_size = loaded.config, loaded.dtype, options.block_size
-    one, free = block_bytes(config, dtype, block_size), free_memory()
+    block, free = block_bytes(config, dtype, block_size), free_memory()
     if loaded.device.type != "cuda":  # the cache will be in the same memory
-        free = max(0, free - pool.count * one)
+        free = max(0, free - pool.count * block)
     if options.swap_memory is None:
-        memory = min(pool.count * one, free // 2)
+        memory = min(pool.count * block, free // 2)
     else:
         memory = parse_memory(options.swap_memory, free)
-        if 0 < memory < one:
+        if 0 < memory < block:
             raise UserError(
-                f"A block takes {size(one)}, but --swap-memory is {size(memory)}: "
+                f"A block takes {size(block)}, but --swap-memory is {size(memory)}: "
                 "give more, or 0 for none."
             )
-    return make_pool(memory, config, dtype, block_size) if memory >= one else None
+    return make_pool(memory, config, dtype, block_size) if memory >= block else None
 
 
 def budget(engine: Engine, dtype: torch.dtype) -> str:
@@ -265,12 +265,12 @@ def budget(engine: Engine, dtype: torch.dtype) -> str:
     scheduler, config = engine.scheduler, engine.config
     pool, swap = scheduler.pool, scheduler.swap_pool
     whole = most_sequences(pool, config.n_positions)
-    one = block_bytes(config, dtype, pool.block_size)
+    block = block_bytes(config, dtype, pool.block_size)
     words = [
-        f"KV cache: {size(pool.count * one)} in {pool.count} blocks of {pool.block_size} tokens",
+        f"KV cache: {size(pool.count * block)} in {pool.count} blocks of {pool.block_size} tokens",
         f"room for {whole} whole context{'' if whole == 1 else 's'} of {config.n_positions} tokens",
         f"at most {scheduler.max_sequences} sequences at a time",
-        f"swap: {size(swap.count * one)} in {swap.count} blocks" if swap else "no swap",
+        f"swap: {size(swap.count * block)} in {swap.count} blocks" if swap else "no swap",
     ]
     return f"[{'; '.join(words)}]"
 

@@ -95,10 +95,10 @@ def capacity(subject: Subject, plan: Any) -> Iterator[Group]:
         "block_size": plan.block_size,
         "budget": plan.budget,
     }
-    requests, *each = plan.null
+    requests, *request = plan.null
     loads: dict[str, tuple[Any, dict[str, int]]] = {
         WIN: (kit.crowd(plan), dict(zip((OURS, CONTINUOUS), plan.repeats, strict=True))),
-        NULL: ([tuple(each)] * requests, dict.fromkeys((CONTINUOUS, OURS), plan.null_repeats)),
+        NULL: ([tuple(request)] * requests, dict.fromkeys((CONTINUOUS, OURS), plan.null_repeats)),
     }
     for case, (lengths, repeats) in loads.items():
         engines = {
@@ -120,7 +120,7 @@ def waste(subject: Subject, plan: Any) -> Iterator[Group]:
     the schedulers alone, without a model."""
     context, lengths = subject.config.n_positions, kit.crowd(plan)
     passes = simulate(SlotScheduler(plan.requests, plan.budget), lengths)
-    parts = [part for each in passes for part in each]
+    parts = [part for pass_parts in passes for part in pass_parts]
     used = sum(part.cached + part.count for part in parts)
 
     def owned(size: int) -> int:
@@ -129,12 +129,12 @@ def waste(subject: Subject, plan: Any) -> Iterator[Group]:
         simulate(scheduler, lengths, lambda: blocks.append(pool.owned))
         return size * sum(blocks)
 
-    found = {
+    reservations = {
         "contiguous, whole context": context * len(parts),
         "contiguous, exact length known": sum(sum(lengths[p.request]) - 1 for p in parts),
         **{f"paged, blocks of {size}": owned(size) for size in plan.sizes},
     }
-    for name, reserved in found.items():
+    for name, reserved in reservations.items():
         yield {"name": name, "memory": [reserved, used]}
 
 
@@ -162,14 +162,14 @@ def pair(subject: Subject, count: int, context: int, size: int) -> tuple[dict[st
     config, dtype = subject.config, subject.dtype
     held = SlotCache(config, count, context + 1, dtype)
     held.kv.normal_(generator=torch.Generator().manual_seed(0))
-    each = -(-(context + 1) // size)  # blocks of a sequence
-    paged = PagedCache(config, count * each, size, dtype=dtype)
-    order = list(range(count * each))
+    per_row = -(-(context + 1) // size)  # blocks of a sequence
+    paged = PagedCache(config, count * per_row, size, dtype=dtype)
+    order = list(range(count * per_row))
     random.Random("blocks").shuffle(order)
-    tables = [order[row * each : (row + 1) * each] for row in range(count)]
+    tables = [order[row * per_row : (row + 1) * per_row] for row in range(count)]
     for row, blocks in enumerate(tables):
-        lines = pad(held.kv[:, :, row], (0, 0, 0, each * size - context - 1))
-        paged.kv[:, :, :, blocks] = lines.unflatten(3, (each, size))
+        lines = pad(held.kv[:, :, row], (0, 0, 0, per_row * size - context - 1))
+        paged.kv[:, :, :, blocks] = lines.unflatten(3, (per_row, size))
     ids, every = [row % config.vocab_size for row in range(count)], range(count)
     slots = [(row, context, 1) for row in every]
     shares = [(table, context, 1) for table in tables]
@@ -242,8 +242,8 @@ def preemption(subject: Subject, plan: Any) -> Iterator[Group]:
             way: partial(preempt, subject, engine, context, plan.plain_steps, way)
             for way in (RECOMPUTE, SWAP, FOUND)
         }
-        found = kit.by_variant(measure.turns(ways, plan.preemption_repeats))
-        yield {"context": context, "rates": rates, **found}
+        results = kit.by_variant(measure.turns(ways, plan.preemption_repeats))
+        yield {"context": context, "rates": rates, **results}
 
 
 def preempt(subject: Subject, engine: Engine, context: int, steps: int, way: str) -> dict[str, Any]:
@@ -334,7 +334,7 @@ def most_rows(row: Row) -> int:
 def ratios(row: Row) -> Summary:
     """Time of a pass, paged over contiguous, for each pair that ran side by side."""
     taken = zip(row["seconds"]["paged"], row["seconds"]["contiguous"], strict=True)
-    return summarize([one / other for one, other in taken])
+    return summarize([paged / other for paged, other in taken])
 
 
 def claims(results: Results) -> Iterator[Claim]:
@@ -365,13 +365,15 @@ def claims(results: Results) -> Iterator[Claim]:
     what = "first token of 544 tokens, 512 of which are found"
     why = "a step of 32 rows reaches less of its bound than one of 544"
     yield faster(what, results.groups("prefix")[0], (MISS, HIT), first_token_limit, why)
-    one = rows.first("preemption")(results)[-2]
+    preempted = rows.first("preemption")(results)[-2]
     for way, why in (
         (RECOMPUTE, "a prefill reaches some 70 % of the best rate of a product"),
         (SWAP, "the bound reads each byte once; a copy also writes it, to cold pages"),
     ):  # fmt: skip
-        best = lost(way, one, flops=one.peak, bandwidth=one.bandwidth)
-        yield Claim(f"preemption at 512 tokens, {way}", best, 1e3 * one.of(way).median, "ms", why)
+        best = lost(way, preempted, flops=preempted.peak, bandwidth=preempted.bandwidth)
+        yield Claim(
+            f"preemption at 512 tokens, {way}", best, 1e3 * preempted.of(way).median, "ms", why
+        )
 
 
 COLUMNS: dict[str, rows.Column] = {
@@ -451,8 +453,8 @@ def headline(results: Results) -> str:
 CHARTS = {"capacity": capacity_chart, "blocks": blocks_chart}
 WORK = kit.cases(
     Case(gather),
-    *(Case(one, dtypes=1) for one in (capacity, block_map, waste)),
-    *(Case(one, models=None, dtypes=1) for one in (prefix, preemption)),
+    *(Case(run, dtypes=1) for run in (capacity, block_map, waste)),
+    *(Case(run, models=None, dtypes=1) for run in (prefix, preemption)),
 )
 BENCHMARK = kit.Benchmark("stage05_paged", __doc__, FULL, WORK, TABLES, CHARTS, headline)
 main = BENCHMARK.main

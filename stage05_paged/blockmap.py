@@ -83,7 +83,7 @@ class Marks:
         for arrival in sorted(shown - self.numbers.keys()):
             while self._turn in taken and len(taken) < self.pairs:
                 self._turn = (self._turn + 1) % self.pairs
-            for gone in [own for own, number in self.numbers.items() if number == self._turn]:
+            for gone in [holder for holder, number in self.numbers.items() if number == self._turn]:
                 if gone not in shown:
                     del self.numbers[gone]
             self.numbers[arrival] = self._turn

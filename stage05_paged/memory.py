@@ -82,13 +82,13 @@ def block_bytes(config: Config, dtype: torch.dtype, block_size: int) -> int:
 
 def make_pool(memory: int, config: Config, dtype: torch.dtype, block_size: int = 16) -> BlockPool:
     """The pool of all whole blocks that fit into `memory` bytes. Raises UserError if none does."""
-    one = block_bytes(config, dtype, block_size)
-    if block_size > 0 and memory < one:
+    block = block_bytes(config, dtype, block_size)
+    if block_size > 0 and memory < block:
         raise UserError(
-            f"A block of {block_size} tokens of {config.name} takes {size(one)}, but the cache has "
-            f"{size(memory)}: give it more memory, or choose smaller blocks."
+            f"A block of {block_size} tokens of {config.name} takes {size(block)}, but the cache "
+            f"has {size(memory)}: give it more memory, or choose smaller blocks."
         )
-    return BlockPool(memory // one if block_size > 0 else 1, block_size)
+    return BlockPool(memory // block if block_size > 0 else 1, block_size)
 
 
 def default_memory(

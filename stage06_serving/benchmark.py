@@ -93,7 +93,7 @@ def most_streams(plan: Any) -> Load:
 def turns(plan: Any, subject: tuple[str, str, str]) -> Iterator[tuple[Load, dict[str, int]]]:
     """The loads of a subject, and how often each variant runs. A long request shows nothing new
     when it runs again or is watched."""
-    for load in (Load(*each) for each in plan.loads):
+    for load in (Load(*fields) for fields in plan.loads):
         if subject == plan.subjects[0] or load == most_streams(plan) or load.case == LOSE:
             often = dict.fromkeys((OFFLINE, SERVER), plan.repeats) | {WATCHED: 1}
             yield load, {OFFLINE: 1, SERVER: 1} if load.case == NULL else often
@@ -108,8 +108,8 @@ def options(plan: Any, model: str, dtype: str, engine: str, linear: str) -> list
         "device": "cpu",
         "engine": engine,
     }
-    given = kit.server_options(model, dtype, 1, **more, linear=linear)
-    return [*given, "--no-enable-prefix-caching", *plan.options]
+    words = kit.server_options(model, dtype, 1, **more, linear=linear)
+    return [*words, "--no-enable-prefix-caching", *plan.options]
 
 
 # ---- one run ------------------------------------------------------------------------------------
@@ -238,13 +238,13 @@ async def run_client(address: str, load: Load, prompts: Sequence[list[int]]) -> 
 
 def ids_of(events: Sequence[bytes]) -> list[int]:
     """The tokens in some events. Raises RuntimeError if one is an error."""
-    found: list[int] = []
+    ids: list[int] = []
     for event in events:
         data = json.loads(event.partition(b"data: ")[2])
         if "error" in data:
             raise RuntimeError(f"the server broke an answer off: {data['error']['message']}")
-        found += data["choices"][0]["token_ids"]
-    return found
+        ids += data["choices"][0]["token_ids"]
+    return ids
 
 
 def client(url: str, load: Load, prompts: Sequence[list[int]]) -> Run:
@@ -293,9 +293,9 @@ def shares(profiler: cProfile.Profile) -> dict[str, float]:
     """Shares of PARTS in the time that was profiled. A built-in function counts for its caller."""
     profiler.create_stats()
     seconds: dict[str, float] = dict.fromkeys((*PARTS, REST), 0.0)
-    for (file, *_), (_, _, own, _, callers) in profiler.stats.items():
+    for (file, *_), (_, _, exclusive, _, callers) in profiler.stats.items():
         builtin = {caller[0]: times[2] for caller, times in callers.items()} if file == "~" else {}
-        for place, taken in (builtin or {file: own}).items():
+        for place, taken in (builtin or {file: exclusive}).items():
             words = place.replace("\\", "/").split("/")
             part = (name for name, files in PARTS.items() if {*files.split()} & {*words})
             seconds[next(part, REST)] += taken
@@ -308,8 +308,8 @@ def clocks(pid: int) -> dict[str, float]:
     other threads. Where the system does not number threads as Linux does, all of it counts as the
     engine's."""
     server = psutil.Process(pid)
-    times, threads = server.cpu_times(), [one for one in server.threads() if one.id == pid]
-    loop = sum(one.user_time + one.system_time for one in threads)
+    times, threads = server.cpu_times(), [thread for thread in server.threads() if thread.id == pid]
+    loop = sum(thread.user_time + thread.system_time for thread in threads)
     return {"engine": times.user + times.system - loop, "loop": loop}
 
 
@@ -335,8 +335,8 @@ def ways_to_run(subject: Subject, plan: Any, clients: Executor) -> Iterator[dict
             def by_engine(do: Callable[..., Run], *more: Any) -> Way:
                 return lambda load, prompts: engine.submit(do, load, prompts, *more).result()
 
-            own = {WATCHED: by_engine(watched), "parts": by_engine(watched, True)}
-            yield {OFFLINE: by_engine(offline), SERVER: by_server, **own}
+            profiled = {WATCHED: by_engine(watched), "parts": by_engine(watched, True)}
+            yield {OFFLINE: by_engine(offline), SERVER: by_server, **profiled}
 
 
 def measure_load(
@@ -346,15 +346,15 @@ def measure_load(
     prompts = subject.prompts([load.prompt] * load.requests)
     runs = {name: partial(ways[name], load, prompts) for name in repeats}
     counts = [load.answer] * load.requests
-    found = measure.turns(runs, repeats, warmup=0)
+    results = measure.turns(runs, repeats, warmup=0)
     kept = {
         name: [
             run.kept() | {"proof": subject.prove_lengths(prompts, run.ids, counts)} for run in runs
         ]
-        for name, runs in found.items()
+        for name, runs in results.items()
     }
-    alone, about = found[OFFLINE][-1].ids, subject.about | asdict(load)
-    same = {name: sum(map(list.__eq__, runs[-1].ids, alone)) for name, runs in found.items()}
+    alone, about = results[OFFLINE][-1].ids, subject.about | asdict(load)
+    same = {name: sum(map(list.__eq__, runs[-1].ids, alone)) for name, runs in results.items()}
     lengths = [[load.prompt, load.answer, load.requests]]
     return about | kit.by_variant(kept) | {"lengths": lengths, "same": same}
 
@@ -392,8 +392,8 @@ def run(plan: Any) -> dict[str, Any]:
 def python_seconds(row: Row, who: str) -> float:
     """Processor time of the "loop" or the "client" for the whole load: of the watched run, or of
     the server's own where none was watched."""
-    own = row.of(WATCHED if WATCHED in row.group["seconds"] else SERVER)
-    return median(used[who] for used in own["cpu"])
+    timed = row.of(WATCHED if WATCHED in row.group["seconds"] else SERVER)
+    return median(used[who] for used in timed["cpu"])
 
 
 def left(engine: float, python: float, cpus: float) -> tuple[float, float]:
@@ -446,16 +446,16 @@ def predictions(results: Results) -> Iterator[dict[str, str]]:
             continue  # like the long request
         key = (row["case"], subject_of(row), row["streams"])
         hand, why = BY_HAND.get(key, (None, ""))
-        found, (least, most) = share(row).median, predicted(row)
-        verdict = "**missed**" if found < least else "more" if found > most else "held"
+        percent, (least, most) = share(row).median, predicted(row)
+        verdict = "**missed**" if percent < least else "more" if percent > most else "held"
         if row["case"] == HTTP and row["streams"] == most_streams(FULL).streams:
             aim = AIMS[engine_of(row)]
-            verdict += f"; aim of {aim:.0f}%: {'held' if found >= aim else '**missed**'}"
+            verdict += f"; aim of {aim:.0f}%: {'held' if percent >= aim else '**missed**'}"
         yield {
             "prediction": f"{what[row['case']].format_map(row)}, {subject_of(row)}",
             "by hand": percents(*left(*hand, 2)) if hand else "",
             "this machine": percents(least, most),
-            "measured": f"{found:.1f}%",
+            "measured": f"{percent:.1f}%",
             "result": verdict,
             "why": why,
         }
@@ -549,8 +549,8 @@ def share_chart(results: Results) -> Figure:
         "What is left of the engine's throughput behind HTTP",
         "% of the tok/s of the engine alone",
         [f"{subject_of(row)}\nstreams: {row['streams']}" for row in groups],
-        {"measured": [found.median for found in shares]},
-        spread={"measured": [(found.low, found.high) for found in shares]},
+        {"measured": [summary.median for summary in shares]},
+        spread={"measured": [(summary.low, summary.high) for summary in shares]},
         limits={"the aim with kernels": AIMS["kernels"]},
         digits=0,
     )

@@ -89,8 +89,8 @@ class Plan:
     def content(self) -> str:
         """What is requested, as recorded: the workload's name, or the lengths that replace its
         own."""
-        asked = {"prompts": self.prompt_tokens, "answers": self.answer_tokens}
-        texts = [f"{name} {lengths}" for name, lengths in asked.items() if lengths]
+        lengths_of = {"prompts": self.prompt_tokens, "answers": self.answer_tokens}
+        texts = [f"{name} {lengths}" for name, lengths in lengths_of.items() if lengths]
         return ", ".join(texts if len(texts) == 2 else [self.workload, *texts])
 
     def make(self, count: int, seed: int | str, longest: int) -> list[Ask]:
@@ -177,10 +177,10 @@ async def measure(target: Target, plan: Plan, report: Callable[[Point], object])
         traced = (
             workload.load_trace(plan.trace, seed) if plan.trace and when.kind == "trace" else []
         )
-        made = plan.make(warmup + (0 if traced else count), seed, longest)
+        asks = plan.make(warmup + (0 if traced else count), seed, longest)
         point = await run_point(
             target,
-            made + traced,
+            asks + traced,
             when,
             workload="trace" if traced else plan.content,
             warmup=warmup,
@@ -272,9 +272,9 @@ def notes(points: Sequence[Summary]) -> Iterator[str]:
 # ---- the command line ---------------------------------------------------------------------------
 
 
-def several(one: Callable[[str], object]) -> Callable[[str], tuple[object, ...]]:
+def several(kind: Callable[[str], object]) -> Callable[[str], tuple[object, ...]]:
     """An argparse type: comma-separated values."""
-    return lambda text: tuple(one(part.strip()) for part in text.split(","))
+    return lambda text: tuple(kind(part.strip()) for part in text.split(","))
 
 
 def rates(text: str) -> object:
@@ -477,26 +477,26 @@ def plan_of(options: argparse.Namespace) -> Plan:
     return plan
 
 
-def server_options(options: argparse.Namespace, plan: Plan, given: Sequence[str]) -> list[str]:
-    """The command line of our server: a queue long enough for all users, and the options `given`
+def server_options(options: argparse.Namespace, plan: Plan, extra: Sequence[str]) -> list[str]:
+    """The command line of our server: a queue long enough for all users, and the `extra` ones
     after --."""
     queue = max([QUEUE, *plan.users, *(size for size, _ in plan.bursts)])
     model = ["--model", options.model] if options.model else []
-    return ["--max-queue", str(queue), *model, *given]
+    return ["--max-queue", str(queue), *model, *extra]
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     split = arguments.index("--") if "--" in arguments else len(arguments)
-    options, given = parser().parse_args(arguments[:split]), arguments[split + 1 :]
-    if options.url and given:
+    options, extra = parser().parse_args(arguments[:split]), arguments[split + 1 :]
+    if options.url and extra:
         raise UserError(
             "Options after -- are for our server, but --url names another: leave one of them out."
         )
     plan = plan_of(options)
     if plan.trace and plan.repeats > 1:
         note("each repeat sends the trace's prompts again, and a prefix cache may hold them")
-    own_options = None if options.url else server_options(options, plan, given)
+    own_options = None if options.url else server_options(options, plan, extra)
     writer = None
     if options.out:
         writer = results.Writer(
@@ -550,11 +550,11 @@ def configuration(
     server = None
     if own_options is not None:
         server = results.without(options.api_key, shlex.join(own_options))
-    asked = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    recorded = {field.name: getattr(plan, field.name) for field in fields(plan)}
     for name in ("trace", "prompt_tokens", "answer_tokens"):
-        asked[name] = None if asked[name] is None else str(asked[name])
+        recorded[name] = None if recorded[name] is None else str(recorded[name])
     fixed = {"url": options.url, "model": options.model, "server": server}
-    return fixed | {"timeout": options.timeout} | asked
+    return fixed | {"timeout": options.timeout} | recorded
 
 
 if __name__ == "__main__":

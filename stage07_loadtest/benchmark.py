@@ -129,9 +129,9 @@ def check_ruler(ttft: float = 0.2, itl: float = 0.05) -> dict[str, Any]:
     asks, when = workload.make("short", 24, "ruler"), schedule.closed(8, 16)
     with mock.process("--ttft", str(ttft), "--itl", str(itl)) as url:
         point = load(url, asks, when, warmup=8)
-    found = metrics.summarize(point, Slo())
-    measured = {name: found.at(name, 50) for name in known}
-    return {"known": known, "measured": measured, "client_cpu": found.client_cpu}
+    summary = metrics.summarize(point, Slo())
+    measured = {name: summary.at(name, 50) for name in known}
+    return {"known": known, "measured": measured, "client_cpu": summary.client_cpu}
 
 
 # ---- measuring ----------------------------------------------------------------------------------
@@ -230,17 +230,17 @@ def run(plan: Any) -> dict[str, Any]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(gzip.compress("".join(bench.requests).encode(), mtime=0))
     naive = len(prompts) * ANSWER / seconds
-    found = {"points": bench.points, "waits": bench.waits, "proof": bench.proof}
-    return found | {"naive": naive, "ruler": ruler}
+    results = {"points": bench.points, "waits": bench.waits, "proof": bench.proof}
+    return results | {"naive": naive, "ruler": ruler}
 
 
 def waiting(records: Sequence[Record], slices: int) -> list[float]:
     """Median TTFT in seconds of each of `slices` equal parts of the answered requests, in the order
     in which they were due."""
     ordered = sorted(records, key=lambda record: record.intended)
-    found = [wait for wait in map(metrics.ttft_intended, ordered) if wait is not None]
-    edges = [len(found) * part // slices for part in range(slices + 1)]
-    return [median(found[low : max(high, low + 1)]) for low, high in pairwise(edges)]
+    delays = [wait for wait in map(metrics.ttft_intended, ordered) if wait is not None]
+    edges = [len(delays) * part // slices for part in range(slices + 1)]
+    return [median(delays[low : max(high, low + 1)]) for low, high in pairwise(edges)]
 
 
 def capacity(points: Sequence[Mapping[str, Any]]) -> float:
@@ -306,15 +306,15 @@ def cells(results: Results, server: str, points: list[Summary]) -> dict[str, Any
 
 def loads(results: Results) -> list[dict[str, Any]]:
     """All points, repeats together, by server, workload and load."""
-    found: dict[tuple[str, str, float, str], list[Summary]] = {}
-    for each in results["points"]:
-        point = from_json({key: value for key, value in each.items() if key != "server"})
+    groups: dict[tuple[str, str, float, str], list[Summary]] = {}
+    for fields in results["points"]:
+        point = from_json({key: value for key, value in fields.items() if key != "server"})
         size = float(point.users if point.users is not None else point.rate or 0.0)
-        found.setdefault((each["server"], point.workload, size, point.kind), []).append(point)
-    names = list(dict.fromkeys([*ENGINES, *(key[0] for key in found)]))
+        groups.setdefault((fields["server"], point.workload, size, point.kind), []).append(point)
+    names = list(dict.fromkeys([*ENGINES, *(key[0] for key in groups)]))
     kinds = list(workload.WORKLOADS)
-    order = sorted(found, key=lambda key: (names.index(key[0]), kinds.index(key[1]), *key[2:]))
-    rows = [cells(results, key[0], found[key]) for key in order]
+    order = sorted(groups, key=lambda key: (names.index(key[0]), kinds.index(key[1]), *key[2:]))
+    rows = [cells(results, key[0], groups[key]) for key in order]
     # With the most users tried: waiting does not slow down a server of one request at a time.
     base = {row["workload"]: row["rate"] for row in rows if row["server"] == SEQUENTIAL}
     for row in rows:
@@ -330,20 +330,20 @@ def closed(results: Results) -> list[dict[str, Any]]:
 
 def split(results: Results, name: str) -> dict[str, float]:
     """tok/s by engine with the main number of users; with the most for one request at a time."""
-    main, found = results.plan["main_users"], dict[str, float]()
+    main, rates = results.plan["main_users"], dict[str, float]()
     for row in closed(results):
         wanted = row["workload"] == name and row["server"] in ENGINES
         if wanted and (alone(row["server"]) or row["users"] == main):
-            found[row["server"]] = row["rate"]
-    return found
+            rates[row["server"]] = row["rate"]
+    return rates
 
 
 def steps(results: Results, name: str) -> Iterator[dict[str, str]]:
     """What each step gains. transformers is the cache's peer, not a step."""
-    found, before = split(results, name), 0.0
-    base = found.get(SEQUENTIAL)
+    rates, before = split(results, name), 0.0
+    base = rates.get(SEQUENTIAL)
     naive = {"none: stage 01, offline": results["naive"]} if name == "short" and base else {}
-    for engine, rate in (naive | found).items():
+    for engine, rate in (naive | rates).items():
         peer = engine == TRANSFORMERS
         yield {
             "server": engine,
@@ -378,19 +378,19 @@ def rate(results: Results, engine: str, users: int = 0) -> float:
 
 def claims(results: Results) -> Iterator[Claim]:
     """The lesson's predictions."""
-    found, most = split(results, "short"), {name: rate(results, name) for name in ENGINES}
+    rates, most = split(results, "short"), {name: rate(results, name) for name in ENGINES}
     for what, engine, why in (
         ("one request at a time", SEQUENTIAL, "one row does not read at full bandwidth"),
         ("eight slots", CONTINUOUS, "products of eight rows are far from both limits"),
         ("blocks", PAGED, "the gather, attention and Python beside the products"),
     ):
-        yield Claim(what, most[engine], found[engine], "tok/s", why)
+        yield Claim(what, most[engine], rates[engine], "tok/s", why)
     for what, engine, base, why in (
         ("batching", CONTINUOUS, SEQUENTIAL, "eight rows cost more than one"),
         ("continuity, equal lengths", CONTINUOUS, STATIC, "the null control"),
         ("paging", PAGED, CONTINUOUS, "many rows use the arithmetic better than eight"),
     ):
-        yield Claim(what, most[engine] / most[base], found[engine] / found[base], "x", why)
+        yield Claim(what, most[engine] / most[base], rates[engine] / rates[base], "x", why)
     # The greatest throughput over latency, which is users / throughput.
     many = range(1, results.plan["main_users"] + 1)
     knee = max(many, key=lambda users: rate(results, PAGED, users) ** 2 / users)
@@ -426,21 +426,23 @@ TABLES = tables(
 
 
 def split_chart(results: Results) -> Figure:
-    found = {name: split(results, name) for name in ("short", "mixed")}
-    best = found["short"][PAGED] / found["short"][SEQUENTIAL]
+    rates_of = {name: split(results, name) for name in ("short", "mixed")}
+    best = rates_of["short"][PAGED] / rates_of["short"][SEQUENTIAL]
     title = f"{results.plan['main_users']} users: {best:.1f}x one request at a time"
-    series = {n: [rates.get(e, math.nan) for e in ENGINES] for n, rates in found.items() if rates}
+    series = {
+        n: [rates.get(e, math.nan) for e in ENGINES] for n, rates in rates_of.items() if rates
+    }
     return charts.bars(title, "output tok/s", list(ENGINES), series, digits=0)
 
 
 def short(results: Results, least: int = 1) -> dict[str, list[Summary]]:
     """Points of short prompts by server, for charts.py: only servers loaded with at least `least`
     different numbers of users."""
-    found: dict[str, list[Summary]] = {}
+    points: dict[str, list[Summary]] = {}
     for row in loads(results):
         if row["workload"] == "short" and row["server"] in ENGINES:
-            found.setdefault(row["server"], []).extend(row["points"])
-    return {n: ps for n, ps in found.items() if len({p.users for p in ps if p.users}) >= least}
+            points.setdefault(row["server"], []).extend(row["points"])
+    return {n: ps for n, ps in points.items() if len({p.users for p in ps if p.users}) >= least}
 
 
 def arrivals(results: Results) -> list[Summary]:
@@ -474,10 +476,10 @@ CHARTS: dict[str, Callable[[Results], Figure]] = {
 
 
 def headline(results: Results) -> str:
-    found, model = split(results, "short"), results.plan["models"][0]
+    rates, model = split(results, "short"), results.plan["models"][0]
     total, failed = (sum(row[key] for row in loads(results)) for key in ("requests", "failed"))
     return (
-        f"{results.plan['main_users']} users get {found[PAGED] / found[SEQUENTIAL]:.1f}x the tok/s "
+        f"{results.plan['main_users']} users get {rates[PAGED] / rates[SEQUENTIAL]:.1f}x the tok/s "
         f"of one request at a time, and {failed} of {total:,} requests failed "
         f"({'GPT-2 124M shape' if model == 'gpt2' else model}, {results.plan['dtypes'][0]})"
     )

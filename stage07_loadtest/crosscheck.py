@@ -104,7 +104,7 @@ def ours(url: str, plan: Any, seed: int) -> Figures:
     good = [record for record in point.records if metrics.succeeded(record)]
     if len(good) < plan.requests:
         raise UserError(f"{plan.requests - len(good)} requests to {url} failed: run it again.")
-    values = {name: [of(one) or 0.0 for one in good] for name, (of, *_) in LATENCIES.items()}
+    values = {name: [of(record) or 0.0 for record in good] for name, (of, *_) in LATENCIES.items()}
     return {
         **{n: {f"p{p}": metrics.percentile(v, p) for p in PERCENTILES} for n, v in values.items()},
         "rate": plan.requests * plan.answer / point.duration,
@@ -146,31 +146,31 @@ def vllm(url: str, plan: Any, seed: int) -> Figures:
         module = "vllm.entrypoints.cli.main"
         flags = ["--ignore-eos", "--save-result"]
         called([python(), "-m", module, "bench", "serve", *words, *flags])
-        found = json.loads((Path(folder) / "out.json").read_text(encoding="utf-8"))
-    return read_vllm(found, plan)
+        result = json.loads((Path(folder) / "out.json").read_text(encoding="utf-8"))
+    return read_vllm(result, plan)
 
 
-def read_vllm(found: Mapping[str, Any], plan: Any) -> Figures:
+def read_vllm(result: Mapping[str, Any], plan: Any) -> Figures:
     """The figures of one result from vLLM. Raises UserError if requests failed."""
-    if missing := plan.requests - found["completed"]:
+    if missing := plan.requests - result["completed"]:
         raise UserError(f"{missing} requests of vLLM failed: run it again.")
     names = {"TTFT": "ttft", "TPOT": "tpot", "E2E": "e2el"}
     return {
         **{
-            name: {f"p{p}": found[f"p{p}_{key}_ms"] / 1e3 for p in PERCENTILES}
+            name: {f"p{p}": result[f"p{p}_{key}_ms"] / 1e3 for p in PERCENTILES}
             for name, key in names.items()
         },
-        "rate": found["output_throughput"],
-        "prompt": found["total_input_tokens"] / plan.requests,
+        "rate": result["output_throughput"],
+        "prompt": result["total_input_tokens"] / plan.requests,
     }
 
 
 def read(benchmark: Mapping[str, Any], plan: Any) -> Figures:
     """The figures of one of guidellm's benchmarks. Raises UserError if requests failed."""
     good = {
-        name: found["successful"]
-        for name, found in benchmark["metrics"].items()
-        if isinstance(found, dict) and "successful" in found
+        name: metric["successful"]
+        for name, metric in benchmark["metrics"].items()
+        if isinstance(metric, dict) and "successful" in metric
     }
     if (count := good["request_latency"]["count"]) < plan.requests:
         raise UserError(f"{plan.requests - count} requests of guidellm failed: run it again.")
@@ -198,16 +198,16 @@ def processors() -> Iterator[Callable[[], None]]:
     """Processes started inside run on the first processor; after a call of the function that this
     yields, new ones run on the others. Does nothing with one processor, or where a process cannot
     choose."""
-    own = psutil.Process()
-    every = own.cpu_affinity() if hasattr(own, "cpu_affinity") else []
+    process = psutil.Process()
+    every = process.cpu_affinity() if hasattr(process, "cpu_affinity") else []
     if len(every) < 2:
         yield lambda: None
         return
-    own.cpu_affinity(every[:1])
+    process.cpu_affinity(every[:1])
     try:
-        yield lambda: own.cpu_affinity(every[1:])
+        yield lambda: process.cpu_affinity(every[1:])
     finally:
-        own.cpu_affinity(every)
+        process.cpu_affinity(every)
 
 
 def run(plan: Any) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def run(plan: Any) -> dict[str, Any]:
     tools: dict[str, Callable[[str, Any, int], Figures]]
     tools = {OURS: ours, GUIDELLM: guidellm, VLLM: vllm}
     known = ("--ttft", str(plan.ttft), "--itl", str(plan.itl))
-    found: list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = []
     with (
         processors() as leave_the_first,
         tempfile.TemporaryDirectory() as folder,
@@ -233,9 +233,9 @@ def run(plan: Any) -> dict[str, Any]:
                     for tool in order:
                         bar.set_postfix_str(f"{tool}, {name}")
                         figures = tools[tool](url, plan, number)
-                        found.append({"server": name, "tool": tool, **figures})
+                        runs.append({"server": name, "tool": tool, **figures})
                         bar.update()
-    return {"runs": found, "installed": INSTALLED}
+    return {"runs": runs, "installed": INSTALLED}
 
 
 def compared(results: Results) -> Iterator[dict[str, str]]:

@@ -204,9 +204,9 @@ class Mock:
         self._authorize(request)
         try:
             body = await request.json()
-            prompt, asked = body["prompt"], body.get("max_tokens", 16)
+            prompt, most = body["prompt"], body.get("max_tokens", 16)
             if not (
-                isinstance(prompt, str | list) and prompt and isinstance(asked, int) and asked > 0
+                isinstance(prompt, str | list) and prompt and isinstance(most, int) and most > 0
             ):
                 raise ValueError
         except (ValueError, TypeError, KeyError):
@@ -219,13 +219,13 @@ class Mock:
         if fault in STATUSES:
             _refuse(int(fault), f"A planted fault: {STATUSES[fault]}.")
         # As a model does, end early unless the end-of-text token is ignored.
-        count = asked if body.get("ignore_eos") is True else (asked + 1) // 2
+        count = most if body.get("ignore_eos") is True else (most + 1) // 2
         answer = Answer(
             id=f"cmpl-{self.requests}",
             prompt_tokens=len(prompt if isinstance(prompt, list) else prompt.encode()),
             count=count - (fault == "wrong_count"),
             fault=fault,
-            finish_reason="length" if count == asked else "stop",
+            finish_reason="length" if count == most else "stop",
         )
         waits = self._slots.locked()
         self.waiting += waits

@@ -116,10 +116,10 @@ def real(subject: Subject, plan: Any) -> Iterator[Group]:
         with TemporaryDirectory(prefix="staircase-") as folder:
             write(Path(folder), PRESETS[name])
             peak = measure.peak_memory(ENGINE, [*options, folder])
-            own = Subject(families.load(folder), torch.bfloat16)
-            engine = {"ours": Engine(own.model)}
-            group = kit.compare(own, engine, [plan.lengths[-1]], plan.whole_repeats)[0]
-            del own, engine  # they hold the file, which Windows would not delete
+            ours = Subject(families.load(folder), torch.bfloat16)
+            engine = {"ours": Engine(ours.model)}
+            group = kit.compare(ours, engine, [plan.lengths[-1]], plan.whole_repeats)[0]
+            del ours, engine  # they hold the file, which Windows would not delete
         yield group | {"model": name, "dtype": "bfloat16", "bytes": peak - empty}
 
 
@@ -128,12 +128,12 @@ def twin(subject: Subject, plan: Any) -> Iterator[Group]:
     are kept beside their speed."""
     for name, folder in checkpoint.EMBEDDED.items():
         judged = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
-        own = Subject(families.load(name), subject.dtype)
-        group = kit.compare(own, {"ours": Engine(own.model)}, [plan.story], plan.whole_repeats)[0]
+        ours = Subject(families.load(name), subject.dtype)
+        group = kit.compare(ours, {"ours": Engine(ours.model)}, [plan.story], plan.whole_repeats)[0]
         yield group | {
             "model": name,
-            "parameters": own.config.parameter_count,
-            "kv": own.config.kv_bytes_per_token(own.dtype),
+            "parameters": ours.config.parameter_count,
+            "kv": ours.config.kv_bytes_per_token(ours.dtype),
             **{key: judged["held_out"][key] for key in ("excess", "copied_right")},
             "straight": [judged["sampled"][key] for key in ("straight", "stories")],
             "beyond": judged.get("beyond", []),
@@ -149,7 +149,7 @@ def step(row: Row) -> float:
 
 def far(row: Row) -> str:
     """Nats a token by position, on texts longer than those of the training."""
-    steps = ["{cross_entropy:.2f} from {from:,}".format_map(each) for each in row["beyond"]]
+    steps = ["{cross_entropy:.2f} from {from:,}".format_map(span) for span in row["beyond"]]
     return ", ".join(steps[:1] + steps[-1:]) or "no position beyond 1,024"
 
 
@@ -165,17 +165,17 @@ def sizes(row: Row) -> tuple[float, float]:
 
 def claims(results: Results) -> Iterator[Claim]:
     """What the lesson predicts of grouped heads and of one request, in float32."""
-    found = {(row["count"], row["context"]): row for row in first("heads")(results)}
-    win, null = found[max(found)], found[min(found)]
+    groups = {(row["count"], row["context"]): row for row in first("heads")(results)}
+    win, null = groups[max(groups)], groups[min(groups)]
     for row, why in (
         (win, "attention computes as much as before: each query still meets each key"),
         (null, "the control: one row reads hardly anything but weights"),
     ):
         what = f"repeated over grouped, {row['count']} x {row['context']:,} tokens"
         yield faster(what, row, (REPEATED, GROUPED), step, why)
-    one = next(row for row in results.rows("whole") if row.tokens > 1)
+    single = next(row for row in results.rows("whole") if row.tokens > 1)
     why = "a product of one row reads at half of the bandwidth, and 600 small operators start"
-    yield speed("one request", one, least, why)
+    yield speed("one request", single, least, why)
 
 
 COLUMNS = rows.limits_of(least) | {
@@ -234,12 +234,12 @@ TABLES = rows.tables(
 
 
 def heads_chart(results: Results) -> Figure:
-    found = first("heads", context=max(FULL.contexts))(results)
+    groups = first("heads", context=max(FULL.contexts))(results)
     return charts.bars(
-        f"Shared keys are read once: a decode step at {found[0]['context']:,} tokens of context",
+        f"Shared keys are read once: a decode step at {groups[0]['context']:,} tokens of context",
         "milliseconds (SmolLM2-135M shape, float32)",
-        [kit.counted(row["count"], "row") for row in found],
-        {name: [1e3 * row.of(name).median for row in found] for name in (REPEATED, GROUPED)},
+        [kit.counted(row["count"], "row") for row in groups],
+        {name: [1e3 * row.of(name).median for row in groups] for name in (REPEATED, GROUPED)},
     )
 
 

@@ -240,17 +240,17 @@ def _rope(fields: Fields, context: int) -> Rope:
     """Rotary positions, from rope_parameters (transformers 5) or rope_theta and rope_scaling (4).
     A theta in the dictionary wins."""
     source = fields.source
-    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-        raise fields.refuse("rope_parameters", given, "one set of rotary positions for all layers")
-    given = {key: value for key, value in given.items() if value is not None}
-    kind = given.pop("rope_type", None) or given.pop("type", "default")
-    given.pop("type", None)
+    spec = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(spec, dict) or any(isinstance(value, dict) for value in spec.values()):
+        raise fields.refuse("rope_parameters", spec, "one set of rotary positions for all layers")
+    spec = {key: value for key, value in spec.items() if value is not None}
+    kind = spec.pop("rope_type", None) or spec.pop("type", "default")
+    spec.pop("type", None)
     if kind not in KINDS:
         raise fields.refuse("rope_type", kind, ", ".join(KINDS))
-    if given.get("partial_rotary_factor") == 1:
-        del given["partial_rotary_factor"]
-    inner = Fields(given, f"{source}, rotary positions,", ROPE_OPTIONS[kind] | {"rope_theta"})
+    if spec.get("partial_rotary_factor") == 1:
+        del spec["partial_rotary_factor"]
+    inner = Fields(spec, f"{source}, rotary positions,", ROPE_OPTIONS[kind] | {"rope_theta"})
     theta = inner.number("rope_theta", fields.get("rope_theta", 10_000.0), least=1.0)
     rope = Rope(theta, kind)
     if kind == "default":

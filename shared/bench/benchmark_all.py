@@ -19,11 +19,11 @@ from .. import cli, paths
 def commands(quick: bool, device: str) -> list[list[str]]:
     """The commands to run, in order, as the words after `python`."""
     stages = [name for name in paths.discover() if (paths.ROOT / name / "benchmark.py").exists()]
-    found = [["-m", f"{name}.benchmark"] for name in stages if device == "cpu"]
-    found.append(["-m", "shared.bench.staircase", "--device", device])
+    programs = [["-m", f"{name}.benchmark"] for name in stages if device == "cpu"]
+    programs.append(["-m", "shared.bench.staircase", "--device", device])
     if quick:
-        return [[*words, "--quick"] for words in found]
-    return [*found, ["-m", "shared.bench.report"]]
+        return [[*words, "--quick"] for words in programs]
+    return [*programs, ["-m", "shared.bench.report"]]
 
 
 def main(argv: list[str] | None = None) -> int:

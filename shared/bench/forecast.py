@@ -52,11 +52,11 @@ def simulate(
         while late and late[0][0] <= step:
             scheduler.add(late.pop(0)[2])
         if plan := scheduler.schedule():
-            parts = ((one.request.prompt_ids[0], one) for one in plan.work)
+            parts = ((part.request.prompt_ids[0], part) for part in plan.work)
             passes.append([Part(n, one.start, one.count, bool(one.rows)) for n, one in parts])
             note()
         scheduler.advance(plan)
-        for request in [one.request for one in plan.work if one.rows]:
+        for request in [part.request for part in plan.work if part.rows]:
             ended = len(request.output.token_ids) + 1 == request.sampling.max_tokens
             request.output.append(Token(0, None, "length" if ended else None))
             if ended:

@@ -81,7 +81,7 @@ def quick(plan: Any, **changes: Any) -> Any:
 
     def quarter(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: quarter(one) for name, one in value.items()}
+            return {name: quarter(field) for name, field in value.items()}
         if isinstance(value, tuple):
             return tuple(map(quarter, value))
         return max(1, value // 4) if type(value) is int else value
@@ -111,8 +111,8 @@ def server_options(model: str, dtype: str, contexts: int, **more: object) -> lis
     contexts: `max_queue=9` is --max-queue 9."""
     config, threads = checkpoint.PRESETS[model], torch.get_num_threads()
     memory = contexts * config.n_positions * config.kv_bytes_per_token(getattr(torch, dtype))
-    given = {"model": model, "dtype": dtype, "kv_memory": memory, "threads": threads} | more
-    words = [w for name, value in given.items() for w in (f"--{name.replace('_', '-')}", value)]
+    options = {"model": model, "dtype": dtype, "kv_memory": memory, "threads": threads} | more
+    words = [w for name, value in options.items() for w in (f"--{name.replace('_', '-')}", value)]
     return [*map(str, words), *([] if model == "stories" else ["--random-weights"])]
 
 
@@ -137,9 +137,9 @@ def prove(scores: torch.Tensor, taken: torch.Tensor, dtype: torch.dtype) -> dict
 
 def together(proofs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Several proofs as one."""
-    found = list(proofs)
-    sums = {key: sum(proof[key] for proof in found) for key in ("tokens", "near_ties")}
-    return sums | {"widest_gap": max((proof["widest_gap"] for proof in found), default=0.0)}
+    listed = list(proofs)
+    sums = {key: sum(proof[key] for proof in listed) for key in ("tokens", "near_ties")}
+    return sums | {"widest_gap": max((proof["widest_gap"] for proof in listed), default=0.0)}
 
 
 @torch.inference_mode()
@@ -152,8 +152,8 @@ def prove_answer(model: GPT2, prompt: Sequence[int], answer: Sequence[int]) -> d
         len(prompt) - 1 :
     ]  # (answer, C)
     return together(
-        prove(model.logits(some).float(), own, model.dtype)
-        for some, own in zip(hidden.split(128), taken.split(128), strict=True)
+        prove(model.logits(rows).float(), answers, model.dtype)
+        for rows, answers in zip(hidden.split(128), taken.split(128), strict=True)
     )
 
 
@@ -175,7 +175,7 @@ class Subject:
 
     def prove(self, outputs: Iterable[Any]) -> dict[str, Any]:
         """`prove_answer` of all `outputs` together. An answer already proved is not run again."""
-        return together(self._proof(tuple(one.prompt_ids), tuple(one.token_ids)) for one in outputs)
+        return together(self._proof(tuple(out.prompt_ids), tuple(out.token_ids)) for out in outputs)
 
     def prove_lengths(
         self, prompts: Sequence[list[int]], answers: Sequence[list[int]], counts: Sequence[int]
@@ -200,12 +200,12 @@ class Peer:
         return [Output(prompt, ids) for prompt, ids in zip(prompts, answers, strict=True)]
 
 
-def by_variant(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Group:
+def by_variant(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> Group:
     """The results of some runs: for each key a mapping from the variant to its value in every run,
     but only the last proof."""
-    keys = next(iter(found.values()))[0]
+    keys = next(iter(results.values()))[0]
     group = {
-        key: {name: [run[key] for run in runs] for name, runs in found.items()} for key in keys
+        key: {name: [run[key] for run in runs] for name, runs in results.items()} for key in keys
     }
     if "proof" in keys:
         group["proof"] = {name: proofs[-1] for name, proofs in group["proof"].items()}
@@ -263,12 +263,12 @@ def compare(
     counts = [count for _, count in lengths]
     runs = {name: Runs(engine, prompts, counts) for name, engine in engines.items()}
     seconds = measure.alternate(runs, repeats, warmup=0)
-    kept = {name: each.fields(subject) for name, each in runs.items()}
+    kept = {name: timed.fields(subject) for name, timed in runs.items()}
     same = runs[like or next(iter(runs))].answers
     keys = ("passes", "busy", "rows", "bytes", "proof")
     group = {**fields, "lengths": packed(lengths), "seconds": seconds}
-    group |= {key: {name: own[key] for name, own in kept.items() if key in own} for key in keys}
-    group["same"] = {n: sum(map(list.__eq__, each.answers, same)) for n, each in runs.items()}
+    group |= {key: {name: run[key] for name, run in kept.items() if key in run} for key in keys}
+    group["same"] = {n: sum(map(list.__eq__, timed.answers, same)) for n, timed in runs.items()}
     return group, runs
 
 
@@ -311,10 +311,10 @@ def cases(*listed: Case) -> Callable[[Any], dict[str, Any]]:
         with tqdm(total=len(todo) * len(listed), unit="case") as bar:
             for (at, dtype), (place, model) in todo:
                 subject = Subject(shape(model), getattr(torch, dtype))
-                for case, found in zip(listed, results.values(), strict=True):
+                for case, groups in zip(listed, results.values(), strict=True):
                     bar.set_postfix_str(f"{case.run.__name__}, {model}, {dtype}")
                     if place < (case.models or 99) and at < (case.dtypes or 99):
-                        found += [subject.about | one for one in case.run(subject, plan)]
+                        groups += [subject.about | group for group in case.run(subject, plan)]
                     bar.update()
         return results
 
@@ -376,10 +376,10 @@ class Benchmark:
         )
         for option, how in self.options.items():  # each is a field of the plan
             parser.add_argument(f"--{option}", **how)
-        given = vars(parser.parse_args(argv))
-        few = given.pop("quick")
-        device = cli.choose_device(given.get("device", "cpu")).type
-        content = self.run(replace(self.quick if few else self.full, **given), device)
+        options = vars(parser.parse_args(argv))
+        few = options.pop("quick")
+        device = cli.choose_device(options.get("device", "cpu")).type
+        content = self.run(replace(self.quick if few else self.full, **options), device)
         if few:
             for table, text in self.tables(content).items():
                 if text.count("\n") > 1:  # some cases are in full runs only

@@ -48,12 +48,12 @@ def benchmarks() -> dict[str, Any]:
     """Every stage's benchmark in reading order, the staircase, which compares them, other engines
     beside them, and the cross-check of the load test."""
     names = [name for name in paths.discover() if (paths.ROOT / name / "benchmark.py").exists()]
-    found = {name: importlib.import_module(f"{name}.benchmark").BENCHMARK for name in names}
-    found |= {module.KIND: module.BENCHMARK for module in (staircase, compare, shapes)}
+    modules = {name: importlib.import_module(f"{name}.benchmark").BENCHMARK for name in names}
+    modules |= {module.KIND: module.BENCHMARK for module in (staircase, compare, shapes)}
     for path in sorted(paths.ROOT.glob("stage*/crosscheck.py")):
         module = importlib.import_module(f"{path.parent.name}.crosscheck")
-        found[module.KIND] = module.BENCHMARK
-    return found
+        modules[module.KIND] = module.BENCHMARK
+    return modules
 
 
 def drawn_with() -> dict[str, str]:
@@ -78,8 +78,8 @@ class Report:
         self.tables: dict[str, dict[str, str]] = {}  # stage -> name -> markdown
         self.headlines: dict[str, str] = {}
         self._results(check)
-        own = {"stages": self._stages_table(), "references": self._references_table()}
-        self.tables[""] = own  # of all stages
+        overviews = {"stages": self._stages_table(), "references": self._references_table()}
+        self.tables[""] = overviews  # of all stages
         for pattern in ("README.md", "reports/README.md", "stage[0-9][0-9]_*/RE*.md"):
             for path in sorted(root.glob(pattern)):  # the texts that may hold tables
                 self._text(path)
@@ -95,24 +95,24 @@ class Report:
     def _results(self, check: bool) -> None:
         """Tables, charts and headlines."""
         every = sorted(self.root.glob("reports/*/*.json"))
-        found = [path for path in every if path.stem in self.modules]
-        for path in set(every) - set(found):
+        known = [path for path in every if path.stem in self.modules]
+        for path in set(every) - set(known):
             unknown = f"{self._name(path)} belongs to no stage with a benchmark: delete it"
             self.problems.append(unknown)
-        if not found:
+        if not known:
             self.notes.append("there are no results in reports/ yet")
             return
         file = self.root / "reports" / "machines.json"
         settings = json.loads(file.read_text()) if file.exists() else {}
-        default = settings.get("default", found[0].parent.name)
+        default = settings.get("default", known[0].parent.name)
         drawers = settings.get("charts", drawn_with()) if check else drawn_with()
         if drawers != drawn_with():
             theirs, ours = (" on ".join(drawn.values()) for drawn in (drawers, drawn_with()))
             self.notes.append(f"charts were not compared: drawn by matplotlib {theirs}, not {ours}")
         pictures: set[Path] = set()
-        shown = {path.stem: path for path in reversed(found)}  # in the texts
-        shown |= {path.stem: path for path in found if path.parent.name == default}
-        for path in found:
+        shown = {path.stem: path for path in reversed(known)}  # in the texts
+        shown |= {path.stem: path for path in known if path.parent.name == default}
+        for path in known:
             stage, module = path.stem, self.modules[path.stem]
             try:
                 results = measure.load(path)
@@ -155,9 +155,9 @@ class Report:
         """What other projects claim, what to know about it, and this project's counterpart."""
         columns: dict[str, rows.Column] = {
             "what to know": "caveat",
-            "our counterpart": lambda one: (
-                f"[{one['stage']}](../{one['stage']}/REPORT.md): "
-                f"{self.headlines.get(one['stage'], UNMEASURED)}"
+            "our counterpart": lambda claim: (
+                f"[{claim['stage']}](../{claim['stage']}/REPORT.md): "
+                f"{self.headlines.get(claim['stage'], UNMEASURED)}"
             ),
         }
         claims = json.loads(_read(self.root / "reports" / "references.json") or b"[]")
@@ -174,14 +174,14 @@ class Report:
         ]
 
         def fill(marker: re.Match[str]) -> str:
-            found = self._find(marker["name"], path.parent.name)
-            if found is None:
+            table = self._find(marker["name"], path.parent.name)
+            if table is None:
                 self.problems.append(
                     f"{name}: there is no table '{marker['name']}': run the benchmark, or correct "
                     "the name"
                 )
                 return marker[0]
-            return f"{marker['begin']}\n\n{found.strip()}\n\n{END}"
+            return f"{marker['begin']}\n\n{table.strip()}\n\n{END}"
 
         if not alone:
             self.files[path.relative_to(self.root)] = TABLE.sub(fill, text).encode()
@@ -203,22 +203,22 @@ def _read(path: Path) -> bytes | None:
 def report(root: Path, modules: Mapping[str, Any], check: bool) -> int:
     """Check or update the reports below `root` and print what was found; returns the exit
     status."""
-    found = Report(root, modules, check)
-    stale = found.stale
+    result = Report(root, modules, check)
+    stale = result.stale
     for path in stale:
         if not check:
             (root / path).parent.mkdir(parents=True, exist_ok=True)
-            (root / path).write_bytes(found.files[path])
+            (root / path).write_bytes(result.files[path])
         print(f"{'stale' if check else 'written'}: {path.as_posix()}")
-    for problem in found.problems:
+    for problem in result.problems:
         print(f"problem: {problem}")
-    for note in found.notes:
+    for note in result.notes:
         print(f"note: {note}")
     if check and stale:
         print(f"Update them: {UPDATE}")
-    if not stale and not found.problems:
-        print(f"All {len(found.files)} files of the reports match the results.")
-    return 1 if found.problems or (check and stale) else 0
+    if not stale and not result.problems:
+        print(f"All {len(result.files)} files of the reports match the results.")
+    return 1 if result.problems or (check and stale) else 0
 
 
 def main(argv: list[str] | None = None) -> int:

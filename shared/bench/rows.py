@@ -65,8 +65,8 @@ class Row:
 
     def __getitem__(self, key: str) -> Any:
         value = self.group[key]
-        own = isinstance(value, dict) and self.variant in value
-        return value[self.variant] if own else value
+        by_variant = isinstance(value, dict) and self.variant in value
+        return value[self.variant] if by_variant else value
 
     def of(self, variant: str) -> Row:
         """The same group, as another variant sees it."""
@@ -140,8 +140,8 @@ class Results:
 
     def groups(self, case: str, /, **where: Any) -> list[Row]:
         """The groups of a case whose fields have the given values."""
-        found = [Row(self, group) for group in self[case]]
-        return [row for row in found if all(row[key] == value for key, value in where.items())]
+        rows = [Row(self, group) for group in self[case]]
+        return [row for row in rows if all(row[key] == value for key, value in where.items())]
 
     def rows(self, case: str, /, **where: Any) -> list[Row]:
         """The same groups, once for each variant that was timed."""
@@ -204,9 +204,9 @@ def tables(columns: Mapping[str, Column], declared: str, **sources: Any) -> dict
     known = COLUMNS | dict(columns)
 
     def markdown(source: Any, header: str, results: Results) -> str:
-        each = results.rows if "engine" in header.split(" | ") else results.groups
-        found = source(results) if callable(source) else each(source)
-        return found if isinstance(found, str) else table(found, header, known if header else {})
+        select = results.rows if "engine" in header.split(" | ") else results.groups
+        rows = source(results) if callable(source) else select(source)
+        return rows if isinstance(rows, str) else table(rows, header, known if header else {})
 
     drawn: dict[str, Draw] = {}
     rest = dict.fromkeys(sources, "")
@@ -290,10 +290,10 @@ def operators(results: Results) -> str:
 
 def limits(results: Results) -> str:
     """The machine, and its limits as they were measured in the same run."""
-    content, machine, found = results.content, results.content["machine"], results.limits
+    content, machine, speeds = results.content, results.content["machine"], results.limits
     cpus = f"{machine['cpus']} CPU{'s' if machine['cpus'] > 1 else ''}"
     size, version = f"{machine['memory_gib']:.0f} GiB", f"torch {content['versions']['torch']}"
-    rates = [f"{rate:,.0f} GFLOP/s in {dtype}" for dtype, rate in found.gflops.items()]
+    rates = [f"{rate:,.0f} GFLOP/s in {dtype}" for dtype, rate in speeds.gflops.items()]
     cells = {"machine": f"{machine['processor']}, {cpus}, {size}, {version}"}
-    cells |= {"threads": content["threads"], "reads memory at": f"{found.bandwidth_gb_s:.0f} GB/s"}
+    cells |= {"threads": content["threads"], "reads memory at": f"{speeds.bandwidth_gb_s:.0f} GB/s"}
     return table([cells | {"multiplies matrices at": ", ".join(rates)}])

@@ -165,19 +165,19 @@ def run(plan: Any) -> dict[str, Any]:
         def fresh(name: str) -> Run:
             bar.set_postfix_str(name)
             try:
-                with measure.process() as own:
-                    return own.submit(work, name, vars(plan), threads).result()
+                with measure.process() as worker:
+                    return worker.submit(work, name, vars(plan), threads).result()
             except BrokenExecutor as error:
                 raise UserError(f"{name} could not be measured: {error}") from None
             finally:
                 bar.update()
 
         ways = {name: partial(fresh, name) for name in wanted}
-        found = measure.turns(ways, plan.rounds, warmup=0)
-    return {"steps": [together(plan, found)]}
+        runs = measure.turns(ways, plan.rounds, warmup=0)
+    return {"steps": [together(plan, runs)]}
 
 
-def together(plan: Any, found: Mapping[str, list[Run]]) -> kit.Group:
+def together(plan: Any, results: Mapping[str, list[Run]]) -> kit.Group:
     """The runs as a group, every answer proved."""
     prompts, counts = workload(plan)
     subject = kit.Subject(kit.shape(plan.model), getattr(torch, plan.dtype), plan.device)
@@ -186,9 +186,9 @@ def together(plan: Any, found: Mapping[str, list[Run]]) -> kit.Group:
         proof = subject.prove_lengths(prompts, run.tokens, counts)
         return {"seconds": run.seconds, "ends": run.ends, "bytes": run.bytes, "proof": proof}
 
-    each = {name: list(map(kept, runs)) for name, runs in found.items()}
+    fields = {name: list(map(kept, runs)) for name, runs in results.items()}
     lengths = list(zip(map(len, prompts), counts, strict=True))
-    return subject.about | {"lengths": kit.packed(lengths)} | kit.by_variant(each)
+    return subject.about | {"lengths": kit.packed(lengths)} | kit.by_variant(fields)
 
 
 def span(row: Row, place: int) -> str:
@@ -228,14 +228,14 @@ def steps_chart(results: Results) -> Figure:
     """Ours from top to bottom, and transformers below them."""
     ours = sorted(row.variant for row in results.rows("steps") if row.variant not in TITLES)
     order = [*ours, *TITLES]
-    found = sorted(results.rows("steps"), key=lambda row: order.index(row.variant))
-    best = min(row.median for row in found if row.variant in stages.engines())
-    gain = found[0].of(FIRST).median / best
-    rates = [row.rate for row in found]
+    engines = sorted(results.rows("steps"), key=lambda row: order.index(row.variant))
+    best = min(row.median for row in engines if row.variant in stages.engines())
+    gain = engines[0].of(FIRST).median / best
+    rates = [row.rate for row in engines]
     return charts.bars(
         f"The staircase: {gain:.0f}x the naive engine's throughput",
         "output tok/s",
-        list(map(name_of, found)),
+        list(map(name_of, engines)),
         {"tok/s": [rate.median for rate in rates]},
         spread={"tok/s": [(rate.low, rate.high) for rate in rates]},
         others=list(TITLES.values()),

@@ -38,15 +38,15 @@ Outcomes = dict[tuple[str, str], str]  # (stage, pytest id in it) -> its error; 
 
 def check(stage: str) -> Iterator[str]:
     """The problems of a stage's tasks as they are written, found without running anything."""
-    found = mine.tasks(stage)
-    if [task.number for task in found] != list(range(1, len(found) + 1)):
+    tasks = mine.tasks(stage)
+    if [task.number for task in tasks] != list(range(1, len(tasks) + 1)):
         yield f"{stage}: tasks are not numbered from 1 on"
-    owned = Counter(f"{task.file} {name}" for task in found for name in task.functions)
-    owned.update(test for task in found for test in task.tests)
+    owned = Counter(f"{task.file} {name}" for task in tasks for name in task.functions)
+    owned.update(test for task in tasks for test in task.tests)
     yield from (
         f"{stage}: {name} belongs to two tasks" for name in sorted(owned) if owned[name] > 1
     )
-    for task in found:
+    for task in tasks:
         name = mine.label(stage, task)
         if not (task.points > 0 and task.text and task.hints and task.tests and task.functions):
             yield f"{name}: it needs functions, text, points, hints and tests"
@@ -92,25 +92,25 @@ def prove(chosen: Sequence[str]) -> Iterator[str]:
 
 def copies(chosen: Sequence[str], number: int | None) -> Copies:
     """Copies of some stages with everything written but the task of this number, if any."""
-    found: dict[str, dict[str, str]] = {}
+    copied: dict[str, dict[str, str]] = {}
     for stage in chosen:
-        found[stage] = {name: mine.read(paths.ROOT / stage / name) for name in mine.files(stage)}
+        copied[stage] = {name: mine.read(paths.ROOT / stage / name) for name in mine.files(stage)}
         for task in mine.tasks(stage):
             if task.number == number:
-                found[stage][task.file] = mine.emptied(found[stage][task.file], stage, task)
-    return found
+                copied[stage][task.file] = mine.emptied(copied[stage][task.file], stage, task)
+    return copied
 
 
 def wrong_jobs(stage: str, most: int | None = None) -> Iterator[Job]:
     """For each wrong solution, at most `most` per task, its task's tests; and in two more jobs, for
     the first wrong solutions of every second task, the tests of all tasks. Each task is judged
     beside the reference's others."""
-    found = wrong.read(stage)
+    solutions = wrong.read(stage)
     firsts = []
     for task in mine.tasks(stage):
-        own = [each for each in found if each.task == task]
-        yield from (_job(stage, [each], task.tests, "-x") for each in own[:most])
-        firsts += own[:1]
+        of_task = [solution for solution in solutions if solution.task == task]
+        yield from (_job(stage, [solution], task.tests, "-x") for solution in of_task[:most])
+        firsts += of_task[:1]
     tests = [test for task in mine.tasks(stage) for test in task.tests]
     yield _job(stage, firsts[::2], tests)
     yield _job(stage, firsts[1::2], tests)
@@ -118,10 +118,10 @@ def wrong_jobs(stage: str, most: int | None = None) -> Iterator[Job]:
 
 def _job(stage: str, crowd: Sequence[wrong.Wrong], tests: Sequence[str], *options: str) -> Job:
     files: dict[str, str] = {}
-    for each in crowd:
-        file = each.task.file
+    for solution in crowd:
+        file = solution.task.file
         source = files.get(file) or mine.read(paths.ROOT / stage / file)
-        files[file] = wrong.applied(source, stage, each)
+        files[file] = wrong.applied(source, stage, solution)
     job = {"stage": stage, "files": files, "tests": list(tests), "options": ["--alone", *options]}
     return tuple(crowd), job
 
@@ -133,25 +133,25 @@ def judge_wrong(jobs: Sequence[Job]) -> Iterator[list[str]]:
         problems, stage = [], job["stage"]
         failed = [name.partition("/")[2] for name, error in errors.items() if error]
         for task in mine.tasks(stage):
-            own = [each for each in crowd if each.task == task]
+            of_task = [solution for solution in crowd if solution.task == task]
             fails = any(task.judged_by(test) for test in failed)
-            if own and not fails and "" not in errors:
+            if of_task and not fails and "" not in errors:
                 name = mine.label(stage, task)
-                problems.append(f"{name} passes with a wrong solution: {own[0].name}")
-            if fails and not own:
-                names = ", ".join(f"{each.task.number} ({each.name})" for each in crowd)
+                problems.append(f"{name} passes with a wrong solution: {of_task[0].name}")
+            if fails and not of_task:
+                names = ", ".join(f"{solution.task.number} ({solution.name})" for solution in crowd)
                 problems.append(f"{mine.label(stage, task)} fails because of tasks {names}")
         yield problems
 
 
-def run(given: Copies, most: int | None = None) -> Outcomes:
+def run(copied: Copies, most: int | None = None) -> Outcomes:
     """Run the tests of all tasks of some stages against copies of them; at most `most` a task.
 
     Raises RuntimeError if pytest itself fails.
     """
-    chosen = [(stage, task) for stage in given for task in mine.tasks(stage)]
+    chosen = [(stage, task) for stage in copied for task in mine.tasks(stage)]
     tests = [f"{stage}/{test}" for stage, task in chosen for test in task.tests[:most]]
-    with laid_out(given) as home:
+    with laid_out(copied) as home:
         done = _pytest(home, tests, f"--junit-xml={home / 'out.xml'}")
         if done.returncode not in (0, 1):
             output = done.stdout[-2000:] + done.stderr[-2000:]
@@ -160,10 +160,10 @@ def run(given: Copies, most: int | None = None) -> Outcomes:
 
 
 @contextlib.contextmanager
-def laid_out(given: Copies) -> Iterator[Path]:
+def laid_out(copied: Copies) -> Iterator[Path]:
     """A folder with these copies below "mine", for as long as the block lasts."""
     with tempfile.TemporaryDirectory(prefix="staircase-", ignore_cleanup_errors=True) as temporary:
-        for stage, sources in given.items():
+        for stage, sources in copied.items():
             folder = Path(temporary) / "mine" / stage
             folder.mkdir(parents=True)
             for name, source in sources.items():

@@ -41,13 +41,15 @@ def judge(
         ]
 
     requests = [request(rng, full=True) for _ in range(count)]
-    firsts = answer([[{"role": "user", "content": each.text}] for each in requests], "stories")
+    firsts = answer([[{"role": "user", "content": wish.text}] for wish in requests], "stories")
     readings = [
-        source.read(text, each.given, each.plots)
-        for each, text in zip(requests, firsts, strict=True)
+        source.read(text, wish.fillings, wish.plots)
+        for wish, text in zip(requests, firsts, strict=True)
     ]
-    right = [at for at, found in enumerate(readings) if found]
-    invented = [at for at, each in enumerate(requests) if each.given["hero"] not in source.gender]
+    right = [at for at, stories in enumerate(readings) if stories]
+    invented = [
+        at for at, wish in enumerate(requests) if wish.fillings["hero"] not in source.gender
+    ]
 
     seconds = answer([asked(requests[at].text, firsts[at]) for at in right], "going on")
     gone_on = 0
@@ -58,13 +60,13 @@ def judge(
         gone_on += bool(source.read(text, kept, others, sequels(), habits=False))
 
     halves = []
-    for each in requests:
-        text = source.sample(rng, each.given, each.plots).text
-        halves.append((each, text[: rng.choice([i for i, c in enumerate(text) if c == " "])]))
-    rests = answer([asked(each.text, half) for each, half in halves], "other halves")
+    for wish in requests:
+        text = source.sample(rng, wish.fillings, wish.plots).text
+        halves.append((wish, text[: rng.choice([i for i, c in enumerate(text) if c == " "])]))
+    rests = answer([asked(wish.text, half) for wish, half in halves], "other halves")
     completed = sum(
-        bool(source.read(half + rest, each.given, each.plots))
-        for (each, half), rest in zip(halves, rests, strict=True)
+        bool(source.read(half + rest, wish.fillings, wish.plots))
+        for (wish, half), rest in zip(halves, rests, strict=True)
     )
     wrong = next((at for at in range(count) if at not in right), None)
     return {
@@ -139,7 +141,7 @@ def section(evaluation: dict[str, Any]) -> str:
     chat, example = evaluation["chat"], evaluation["chat"]["example"]
     far = evaluation["beyond"]
     steps = ", ".join(
-        f"{each['cross_entropy']:.2f} from {each['from']:,} to {each['to']:,}" for each in far
+        f"{part['cross_entropy']:.2f} from {part['from']:,} to {part['to']:,}" for part in far
     )
     return SECTION.format(
         **{name: value for name, value in chat.items() if name not in ("example", "broken")},

@@ -28,7 +28,7 @@ class Request:
     """A question, and what it demands of the story: fillings, and plots (none: any)."""
 
     text: str
-    given: dict[str, str]
+    fillings: dict[str, str]
     plots: tuple[grammar.Plot, ...]
 
 
@@ -85,36 +85,36 @@ def request(rng: random.Random, full: bool) -> Request:
     """A request; `full`: one that names hero, creature, trait and thing."""
     source = grammar.load()
     template = rng.choice(phrases()["full requests" if full else "short requests"])
-    given: dict[str, str] = {}
+    fixed: dict[str, str] = {}
     if "{hero}" in template:
-        own = rng.random() < 0.5
-        given["hero"] = rng.choice(source.hero_names()) if own else invented_name(rng)
-        if not own:
-            given["gender"] = rng.choice(("girl", "boy")) if "{kind}" in template else "boy"
+        known = rng.random() < 0.5
+        fixed["hero"] = rng.choice(source.hero_names()) if known else invented_name(rng)
+        if not known:
+            fixed["gender"] = rng.choice(("girl", "boy")) if "{kind}" in template else "boy"
     if "{kind}" in template:
         if rng.random() < 0.5:
-            given[grammar.CREATURE] = rng.choice(source.words["animal"])
-            if "gender" in given:
-                given["gender"] = "boy"  # an animal with an invented name is a he
-        elif "hero" not in given:
-            given["hero"] = rng.choice(source.hero_names())
+            fixed[grammar.CREATURE] = rng.choice(source.words["animal"])
+            if "gender" in fixed:
+                fixed["gender"] = "boy"  # an animal with an invented name is a he
+        elif "hero" not in fixed:
+            fixed["hero"] = rng.choice(source.hero_names())
     if "{trait}" in template:
-        given["trait"] = rng.choice(source.words["trait"])
+        fixed["trait"] = rng.choice(source.words["trait"])
     thing = rng.choice(list(things()))
-    kind = given.get(grammar.CREATURE) or (source.hero_gender(given) if "hero" in given else "")
-    text = template.format(hero=given.get("hero"), kind=kind, trait=given.get("trait"), thing=thing)
+    kind = fixed.get(grammar.CREATURE) or (source.hero_gender(fixed) if "hero" in fixed else "")
+    text = template.format(hero=fixed.get("hero"), kind=kind, trait=fixed.get("trait"), thing=thing)
     plots = things()[thing] if "{thing}" in template else ()
     if rng.random() < 0.2:
         text = text[0].lower() + text[1:]
-    return Request(text + rng.choice((".", ".", "")) * (text[-1] != "?"), given, plots)
+    return Request(text + rng.choice((".", ".", "")) * (text[-1] != "?"), fixed, plots)
 
 
 def conversation(rng: random.Random) -> list[Turn]:
     """One or two turns."""
     source = grammar.load()
-    asked = request(rng, rng.random() < FULL_SHARE)
-    story = source.sample(rng, asked.given, asked.plots)
-    first = Turn(asked.text, story.text, story)
+    wish = request(rng, rng.random() < FULL_SHARE)
+    story = source.sample(rng, wish.fillings, wish.plots)
+    first = Turn(wish.text, story.text, story)
     if rng.random() >= SECOND_SHARE:
         return [first]
     question = rng.choice(phrases()["go on"])
@@ -122,7 +122,7 @@ def conversation(rng: random.Random) -> list[Turn]:
         spaces = [place for place, letter in enumerate(story.text) if letter in " \n"]
         cut = rng.choice(spaces)
         return [
-            Turn(asked.text, story.text[:cut], story, whole=False),
+            Turn(wish.text, story.text[:cut], story, whole=False),
             Turn(question, story.text[cut:], story, start=cut),  # its first token has the space
         ]
     kept = {name: story.fillings[name] for name in KEPT if name in story.fillings}

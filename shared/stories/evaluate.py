@@ -57,8 +57,8 @@ def held_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
     stories = itertools.islice(grammar.stories("held out"), count)
     for story in tqdm(stories, total=count, unit="story", desc="held out"):
         ids, copies = copied_tokens(tokenizer, story)
-        each, likeliest = predictions(model, [end, *ids, end])
-        nats += float(each.sum())
+        losses, likeliest = predictions(model, [end, *ids, end])
+        nats += float(losses.sum())
         floor -= story.log_probability
         tokens += len(ids) + 1
         copied += sum(copies)

@@ -129,7 +129,7 @@ def insert_synonyms(text: str, synonyms: str) -> str:
     longest_first = sorted(marked, key=len, reverse=True)
     pattern = r'(?<!["\w{.])(?:' + "|".join(map(re.escape, longest_first)) + r")(?![\w-])"
     return "\n".join(
-        line if line.startswith("#") else re.sub(pattern, lambda found: marked[found[0]], line)
+        line if line.startswith("#") else re.sub(pattern, lambda match: marked[match[0]], line)
         for line in text.splitlines()
     )
 
@@ -223,15 +223,15 @@ class Grammar:
     def sample(
         self,
         rng: random.Random,
-        given: Mapping[str, str] | None = None,
+        fixed: Mapping[str, str] | None = None,
         plots: Sequence[Plot] = (),
         openings: Beat = (),
         habits: bool = True,
     ) -> Story:
-        """One story, drawn with `rng`: with the fillings in `given`, one of `plots`, an opening out
+        """One story, drawn with `rng`: with the fillings in `fixed`, one of `plots`, an opening out
         of `openings` (all of the grammar's, if empty). Its probability is that of what was drawn.
         """
-        fillings = dict(given or {})
+        fillings = dict(fixed or {})
         copies: list[tuple[int, int]] = []
         text, log_probability = "", 0.0
 
@@ -278,7 +278,7 @@ class Grammar:
     def read(
         self,
         text: str,
-        given: Mapping[str, str] | None = None,
+        fixed: Mapping[str, str] | None = None,
         plots: Sequence[Plot] = (),
         openings: Beat = (),
         habits: bool = True,
@@ -290,7 +290,7 @@ class Grammar:
         return [
             Story(text, plot.name, fillings, log_p - math.log(len(plots)))
             for plot in plots
-            for end, fillings, log_p in self._read_plot(plot, text, frame, dict(given or {}))
+            for end, fillings, log_p in self._read_plot(plot, text, frame, dict(fixed or {}))
             if end == len(text)
         ]
 
@@ -302,11 +302,11 @@ class Grammar:
         return self._furthest
 
     def _read_plot(
-        self, plot: Plot, text: str, frame: list[tuple[str, Beat]], given: dict[str, str]
+        self, plot: Plot, text: str, frame: list[tuple[str, Beat]], fixed: dict[str, str]
     ) -> Iterator[tuple[int, dict[str, str], float]]:
         plain = [*frame, *((" ", beat) for beat in plot.before)]
         no, yes = math.log(1 - INTERLUDE_PROBABILITY), math.log(INTERLUDE_PROBABILITY)
-        for end, fillings, log_p in self._read_beats(plain, text, 0, given):
+        for end, fillings, log_p in self._read_beats(plain, text, 0, fixed):
             rest = [(" ", beat) for beat in plot.after]
             without = [("\n", plot.after[0]), *rest[1:], ("\n", self.endings)]
             within = [("\n", self.interludes), *rest, ("\n", self.endings)]

@@ -160,13 +160,13 @@ class Chat:
                 story = next(plain)
                 pieces += [weighted(tokenizer, story.text, story, 0), ([end], [1.0])]
             else:
-                for each in next(chats):
-                    asked = tokenizer.encode(f"user\n{each.question}").ids
-                    question = [turn, *asked, end_of_turn, *line, turn, *assistant]
+                for exchange in next(chats):
+                    question_ids = tokenizer.encode(f"user\n{exchange.question}").ids
+                    question = [turn, *question_ids, end_of_turn, *line, turn, *assistant]
                     pieces += [
                         (question, [0.0] * len(question)),
-                        weighted(tokenizer, each.answer, each.story, each.start),
-                        ([end_of_turn, *line], [float(each.whole)] + [0.0] * len(line)),
+                        weighted(tokenizer, exchange.answer, exchange.story, exchange.start),
+                        ([end_of_turn, *line], [float(exchange.whole)] + [0.0] * len(line)),
                     ]
                 pieces.append(([end], [0.0]))
             yield [i for ids, _ in pieces for i in ids], [w for _, many in pieces for w in many]
@@ -389,8 +389,8 @@ def train(
     sources = {length: windows(length, rng, documents) for length in (WINDOW, POSITIONS)}
     full_from = int(steps * (1 - recipe.full_window_share))
     schedules = [
-        torch.optim.lr_scheduler.LambdaLR(each, lambda step: learning_rate_share(step, steps))
-        for each in optimizers
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_share(step, steps))
+        for optimizer in optimizers
     ]
     started, smooth = time.perf_counter(), None
     progress = tqdm(range(steps), unit="step", smoothing=0.05)

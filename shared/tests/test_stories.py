@@ -68,13 +68,13 @@ def test_every_answer_has_one_derivation_given_what_its_request_demands():
     rng, kinds = random.Random(0), [0, 0]
     for _ in range(60):
         asked = request(rng, full=True)
-        story = GRAMMAR.sample(rng, asked.given, asked.plots)
-        (reading,) = GRAMMAR.read(story.text, asked.given, asked.plots)
+        story = GRAMMAR.sample(rng, asked.fillings, asked.plots)
+        (reading,) = GRAMMAR.read(story.text, asked.fillings, asked.plots)
         assert reading.log_probability == pytest.approx(story.log_probability)
-        assert {**reading.fillings, **asked.given} == reading.fillings
+        assert {**reading.fillings, **asked.fillings} == reading.fillings
         others = [plot for plot in GRAMMAR.plots if plot not in asked.plots]
-        assert not GRAMMAR.read(story.text, asked.given, others)
-        stranger = {**asked.given, "hero": "Nobody", "gender": "boy"}
+        assert not GRAMMAR.read(story.text, asked.fillings, others)
+        stranger = {**asked.fillings, "hero": "Nobody", "gender": "boy"}
         assert not GRAMMAR.read(story.text, stranger, asked.plots)
     for first, *more in itertools.islice(conversations.conversations("tests"), 120):
         for second in more:
@@ -216,7 +216,7 @@ def test_what_a_model_writes_keeps_to_the_grammar(chat, name):
     outputs = engine.generate(prompts, each)
     assert {output.finish_reason for output in outputs} == {"stop"}
     texts = [tokenizer.decode(output.token_ids[:-1]) for output in outputs]
-    told = [(one.given, one.plots) if given else () for one in demands]
+    told = [(one.fillings, one.plots) if given else () for one in demands]
     right = [bool(GRAMMAR.read(text, *own)) for text, own in zip(texts, told, strict=True)]
     assert len(set(texts)) == 8 and sum(right) >= 6, texts
 

@@ -178,10 +178,10 @@ class RankGroup:
     @property
     def health(self) -> str:
         """ "ok", or why no pass is possible now."""
-        asked = self._asked
+        since = self._asked
         if not self.up:
             return "restarting"
-        late = asked is not None and time.monotonic() - asked > STILL
+        late = since is not None and time.monotonic() - since > STILL
         return "waiting for a rank" if late else "ok"
 
     @contextmanager

@@ -58,7 +58,7 @@ def asks_of(plan: Any) -> list[Ask]:
 
 def has_bfloat16() -> bool:
     """Whether this processor has instructions for bfloat16."""
-    return any("bf16" in name and found for name, found in library.capabilities().items())
+    return any("bf16" in name and present for name, present in library.capabilities().items())
 
 
 def machine(dtype: str) -> dict[str, float]:
@@ -74,32 +74,33 @@ def cell(
     count, length, new = ask
     prompts = prompts_of(model, count, length)
     ways = {
-        name: (partial(one.ask, prompts, new), one.process.pid) for name, one in running.items()
+        name: (partial(driver.ask, prompts, new), driver.process.pid)
+        for name, driver in running.items()
     }
     rounds = plan.rounds[0 if count == 1 else 1 if count <= 8 else 2]
     beside = {"machine": partial(machine, dtype)}
-    found = failed.turns(dtype, ways, rounds, plan.tries, **beside)
-    limits = found.pop("machine")
+    results = failed.turns(dtype, ways, rounds, plan.tries, **beside)
+    limits = results.pop("machine")
     group: kit.Group = {"model": model, "dtype": dtype, "lengths": [[length, new, count]]}
-    group |= {key: [one[key] for one in limits] for key in limits[0]}
-    group |= kit.by_variant(found) if found else {"seconds": {}}
+    group |= {key: [limit[key] for limit in limits] for key in limits[0]}
+    group |= kit.by_variant(results) if results else {"seconds": {}}
     answers = {name: runs[-1] for name, runs in group.pop("tokens", {}).items()}
     like = answers.get(OURS, [])
-    group["same"] = {name: sum(map(list.__eq__, own, like)) for name, own in answers.items()}
-    ours = {name: own for name, own in answers.items() if name in (OURS, OLDER)}
-    return group | {"proof": {name: list(map(Output, prompts, own)) for name, own in ours.items()}}
+    group["same"] = {name: sum(map(list.__eq__, ids, like)) for name, ids in answers.items()}
+    ours = {name: ids for name, ids in answers.items() if name in (OURS, OLDER)}
+    return group | {"proof": {name: list(map(Output, prompts, ids)) for name, ids in ours.items()}}
 
 
-def measured(plan: Any, model: str, dtype: str, found: Any) -> list[kit.Group]:
+def measured(plan: Any, model: str, dtype: str, results: Any) -> list[kit.Group]:
     """All cells of a model in a dtype, our answers proved once the engines have ended."""
-    place, failed, running = checkpoint(model), found["failed"], dict[str, Driver]()
+    place, failed, running = checkpoint(model), results["failed"], dict[str, Driver]()
     longest = max(*plan.prefills, plan.context, 0)
     with ExitStack() as stack:
         for name in (bar := tqdm(plan.engines, f"{dtype}: load", unit="engine")):
             bar.set_postfix_str(name)
             with failed.named(name, dtype):
                 driver = stack.enter_context(started(name, place, dtype))
-                found["versions"][name] = driver.ready()
+                results["versions"][name] = driver.ready()
                 for count, length, new in ((plan.answers[-1][0], 16, 2), (1, longest, 1)):
                     driver.ask(prompts_of(model, count, length), new)  # warms up
                 running[name] = driver
@@ -107,7 +108,7 @@ def measured(plan: Any, model: str, dtype: str, found: Any) -> list[kit.Group]:
         groups = [cell(plan, model, dtype, ask, running, failed) for ask in bar]
     subject = kit.Subject(kit.shape(model), getattr(torch, dtype))
     for group in groups:
-        group["proof"] = {name: subject.prove(own) for name, own in group["proof"].items()}
+        group["proof"] = {name: subject.prove(outputs) for name, outputs in group["proof"].items()}
     return groups
 
 
@@ -121,14 +122,14 @@ def checkpoint(model: str) -> Path:
 
 def run(plan: Any) -> dict[str, Any]:
     """Raises AssertionError for a wrong token of ours."""
-    found: dict[str, Any] = {"cells": [], "versions": {}, "failed": Failures()}
+    results: dict[str, Any] = {"cells": [], "versions": {}, "failed": Failures()}
     dtypes = plan.dtypes if has_bfloat16() else plan.dtypes[:1]
     for model, dtype in product(plan.models, dtypes):
-        found["cells"] += measured(plan, model, dtype, found)
+        results["cells"] += measured(plan, model, dtype, results)
     if plan.load:
-        place, failed = checkpoint(plan.models[0]), found["failed"]
-        found["served"] = [served.run(plan, place, dtypes[0], failed)]
-    return found
+        place, failed = checkpoint(plan.models[0]), results["failed"]
+        results["served"] = [served.run(plan, place, dtypes[0], failed)]
+    return results
 
 
 # ---- tables and the chart ------------------------------------------------------------------------
@@ -173,8 +174,8 @@ def bound(row: Row) -> float:
 
 def others(row: Row) -> list[Row]:
     """The engines that are not ours, the fastest first."""
-    found = [each for each in row.variants if each.variant not in (OURS, OLDER)]
-    return sorted(found, key=lambda each: -rate(each).median)
+    rivals = [entrant for entrant in row.variants if entrant.variant not in (OURS, OLDER)]
+    return sorted(rivals, key=lambda entrant: -rate(entrant).median)
 
 
 def against(row: Row) -> str:
@@ -200,18 +201,20 @@ def engines(dtype: str, results: Results) -> Any:
         for name in names
     } | {"the machine's bound": [f"{bound(g):,.0f}" for g in groups]}
     cells = list(map(what, groups))
-    return [{"engine": name} | dict(zip(cells, own, strict=True)) for name, own in rates.items()]
+    return [
+        {"engine": name} | dict(zip(cells, texts, strict=True)) for name, texts in rates.items()
+    ]
 
 
 def entrants(results: Results) -> list[dict[str, str]]:
     """Every engine: its version, whether it computes the same, and why it was not measured."""
-    found, lines = results.content["results"], []
+    content, lines = results.content["results"], []
     cells = results.groups("cells", dtype="float32")
     for name in results.plan["engines"]:
-        own = [row for row in cells if name in row["same"]]
-        same, count = sum(row["same"][name] for row in own), sum(row.requests for row in own)
-        version = ["", *found["versions"].get(name, {}).values()][-1]
-        reasons = [f"{f['dtype']}: {f['reason']}" for f in found["failed"] if f["engine"] == name]
+        rows = [row for row in cells if name in row["same"]]
+        same, count = (sum(row["same"][name] for row in rows), sum(row.requests for row in rows))
+        version = ["", *content["versions"].get(name, {}).values()][-1]
+        reasons = [f"{f['dtype']}: {f['reason']}" for f in content["failed"] if f["engine"] == name]
         line = {"engine": title(name), "version": "" if name in (OURS, OLDER) else version}
         line |= {"answers as ours, float32": f"{same} of {count}"}
         lines.append(line | {"not measured": "; ".join(reasons)})
@@ -261,7 +264,7 @@ def picture(results: Results) -> Figure:
     """A panel per cell, a bar per engine."""
     panels = {}
     for row in results.groups("cells"):
-        rates = {title(each.variant): astuple(rate(each)) for each in row.variants}
+        rates = {title(entrant.variant): astuple(rate(entrant)) for entrant in row.variants}
         panels[f"{what(row)}, {row['dtype']}"] = rates
     return charts.panels(
         "Tokens per second, beside other engines", panels, (title(OURS), title(OLDER))
@@ -269,9 +272,9 @@ def picture(results: Results) -> Figure:
 
 
 def headline(results: Results) -> str:
-    found = [row for row in mine("cells", results) if others(row)]
-    first = sum(rate(row).median > rate(others(row)[0]).median for row in found)
-    return f"the fastest engine in {first} of {len(found)} cells"
+    cells = [row for row in mine("cells", results) if others(row)]
+    first = sum(rate(row).median > rate(others(row)[0]).median for row in cells)
+    return f"the fastest engine in {first} of {len(cells)} cells"
 
 
 CHARTS = {"engines": picture}

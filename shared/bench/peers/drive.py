@@ -51,11 +51,11 @@ def asked(answer: Callable[..., None], prompts: list[list[int]], count: int) -> 
 
 def versions() -> dict[str, str]:
     """The versions of the installed `PACKAGES`."""
-    found = {}
+    installed = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            installed[name] = version(name)
+    return installed
 
 
 def main(engine: str, folder: str, dtype: str, threads: str, *options: str) -> None:
@@ -63,13 +63,13 @@ def main(engine: str, folder: str, dtype: str, threads: str, *options: str) -> N
     os.dup2(2, 1)  # what libraries print
     load = getattr(import_module("drivers"), engine)  # beside this file, which is run by its path
     answer = load(Path(folder), dtype, int(threads), *options)
-    found: dict[str, Any] = {"ready": versions()}
+    reply: dict[str, Any] = {"ready": versions()}
     while True:
-        print(json.dumps(found), file=replies, flush=True)
+        print(json.dumps(reply), file=replies, flush=True)
         line = sys.stdin.readline()
         if not line:
             return
-        found = asked(answer, **json.loads(line))
+        reply = asked(answer, **json.loads(line))
 
 
 if __name__ == "__main__":

@@ -140,8 +140,8 @@ def openvino(folder: Path, dtype: str, threads: int) -> Answer:
         ]
         while pipeline.has_non_finished_requests():
             pipeline.step()
-            new = [(row, each.read()) for row, each in enumerate(handles) if each.can_read()]
-            outputs = [(row, output) for row, found in new for output in found.values()]
+            new = [(row, handle.read()) for row, handle in enumerate(handles) if handle.can_read()]
+            outputs = [(row, output) for row, outputs_of in new for output in outputs_of.values()]
             emit((row, token) for row, output in outputs for token in output.generated_ids)
 
     return answer

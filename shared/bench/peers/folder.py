@@ -42,14 +42,14 @@ def write(shape: Checkpoint, folder: Path) -> Path:
 
 def fields(config: Any) -> dict[str, Any]:
     """The fields of its config.json. No token ends an answer."""
-    own: dict[str, Any] = {"vocab_size": config.vocab_size, "dtype": "float32"}
-    own |= {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": config.tied}
+    ours: dict[str, Any] = {"vocab_size": config.vocab_size, "dtype": "float32"}
+    ours |= {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": config.tied}
     if isinstance(config, LlamaConfig):
         theirs = to_fields(config)
-        own["architectures"] = [f"{theirs['model_type'].title()}ForCausalLM"]
-        own["rope_theta"] = config.rope.theta  # where transformers 4 looks for it
-        own["max_position_embeddings"] = min(config.n_positions, POSITIONS)
-        return theirs | own
-    own |= {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
-    own |= {name: getattr(config, name) for name in SIZES}
-    return own | {"n_inner": 4 * config.n_embd, "activation_function": "gelu_new"}
+        ours["architectures"] = [f"{theirs['model_type'].title()}ForCausalLM"]
+        ours["rope_theta"] = config.rope.theta  # where transformers 4 looks for it
+        ours["max_position_embeddings"] = min(config.n_positions, POSITIONS)
+        return theirs | ours
+    ours |= {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+    ours |= {name: getattr(config, name) for name in SIZES}
+    return ours | {"n_inner": 4 * config.n_embd, "activation_function": "gelu_new"}

@@ -81,8 +81,8 @@ class Chats:
 def other(name: str, backends: Sequence[str]) -> Iterator[tuple[str, int]]:
     """The URL and process of another router. Raises UserError if it cannot be installed, or does
     not start."""
-    engine, (port, own) = OTHERS[name], free_ports(2)
-    options = {"host": "127.0.0.1", "port": port, "prometheus-port": own, "log-level": "error"}
+    engine, (port, second) = OTHERS[name], free_ports(2)
+    options = {"host": "127.0.0.1", "port": port, "prometheus-port": second, "log-level": "error"}
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     module = f"{engine.driver}.launch_router"
     command = [str(python(engine, HOME)), "-m", module, "--policy", "cache_aware", *words]
@@ -102,8 +102,8 @@ def answers(url: str) -> bool:
 def cached(servers: Sequence[str]) -> tuple[float, float]:
     """Tokens that the servers found in their caches, and tokens that they looked for."""
     pages = [httpx2.get(f"{url}/metrics", trust_env=False).text for url in servers]
-    found, looked = (sum(total(page, name) for page in pages) for name in (FOUND, LOOKED))
-    return found, looked
+    hits, looked = (sum(total(page, name) for page in pages) for name in (FOUND, LOOKED))
+    return hits, looked
 
 
 def compare(options: Sequence[str], chats: Chats, repeats: int, relayed: int) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def compare(options: Sequence[str], chats: Chats, repeats: int, relayed: int) ->
     fronts: dict[str, Front] = {OURS: before, **{name: partial(other, name) for name in OTHERS}}
     missing: dict[str, str] = {}
     urls: dict[str, str] = {}
-    own: dict[str, tuple[float, float, float]] = {}
+    overheads: dict[str, tuple[float, float, float]] = {}
     seeds = count()
 
     with ExitStack() as stack:
@@ -121,14 +121,14 @@ def compare(options: Sequence[str], chats: Chats, repeats: int, relayed: int) ->
         servers = [stack.enter_context(own_server(named, quiet=True)).url for _ in range(2)]
 
         def once(url: str) -> dict[str, float]:
-            (found, looked), (seconds, first) = cached(servers), chats.talk(url, next(seeds))
+            (earlier, looked), (seconds, first) = cached(servers), chats.talk(url, next(seeds))
             now = cached(servers)
-            hits = (now[0] - found) / (now[1] - looked)
+            hits = (now[0] - earlier) / (now[1] - looked)
             return {"seconds": seconds, "found": hits, "first": median(first)}
 
         for name, front in fronts.items():
             try:
-                own[name] = relay_seconds(front, relayed)
+                overheads[name] = relay_seconds(front, relayed)
                 urls[name] = stack.enter_context(front(servers))[0]
             except UserError as error:
                 missing[name] = str(error)
@@ -136,6 +136,6 @@ def compare(options: Sequence[str], chats: Chats, repeats: int, relayed: int) ->
         runs = measure.turns(ways, repeats, warmup=0)
     group = kit.by_variant(runs)
     for place, key in enumerate(("processor", "rate", "added")):
-        group[key] = {name: values[place] for name, values in own.items()}
+        group[key] = {name: values[place] for name, values in overheads.items()}
     tokens = chats.chats * chats.questions * chats.answer
     return {"tokens": tokens, "missing": missing} | group

@@ -94,22 +94,22 @@ def environment(
     with pip's reason if that fails."""
     runs = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     torch = f"torch=={version('torch').partition('+')[0]}"  # this one, not another
-    found, done = [sys.version, torch, *chain(*wanted)], folder / "installed.json"
-    if done.exists() and json.loads(done.read_text(encoding="utf-8")) == found:
+    contents, done = [sys.version, torch, *chain(*wanted)], folder / "installed.json"
+    if done.exists() and json.loads(done.read_text(encoding="utf-8")) == contents:
         return runs
     print(f"Installing {', '.join(chain(*wanted))} ...", file=sys.stderr, flush=True)
     venv.create(folder, clear=True, with_pip=True)
     base = {"base": str(folder), "platbase": str(folder)}
     site = Path(sysconfig.get_path("purelib", scheme="venv", vars=base))
-    own = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
-    (site / "project.pth").write_text("\n".join(sorted(own)) + "\n", encoding="utf-8")
+    packages = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    (site / "project.pth").write_text("\n".join(sorted(packages)) + "\n", encoding="utf-8")
     limits = folder / "constraints.txt"
     limits.write_text(torch + "\n", encoding="utf-8")
     for words in wanted:
         pip(runs, "install", "--prefer-binary", "-c", str(limits), *words)
     if unwanted:
         pip(runs, "uninstall", "-y", *unwanted)
-    done.write_text(json.dumps(found), encoding="utf-8")
+    done.write_text(json.dumps(contents), encoding="utf-8")
     return runs
 
 

@@ -71,23 +71,23 @@ def load(folder: Path, dtype: str, threads: int, budget: int) -> Any:
     model = c.llama_model_load_from_file(path, c.llama_model_default_params())
     vocabulary = c.llama_vocab_n_tokens(c.llama_model_get_vocab(model))
     batch = c.llama_batch_init(budget, 0, 1)
-    made: dict[tuple[int, int], Any] = {}  # at most one
+    contexts: dict[tuple[int, int], Any] = {}  # at most one
 
     def room(rows: int, tokens: int) -> Any:
         """A context for `rows` sequences of `tokens` each, which share no memory."""
-        if (rows, tokens) in made:
-            return made[rows, tokens]
-        for context in made.values():
+        if (rows, tokens) in contexts:
+            return contexts[rows, tokens]
+        for context in contexts.values():
             c.llama_free(context)
-        made.clear()
+        contexts.clear()
         options = c.llama_context_default_params()
         options.n_ctx, options.n_seq_max, options.n_outputs_max = rows * tokens, rows, rows
         options.n_batch, options.type_k, options.type_v = budget, CACHE[dtype], CACHE[dtype]
         options.n_threads = options.n_threads_batch = threads
-        made[rows, tokens] = c.llama_init_from_model(model, options)
-        if not made[rows, tokens]:
+        contexts[rows, tokens] = c.llama_init_from_model(model, options)
+        if not contexts[rows, tokens]:
             raise SystemExit("it could not make a context")
-        return made[rows, tokens]
+        return contexts[rows, tokens]
 
     def decode(context: Any, rows: list[list[int]], start: int) -> list[int]:
         """The next token of each row, after `rows` of equal length at the positions from

@@ -84,12 +84,12 @@ class Driver:
             assert self.process.stdin is not None
             self.process.stdin.write(json.dumps({"prompts": prompts, "count": count}) + "\n")
             self.process.stdin.flush()
-        found = self._reply(seconds)
-        lengths = set(map(len, found["tokens"]))
-        if lengths != {count} or len(found["tokens"]) != len(prompts):
+        reply = self._reply(seconds)
+        lengths = set(map(len, reply["tokens"]))
+        if lengths != {count} or len(reply["tokens"]) != len(prompts):
             self.stop()
             raise UserError(f"it gave answers of {sorted(lengths)} tokens instead of {count}")
-        return found
+        return reply
 
     def _reply(self, seconds: float) -> Any:
         assert self.process.stdout is not None
@@ -143,15 +143,15 @@ class Failures(list[dict[str, str]]):
         they found, without engines that failed. ways: what to run, and its process."""
 
         def turn(name: str, run: Run, pid: int) -> dict[str, Any] | None:
-            if any((one["engine"], one["dtype"]) == (name, dtype) for one in self):
+            if any((failure["engine"], failure["dtype"]) == (name, dtype) for failure in self):
                 return None
             with self.named(name, dtype):
                 return calm(run, pid, tries)
             return None
 
         every = beside | {name: partial(turn, name, *way) for name, way in ways.items()}
-        found: dict[str, list[Any]] = measure.turns(every, rounds, warmup=0) if every else {}
-        return {name: runs for name, runs in found.items() if None not in runs}
+        results: dict[str, list[Any]] = measure.turns(every, rounds, warmup=0) if every else {}
+        return {name: runs for name, runs in results.items() if None not in runs}
 
 
 def calm(run: Run, pid: int, tries: int) -> dict[str, Any]:
@@ -160,16 +160,16 @@ def calm(run: Run, pid: int, tries: int) -> dict[str, Any]:
 
     Runs up to `tries` times while that is too much; the calmest run counts.
     """
-    found: list[dict[str, Any]] = []
-    while len(found) < tries:
+    runs: list[dict[str, Any]] = []
+    while len(runs) < tries:
         time.sleep(CALM)
         before = busy() - used(pid)
-        found.append(run())
+        runs.append(run())
         taken = max(0.0, busy() - used(pid) - before)
-        found[-1]["others"] = taken / found[-1]["seconds"]
-        if taken <= OTHERS * found[-1]["seconds"] + TICKS:
+        runs[-1]["others"] = taken / runs[-1]["seconds"]
+        if taken <= OTHERS * runs[-1]["seconds"] + TICKS:
             break
-    return min(found, key=lambda one: one["others"])
+    return min(runs, key=lambda result: result["others"])
 
 
 def children(pid: int) -> list[psutil.Process]:
@@ -189,6 +189,6 @@ def used(pid: int) -> float:
     """Processor seconds used by this process, and by process `pid` with its children."""
     try:
         every = [psutil.Process(), psutil.Process(pid), *children(pid)]
-        return sum(sum(each.cpu_times()[:2]) for each in every)
+        return sum(sum(process.cpu_times()[:2]) for process in every)
     except psutil.Error:
         return 0.0  # it has ended, as its next reply will tell

@@ -113,7 +113,7 @@ def run(plan: Any, place: Path, dtype: str, failures: Failures) -> kit.Group:
             with failures.named(name, WHERE):
                 url, pid = stack.enter_context(servers[name]())
                 ways[name] = partial(once, url, asks, load), pid
-        found = failures.turns(WHERE, ways, plan.rounds[-1], plan.tries)
+        runs = failures.turns(WHERE, ways, plan.rounds[-1], plan.tries)
     about: kit.Group = {"model": model, "dtype": dtype, "users": load.users}
     about["lengths"] = [[load.prompt, load.answer, load.requests]]
-    return about | (kit.by_variant(found) if found else {"seconds": {}})
+    return about | (kit.by_variant(runs) if runs else {"seconds": {}})

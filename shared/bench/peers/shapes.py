@@ -23,8 +23,8 @@ FULL = replace(
 
 
 def headline(results: Results) -> str:
-    found = compare.mine("cells", results)
-    return "; ".join(f"{row['model']}: {compare.against(row)}" for row in found)
+    cells = compare.mine("cells", results)
+    return "; ".join(f"{row['model']}: {compare.against(row)}" for row in cells)
 
 
 COLUMNS = compare.COLUMNS | {
