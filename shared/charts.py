@@ -299,27 +299,27 @@ def panels(
     values: quantity -> name -> (value, low, high); a name without a value in a panel shows "none".
     ours: names whose bars are dark.
     """
-    names = list(dict.fromkeys(name for each in values.values() for name in each))
+    names = list(dict.fromkeys(name for panel in values.values() for name in panel))
     lines = -(-len(values) // columns)
     with matplotlib.rc_context(style()):
         size = (2.0 + 1.7 * columns, 0.6 + lines * (0.7 + 0.27 * len(names)))
         figure = Figure(figsize=size, layout="constrained")
         grid = figure.subplots(lines, columns, sharey=True, squeeze=False).flat
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-        for axes, (quantity, each) in zip(grid, values.items(), strict=False):
+        for axes, (quantity, panel) in zip(grid, values.items(), strict=False):
             axes.set_title(quantity, fontsize=9, fontweight="normal", pad=4)
             for at, name in enumerate(names):
                 text = {"textcoords": "offset points", "va": "center", "fontsize": 9}
-                if name not in each:
+                if name not in panel:
                     axes.annotate("none", (0, at), (4, 0), **text)
                     continue
-                value, low, high = each[name]
+                value, low, high = panel[name]
                 colour = COLOURS[0] if name in ours else COLOURS[3]
                 axes.barh(at, value, 0.75, color=colour)
                 axes.plot([low, high], [at] * 2, color=COLOURS[4], linewidth=1.6)
                 place, offset = (max(value, high), at), (4, 0)
                 axes.annotate(f"{value:,.0f}", place, offset, **text)
-            most = max((high for *_, high in each.values()), default=1.0)
+            most = max((high for *_, high in panel.values()), default=1.0)
             axes.set_xlim(0, most * 1.45)  # room for the numbers
             axes.set_xticks([])
             axes.set_yticks(range(len(names)), names)
@@ -351,7 +351,7 @@ def roofline(
         raise ValueError(f"{min(unknown)!r} has points and no peak")
     figure, axes = new_figure(title, f"operations per byte read ({note})", "GFLOP/s")
     ridges = [peak / bandwidth for peak in peaks.values()]
-    places = ridges + [at for each in points.values() for at, _, _ in each]
+    places = ridges + [at for placed in points.values() for at, _, _ in placed]
     left, right = min(places) / 3, max(places) * 1.5
     with matplotlib.rc_context(style()):
         axes.set_xscale("log", base=2)
@@ -463,9 +463,9 @@ def _label_ends(figure: Figure, axes: Any, ends: Sequence[tuple[float, float, st
         wanted
     )
     shift = max(shift, heights[-1] - top + gap / 2)
-    for height, (own, (x, y, name, colour)) in zip(heights, wanted, strict=True):
+    for height, (middle, (x, y, name, colour)) in zip(heights, wanted, strict=True):
         start = axes.transData.transform((x, y))[0]
-        offset = (right - start + 8, height - shift - own)
+        offset = (right - start + 8, height - shift - middle)
         points = tuple(value * 72 / figure.dpi for value in offset)
         axes.annotate(
             name,

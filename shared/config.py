@@ -203,10 +203,10 @@ def end_ids(fields: Mapping[str, Any], vocab_size: int, source: str) -> tuple[in
     """The tokens that end a text: eos_token_id, an id or a list of them. An id outside the
     vocabulary, which transformers saves for small models made with default settings, ends no text
     and gives a warning. Raises UserError for anything that is not an id."""
-    given = fields.get("eos_token_id")
-    ids = given if isinstance(given, list) else [] if given is None else [given]
+    stated = fields.get("eos_token_id")
+    ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
     if not all(type(token) is int for token in ids):
-        raise UserError(f"eos_token_id in {source} must be a token id or a list, not {given!r}.")
+        raise UserError(f"eos_token_id in {source} must be a token id or a list, not {stated!r}.")
     known = tuple(token for token in ids if 0 <= token < vocab_size)
     if len(known) < len(ids):
         log.warning(

@@ -162,8 +162,8 @@ def faster(first: Layers, second: Layers, rows: Sequence[int], dtype: torch.dtyp
     def seconds(layers: Layers) -> float:
         inputs = [[torch.ones(n, width, dtype=dtype) for width, _ in layers] for n in rows]
         started = time.perf_counter()
-        for each in inputs:
-            for x, (_, layer) in zip(each, layers, strict=True):
+        for batch in inputs:
+            for x, (_, layer) in zip(batch, layers, strict=True):
                 layer(x)
         return time.perf_counter() - started
 
@@ -176,9 +176,9 @@ def faster(first: Layers, second: Layers, rows: Sequence[int], dtype: torch.dtyp
         late = time.perf_counter() - begun > LONG
         if pair in (ENOUGH, MOST_PAIRS) or late and pair >= FEWEST_PAIRS:
             pairs = list(zip(*times, strict=True))
-            won = sum(other * CLEAR < one for one, other in pairs)
-            lost = sum(one * CLEAR < other for one, other in pairs)
-            steady = all(statistics.median(each) < STEADY * min(each) for each in times)
+            won = sum(other * CLEAR < left for left, other in pairs)
+            lost = sum(left * CLEAR < other for left, other in pairs)
+            steady = all(statistics.median(series) < STEADY * min(series) for series in times)
             if steady and max(won, lost) >= (AGREE if pair == MOST_PAIRS else 1) * pair:
                 return won > lost
             if late:

@@ -295,7 +295,7 @@ class Show:
         """The last two lines of a view: waiting prompts, then ended ones."""
         named = ", ".join(waiting[:MOST_NAMED]) or "none"
         ended = [
-            f"{each.number} {each.finish_reason}" for each in self.answers if each.finish_reason
+            f"{done.number} {done.finish_reason}" for done in self.answers if done.finish_reason
         ]
         words = f"waiting: {named}; {sum(map(len, self.coming))} still to come"
         return [

@@ -59,8 +59,8 @@ def processor() -> str:
     """The processor's name as its maker writes it, or its architecture if the system names none."""
     name = ""
     if sys.platform == "linux":
-        found = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
-        name = found[1] if found else ""
+        match = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+        name = match[1] if match else ""
     elif sys.platform == "darwin":
         name = _output("sysctl", "-n", "machdep.cpu.brand_string") or ""
     elif sys.platform == "win32":
@@ -95,13 +95,13 @@ def machine(device: Device = "cpu") -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Python's version and those of the packages that a number may depend on; absent ones are left
     out."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def slug(described: Mapping[str, Any]) -> str:
@@ -267,7 +267,7 @@ def limits(device: Device = "cpu", refresh: bool = False) -> Limits:
     }
     kept[key] = Limits(described["device"], threads, read_bandwidth(device), rates)
     try:
-        _write(file, json.dumps({name: asdict(each) for name, each in kept.items()}, indent=1))
+        _write(file, json.dumps({name: asdict(values) for name, values in kept.items()}, indent=1))
     except OSError:
         print(
             f"note: {file} cannot be written, so the limits of this machine will be measured again",
@@ -375,10 +375,10 @@ def peak_memory(module: str, arguments: Sequence[str] = (), interval: float = 0.
             program.kill()  # does nothing to one that has ended
             program.wait()
         errors.seek(0)
-        said = errors.read().decode("utf-8", "replace")[-2000:].strip()
+        output = errors.read().decode("utf-8", "replace")[-2000:].strip()
     if program.returncode != 0:
         status = f"ended with status {program.returncode}"
-        raise RuntimeError(f"{shlex.join(command[1:])} {status}: {said}")
+        raise RuntimeError(f"{shlex.join(command[1:])} {status}: {output}")
     return sum(peaks.values())
 
 
@@ -392,8 +392,8 @@ def peak_so_far(pid: int) -> int:
     """The most memory, in bytes, that a process has had so far; what it has now, if the system
     keeps no peak."""
     if sys.platform == "linux":
-        found = re.search(r"^VmHWM:\s+(\d+) kB", _read(Path(f"/proc/{pid}/status")), re.MULTILINE)
-        return int(found[1]) * 1024 if found else 0
+        match = re.search(r"^VmHWM:\s+(\d+) kB", _read(Path(f"/proc/{pid}/status")), re.MULTILINE)
+        return int(match[1]) * 1024 if match else 0
     try:
         memory = psutil.Process(pid).memory_info()
     except psutil.Error:  # it has just ended

@@ -47,9 +47,9 @@ def choose(environ: MutableMapping[str, str] = os.environ) -> str:
     """
     global _choice
     if not _choice:
-        given = [f"{name}={environ[name]}" for name in VARIABLES if name in environ]
-        if given:
-            _choice = f"as {', '.join(given)} demands"
+        settings = [f"{name}={environ[name]}" for name in VARIABLES if name in environ]
+        if settings:
+            _choice = f"as {', '.join(settings)} demands"
         elif "torch" in sys.modules:
             _choice = "by spinning: PyTorch was loaded before this could be chosen"
         elif (used := in_use()) is None:

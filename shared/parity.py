@@ -110,7 +110,7 @@ def compare(
             continue
         pairs = enumerate(zip(want.token_ids, have.token_ids, strict=False))
         shorter = min(len(want.token_ids), len(have.token_ids))
-        at = next((i for i, (one, other) in pairs if one != other), shorter)
+        at = next((i for i, (token, other) in pairs if token != other), shorter)
         if at < len(want.logprobs):
             oracle = want.logprobs[at]
             token = have.token_ids[at] if at < len(have.token_ids) else None
@@ -163,9 +163,9 @@ def compare_logprobs(name: str, expected: list[Any], got: list[Any], most: float
     the tokens alone stay the same.
     """
     for row, (want, have) in enumerate(zip(expected, got, strict=True)):
-        for at, (one, other) in enumerate(zip(want.logprobs, have.logprobs, strict=True)):
-            if abs(one.token - other.token) > most:
+        for at, (score, other) in enumerate(zip(want.logprobs, have.logprobs, strict=True)):
+            if abs(score.token - other.token) > most:
                 raise ParityError(
                     f"{name}, sequence {row}, token {at}: the same token, but with log probability "
-                    f"{other.token} instead of {one.token}"
+                    f"{other.token} instead of {score.token}"
                 )

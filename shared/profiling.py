@@ -97,21 +97,22 @@ def dominant(
     CUDA it is the time of its kernels.
     """
     entries = [
-        each
-        for each in recorded.key_averages(group_by_input_shape=True)
-        if each.device_type.name == "CPU"
+        entry
+        for entry in recorded.key_averages(group_by_input_shape=True)
+        if entry.device_type.name == "CPU"
     ]
-    on_gpu = any(each.self_device_time_total > 0 for each in entries)
+    on_gpu = any(entry.self_device_time_total > 0 for entry in entries)
     totals: dict[tuple[str, str, tuple[int, int] | None], Total] = {}
-    for each in entries:
-        kind, weight, count = _classify(each.key, each.input_shapes)
+    for entry in entries:
+        kind, weight, count = _classify(entry.key, entry.input_shapes)
         total = totals.setdefault(
-            (each.key, kind, weight), Total(each.key, kind, weight, (count, count))
+            (entry.key, kind, weight), Total(entry.key, kind, weight, (count, count))
         )
         total.rows = min(total.rows[0], count), max(total.rows[1], count)
-        total.calls += each.count
-        total.seconds += (each.self_device_time_total if on_gpu else each.self_cpu_time_total) / 1e6
-        total.flops += 2 * each.count * count * math.prod(weight or (0,))
+        total.calls += entry.count
+        microseconds = entry.self_device_time_total if on_gpu else entry.self_cpu_time_total
+        total.seconds += microseconds / 1e6
+        total.flops += 2 * entry.count * count * math.prod(weight or (0,))
     everything = sum(total.seconds for total in totals.values())
     ranked = sorted(totals.values(), key=lambda total: -total.seconds)[:rows]
     return [total.describe(everything, dtype) for total in ranked]

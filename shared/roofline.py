@@ -129,8 +129,8 @@ def pass_cost(config: Config, dtype: torch.dtype, parts: Sequence[Part]) -> Cost
     cache."""
     sampled = sum(part.samples for part in parts)
     weights = forward_cost(config, dtype, 0, sampled=sampled)
-    each = [forward_cost(config, dtype, part.count, part.cached, sampled=0) for part in parts]
+    costs = [forward_cost(config, dtype, part.count, part.cached, sampled=0) for part in parts]
     return Cost(
-        weights.flops + sum(cost.flops for cost in each),
-        weights.bytes + sum(cost.bytes - weights.bytes for cost in each),
+        weights.flops + sum(cost.flops for cost in costs),
+        weights.bytes + sum(cost.bytes - weights.bytes for cost in costs),
     )

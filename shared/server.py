@@ -112,9 +112,9 @@ def free_ports(count: int) -> list[int]:
     """Ports that no program uses now."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        for listening in sockets:
+            listening.bind(("127.0.0.1", 0))
+        return [listening.getsockname()[1] for listening in sockets]
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

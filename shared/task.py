@@ -30,4 +30,4 @@ class Task:
         """Whether `test`, a pytest id within the stage, is one of its tests. Parameters in brackets
         do not matter."""
         name = test.partition("[")[0]
-        return any(name == each or name.startswith(f"{each}::") for each in self.tests)
+        return any(name == owned or name.startswith(f"{owned}::") for owned in self.tests)

@@ -253,16 +253,16 @@ def client(url: str, load: Load, prompts: Sequence[list[int]]) -> Run:
 
 # ---- processes ----------------------------------------------------------------------------------
 
-made: Inside  # in the engine's process: by the server's command line, and able to serve
+inside: Inside  # in the engine's process: by the server's command line, and able to serve
 
 
 def begin(arguments: list[str]) -> None:
-    global made
-    made = Inside(arguments)
+    global inside
+    inside = Inside(arguments)
 
 
 def offline(load: Load, prompts: Sequence[list[int]]) -> Run:
-    run: Run = made.thread.run(partial(run_offline, made.engine, load, prompts)).result()
+    run: Run = inside.thread.run(partial(run_offline, inside.engine, load, prompts)).result()
     return run
 
 
@@ -275,8 +275,8 @@ async def run_watched(load: Load, prompts: Sequence[list[int]], profile: bool) -
     PARTS."""
     profiler = cProfile.Profile(time.thread_time)
     with measure.process() as clients:
-        async with made.serving() as url:
-            made.engine.steps.clear()
+        async with inside.serving() as url:
+            inside.engine.steps.clear()
             loop, every = time.thread_time(), time.process_time()
             if profile:
                 profiler.enable()
@@ -284,7 +284,7 @@ async def run_watched(load: Load, prompts: Sequence[list[int]], profile: bool) -
             profiler.disable()
             loop, every = time.thread_time() - loop, time.process_time() - every
     run.cpu |= {"engine": every - loop, "loop": loop}
-    run.passes = len(made.engine.steps)
+    run.passes = len(inside.engine.steps)
     run.parts = shares(profiler) if profile else {}
     return run
 

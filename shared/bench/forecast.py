@@ -53,7 +53,7 @@ def simulate(
             scheduler.add(late.pop(0)[2])
         if plan := scheduler.schedule():
             parts = ((part.request.prompt_ids[0], part) for part in plan.work)
-            passes.append([Part(n, one.start, one.count, bool(one.rows)) for n, one in parts])
+            passes.append([Part(n, part.start, part.count, bool(part.rows)) for n, part in parts])
             note()
         scheduler.advance(plan)
         for request in [part.request for part in plan.work if part.rows]:

@@ -78,12 +78,12 @@ def collect(submission: Path, target: Path, trust: bool = False) -> list[str]:
             (target / stage / name).write_bytes(source)
             tasks = [task for task in mine.tasks(stage) if task.file == name]
             try:
-                found = [task for task in tasks if mine.is_open(mine.read(path), stage, task)]
+                unwritten = [task for task in tasks if mine.is_open(mine.read(path), stage, task)]
             except SyntaxError as error:
                 raise UserError(
                     f"{stage}/{name} is not Python: line {error.lineno or 1}."
                 ) from None
-            still_open += [f"{mine.label(stage, task)}: {task.title}" for task in found]
+            still_open += [f"{mine.label(stage, task)}: {task.title}" for task in unwritten]
     return sorted(still_open)
 
 
@@ -113,15 +113,15 @@ def judge(submission: Path, plan: Any = None, trust: bool = False, say: Say = pr
             return staircase.Run(**_child(base, {**job, "variant": name}))
 
         ways = {name: partial(run, name) for name in (*STAGES, OURS)}
-        found = measure.turns(ways, ROUNDS, warmup=0)
+        runs_of = measure.turns(ways, ROUNDS, warmup=0)
     try:  # every token is proved, as in the staircase
-        staircase.together(plan, {name: found[name] for name in STAGES})
+        staircase.together(plan, {name: runs_of[name] for name in STAGES})
     except AssertionError as error:
         raise UserError(f"The engine's tokens are wrong: {error}") from None
     tokens = sum(staircase.workload(plan)[1])
     rates = {
         name: tokens / statistics.median(done.seconds for done in runs)
-        for name, runs in found.items()
+        for name, runs in runs_of.items()
     }
     for name, rate in rates.items():
         say(f"{rate:9.1f} tok/s  {name}")
@@ -139,11 +139,11 @@ def _child(base: Path, job: dict[str, Any]) -> dict[str, Any]:
     common = {"word": word, "folder": str(base / "mine"), "scratch": str(scratch)}
     job |= common | {"seconds": LIMITS.seconds}
     ended, report, output = grading.run_job(job, base / "project", scratch, LIMITS, MODULE)
-    found = grading.read_report(report, word)
-    if found is None or "error" in found:
-        why = ended if found is None else str(found["error"])
+    reported = grading.read_report(report, word)
+    if reported is None or "error" in reported:
+        why = ended if reported is None else str(reported["error"])
         raise UserError(f"The engine failed: {grading.plain(why)}\n{grading.plain(output)}")
-    return found
+    return reported
 
 
 def _prepare(job: grading.Job) -> None:

@@ -79,12 +79,12 @@ def packages(
     missing, others = [], []
     for name, version in pinned.items():
         try:
-            found = installed(name)
+            present = installed(name)
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
             continue
-        if found.partition("+")[0] != version and name != "torch":  # "+cpu" names a build
-            others.append(f"{name} {found} instead of {version}")
+        if present.partition("+")[0] != version and name != "torch":  # "+cpu" names a build
+            others.append(f"{name} {present} instead of {version}")
     if missing or others:
         wrong = ([f"missing: {', '.join(missing)}"] if missing else []) + others
         return Finding(WRONG, "; ".join(wrong), INSTALL)
@@ -279,16 +279,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.parse_args(argv)
     started = time.perf_counter()
-    found = []
+    findings = []
     for name, check in checks().items():
         finding = examine(name, check)
-        found.append(finding)
+        findings.append(finding)
         print(f"{finding.state:<6} {name:<10} {finding.text}", flush=True)
         if finding.remedy:
             print(f"{'':<17} -> {finding.remedy}", flush=True)
-    wrong = sum(finding.state == WRONG for finding in found)
+    wrong = sum(finding.state == WRONG for finding in findings)
     seconds = time.perf_counter() - started
-    verdict = f"Not ready: {wrong} of {len(found)} wrong." if wrong else "Ready."
+    verdict = f"Not ready: {wrong} of {len(findings)} wrong." if wrong else "Ready."
     print(f"{verdict} ({seconds:.1f} s)")
     return 1 if wrong else 0
 

@@ -97,8 +97,8 @@ def status(options: argparse.Namespace) -> None:
     for stage in filter(mine.tasks, paths.discover()):
         tasks = mine.tasks(stage)
         states = [state(stage, task) for task in tasks]
-        to_write = sum(each in ("not started", "to write") for each in states)
-        won = sum(t.points for t, each in zip(tasks, states, strict=True) if each == "passes")
+        to_write = sum(result in ("not started", "to write") for result in states)
+        won = sum(t.points for t, result in zip(tasks, states, strict=True) if result == "passes")
         row = [len(tasks), to_write, len(tasks) - to_write, states.count("passes"), won]
         row.append(sum(task.points for task in tasks))
         totals = [total + count for total, count in zip(totals, row, strict=True)]
@@ -144,8 +144,8 @@ def diff(options: argparse.Namespace) -> None:
     same = True
     for name in names:
         path, reference = folder / name, mine.read(paths.ROOT / stage / name)
-        own = planting.read(path) if path.is_file() else ""
-        sides = own.splitlines(keepends=True), reference.splitlines(keepends=True)
+        written = planting.read(path) if path.is_file() else ""
+        sides = written.splitlines(keepends=True), reference.splitlines(keepends=True)
         for line in difflib.unified_diff(*sides, f"mine/{stage}/{name}", f"{stage}/{name}"):
             same = False
             print(line if line.endswith("\n") else line + "\n", end="")

@@ -58,12 +58,12 @@ def refused(source: bytes, stage: str, file: str, reference: str | None = None) 
         return ""
     reference = mine.read(paths.ROOT / stage / file) if reference is None else reference
     try:
-        found = sorted(_Gate(stage, file, mine.parse(reference)).problems(tree))
+        problems = sorted(_Gate(stage, file, mine.parse(reference)).problems(tree))
     except RecursionError:
-        found = [(1, "code that is nested too deeply")]
-    if not found:
+        problems = [(1, "code that is nested too deeply")]
+    if not problems:
         return ""
-    line, problem = found[0]
+    line, problem = problems[0]
     return (
         f"{file}, line {line}: {problem}. Solutions need no such thing, so the file was not run: "
         "write it differently, or ask your instructor to read it."
@@ -74,7 +74,7 @@ class _Gate:
     def __init__(self, stage: str, file: str, reference: ast.Module) -> None:
         self.module = f"{stage}.{mine.dotted(file)}"
         nodes = list(ast.walk(reference))
-        self.imports = {each[:2] for node in nodes for each in self._imported(node)}
+        self.imports = {imported[:2] for node in nodes for imported in self._imported(node)}
         self.names = {node.id for node in nodes if isinstance(node, ast.Name)}
         self.names |= {node.name for node in nodes if isinstance(node, mine.Function)}
         self.read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
@@ -143,8 +143,8 @@ class _Gate:
             if module not in known | MODULES or name == "*":
                 yield f"the import of {shown}"
                 continue
-            found = importlib.import_module(module)
-            value = getattr(found, name, None) if name else found
+            loaded = importlib.import_module(module)
+            value = getattr(loaded, name, None) if name else loaded
             if name and isinstance(value, ModuleType) and (module, name) not in self.imports:
                 yield f"the import of {shown}, a module"
             if name in NAMES or _special(name):
@@ -206,8 +206,8 @@ class _Gate:
 
     def _inside(self, module: Any, base: Any, name: str) -> bool:
         """Whether a submodule may be used: one of functions, or one that the reference uses."""
-        own = module.__name__ == f"{base.__name__}.{name}"
-        return own and (name in self.read or name in ("functional", "nn", "linalg", "special"))
+        inside = module.__name__ == f"{base.__name__}.{name}"
+        return inside and (name in self.read or name in ("functional", "nn", "linalg", "special"))
 
     def _kinds(self) -> Iterator[Any]:
         import torch

@@ -137,8 +137,8 @@ def grade(
     """
     if not submission.is_dir():
         raise UserError(f"There is no folder {submission}: name the submission's, such as mine.")
-    found = {stage: submitted(submission, stage, alone=len(chosen) == 1) for stage in chosen}
-    if not any(found.values()):
+    folders = {stage: submitted(submission, stage, alone=len(chosen) == 1) for stage in chosen}
+    if not any(folders.values()):
         raise UserError(
             f"{submission} holds nothing of {', '.join(chosen)}: it needs a folder for each stage "
             "with its files, as `python -m shared.course.exercise start` makes it."
@@ -149,12 +149,12 @@ def grade(
         if extra is not None:
             mine.write(trusted / extra.stage / extra.task.tests[0], extra.tests)
         before = _fingerprint(trusted)
-        for stage, folder in found.items():
+        for stage, folder in folders.items():
             extras = [extra.task] if extra is not None and extra.stage == stage else []
             for task in (*mine.tasks(stage), *extras):
                 started = time.monotonic()
-                given = folder, trusted, limits or Limits(), trust
-                why = _judge(stage, task, *given, extra if task in extras else None)
+                options = folder, trusted, limits or Limits(), trust
+                why = _judge(stage, task, *options, extra if task in extras else None)
                 if _fingerprint(trusted) != before:
                     raise UserError(
                         f"The tests have changed while {mine.label(stage, task)} was judged, so no "
@@ -653,8 +653,8 @@ def _guard(scratch: str) -> Callable[[str, tuple[Any, ...]], None]:
 
     def compiles(program: Any, words: Any) -> bool:
         """Whether this starts a C compiler that writes only to the scratch folder."""
-        own = program in compilers and isinstance(words, list) and words[0] == program
-        return own and not any(outside(word) for word in words[1:] if not flag(word))
+        compiler = program in compilers and isinstance(words, list) and words[0] == program
+        return compiler and not any(outside(word) for word in words[1:] if not flag(word))
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":

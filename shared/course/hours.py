@@ -55,13 +55,13 @@ def front(text: str) -> str:
     """The front page with the minutes of its reading path, and the totals below it."""
     total = 0
 
-    def row(found: re.Match[str]) -> str:
+    def row(match: re.Match[str]) -> str:
         nonlocal total
-        exact = sum(reading(paths.ROOT / target) for target in TARGET.findall(found[2]))
+        exact = sum(reading(paths.ROOT / target) for target in TARGET.findall(match[2]))
         step = READING if exact > 4 * READING else 1
         minutes = step * round(exact / step)
         total += minutes
-        return f"{found[1]}{found[2]}{found[3]}{minutes}{found[5]}"
+        return f"{match[1]}{match[2]}{match[3]}{minutes}{match[5]}"
 
     text = ROW.sub(row, text)
     tasks, stages = sum(map(sum, of_stages().values())), len(paths.discover())
@@ -76,8 +76,8 @@ def table(text: str) -> str:
     """The instructors' page with the table of hours."""
     rows = ["| stage | task | hours |", "|---|---|--:|"]
     for stage, hours in of_stages().items():
-        for task, each in zip(mine.tasks(stage), hours, strict=True):
-            rows.append(f"| {stage[5:7]} | {task.number}, {task.title} | {each:g} |")
+        for task, task_hours in zip(mine.tasks(stage), hours, strict=True):
+            rows.append(f"| {stage[5:7]} | {task.number}, {task.title} | {task_hours:g} |")
         rows.append(f"| {stage[5:7]} | all | {sum(hours):g} |")
     return _put(text, "\n".join(rows))
 
@@ -88,10 +88,10 @@ def _put(text: str, words: str) -> str:
 
 def written() -> dict[Path, str]:
     """The right text of each page that has a place for hours, by its path."""
-    found = {}
+    pages = {}
     for name, make in ((FRONT, front), (TABLE, table)):
         path = paths.ROOT / name
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         if PLACE.search(text):
-            found[path] = make(text)
-    return found
+            pages[path] = make(text)
+    return pages

@@ -81,17 +81,17 @@ def lessons() -> list[Path]:
 
 def stage_lessons() -> list[Path]:
     """The stages' lessons. A stage that is being written may have none yet."""
-    found = [paths.ROOT / name / LESSON for name in paths.discover()]
-    return [path for path in found if path.exists()]
+    files = [paths.ROOT / name / LESSON for name in paths.discover()]
+    return [path for path in files if path.exists()]
 
 
 def blocks(path: Path) -> list[Block]:
     """The fenced blocks of the file, in order."""
-    found = []
+    fenced = []
     for fence in markdown.parse(path.read_text(encoding="utf-8")).fences:
         kind, *words = fence.info.split() or [""]
-        found.append(Block(path, fence.line, kind, tuple(words), fence.lines))
-    return found
+        fenced.append(Block(path, fence.line, kind, tuple(words), fence.lines))
+    return fenced
 
 
 def checked() -> list[Block]:
@@ -131,20 +131,20 @@ def commands(block: Block) -> list[tuple[str, list[str]]]:
 
     Raises UserError if the block does not begin with a command.
     """
-    found: list[tuple[str, list[str]]] = []
+    shown: list[tuple[str, list[str]]] = []
     continued = False
     for line in block.lines:
         if continued:
-            found[-1] = (found[-1][0].removesuffix(CONTINUED) + line.strip(), [])
+            shown[-1] = (shown[-1][0].removesuffix(CONTINUED) + line.strip(), [])
             continued = line.endswith(CONTINUED)
         elif line.startswith(PROMPT):
-            found.append((line.removeprefix(PROMPT), []))
+            shown.append((line.removeprefix(PROMPT), []))
             continued = line.endswith(CONTINUED)
-        elif not found:
+        elif not shown:
             raise UserError(f"{block} begins with output: begin with a command after '{PROMPT}'.")
         else:
-            found[-1][1].append(line)
-    return found
+            shown[-1][1].append(line)
+    return shown
 
 
 def arguments(command: str) -> list[str]:
@@ -251,8 +251,8 @@ def _help(module: str, words: list[str]) -> str:
 
 def program(module: str) -> Any:
     """What `python -m module` runs."""
-    found = importlib.import_module(module)
-    return importlib.import_module(f"{module}.__main__") if hasattr(found, "__path__") else found
+    loaded = importlib.import_module(module)
+    return importlib.import_module(f"{module}.__main__") if hasattr(loaded, "__path__") else loaded
 
 
 def _check_quote(block: Block) -> list[str]:
@@ -337,8 +337,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     sys.path.insert(0, str(paths.ROOT))
     wrong = 0
-    made = {path: with_tasks(path) for path in stage_lessons()} | hours.written()
-    for path, text in made.items():
+    updated = {path: with_tasks(path) for path in stage_lessons()} | hours.written()
+    for path, text in updated.items():
         if options.write:
             path.write_text(text, encoding="utf-8", newline="\n")
         elif text != path.read_text(encoding="utf-8"):

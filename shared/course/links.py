@@ -40,28 +40,28 @@ UNTRACKED = {".venv", ".cache", "mine"}  # made on each machine
 
 def texts(root: Path) -> list[Path]:
     """Every Markdown file below `root`, except in hidden folders and virtual environments."""
-    found = []
+    files = []
     for folder, below, names in os.walk(root):
         below[:] = [
             name
             for name in below
             if name[0] != "." and not (Path(folder) / name / "pyvenv.cfg").exists()
         ]
-        found += [Path(folder) / name for name in names if name.endswith(".md")]
-    return sorted(found)
+        files += [Path(folder) / name for name in names if name.endswith(".md")]
+    return sorted(files)
 
 
 def problems(root: Path) -> list[str]:
     """Everything in the texts below `root` that leads nowhere, as `file, line N: problem`."""
     parsed = {path: parse(path.read_text(encoding="utf-8")) for path in texts(root)}
-    found = set()
+    wrong = set()
     for path, text in parsed.items():
         name = path.relative_to(root).as_posix()
         checks = [(number, _check_prose(line, path, root, parsed)) for number, line in text.prose]
         checks += [(number, _check_code(line, path, root)) for number, line in text.code]
         checks += [(number, _check_host(line)) for number, line in text.prose + text.code]
-        found |= {(name, number, problem) for number, each in checks for problem in each}
-    return [f"{name}, line {number}: {problem}" for name, number, problem in sorted(found)]
+        wrong |= {(name, number, problem) for number, several in checks for problem in several}
+    return [f"{name}, line {number}: {problem}" for name, number, problem in sorted(wrong)]
 
 
 def _check_host(line: str) -> Iterator[str]:
@@ -166,12 +166,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.parse_args(argv)
     sys.path.insert(0, str(paths.ROOT))
-    found = problems(paths.ROOT)
-    for problem in found:
+    wrong = problems(paths.ROOT)
+    for problem in wrong:
         print(problem)
     count = len(texts(paths.ROOT))
-    print(f"{len(found)} wrong" if found else f"All links of {count} texts lead somewhere.")
-    return 1 if found else 0
+    print(f"{len(wrong)} wrong" if wrong else f"All links of {count} texts lead somewhere.")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ def tasks(stage: str) -> tuple[Task, ...]:
     """The tasks of a stage, in order; none if it has no `tasks.py`."""
     if not (paths.ROOT / stage / "tasks.py").is_file():
         return ()
-    found: tuple[Task, ...] = importlib.import_module(f"{stage}.tasks").TASKS
-    return found
+    listed: tuple[Task, ...] = importlib.import_module(f"{stage}.tasks").TASKS
+    return listed
 
 
 def find_task(stage: str, number: int) -> Task:
@@ -91,13 +91,13 @@ def errors(stage: str, task: Task) -> list[str]:
     """The errors with a text that the reference raises in the task's functions: tests may look for
     these texts."""
     tree = parse(read(paths.ROOT / stage / task.file))
-    found: list[str] = []
+    messages: list[str] = []
     for function in filter(None, (find_function(tree, name) for name in task.functions)):
         raised = [node.exc for node in ast.walk(function) if isinstance(node, ast.Raise)]
         calls = [node for node in raised if isinstance(node, ast.Call) and node.args]
         texts = [node for node in calls if isinstance(node.args[0], ast.Constant | ast.JoinedStr)]
-        found += [ast.unparse(node) for node in sorted(texts, key=lambda node: node.lineno)]
-    return found
+        messages += [ast.unparse(node) for node in sorted(texts, key=lambda node: node.lineno)]
+    return messages
 
 
 # ---- copies -------------------------------------------------------------------------------------
@@ -436,7 +436,7 @@ def _fill(module: ModuleType, active: Overlay, path: Path) -> None:
             reference = _reference(node, original, module, owner)
             either = _either(mine, reference, wanted)
             setattr(owner, last, either)
-            for table in [each for each in vars(module).values() if isinstance(each, dict)]:
+            for table in [v for v in vars(module).values() if isinstance(v, dict)]:
                 table.update({key: either for key, value in table.items() if value is mine})
 
 

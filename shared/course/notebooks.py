@@ -34,11 +34,11 @@ class LabError(Exception):
 
 def labs() -> list[Path]:
     """The lab of every stage, in reading order. UserError if a stage has none."""
-    found = [paths.ROOT / name / LAB for name in paths.discover()]
-    for path in found:
+    files = [paths.ROOT / name / LAB for name in paths.discover()]
+    for path in files:
         if not path.exists():
             raise UserError(f"{path.parent.name} has no {LAB}: write one, every stage has a lab.")
-    return found
+    return files
 
 
 def read(path: Path) -> Any:

@@ -16,17 +16,17 @@ from .. import cli
 from . import stages
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(operators: list[dict[str, Any]]) -> str:
     """`found` as text, one line per operator."""
     lines = [
         f"{'share':>6} {'calls':>7}  {'operator':<42} {'rows x in -> out':<24} {'kind':<14} "
         f"{'GB/s':>7} {'GFLOP/s':>8}"
     ]
-    for each in found:
-        line = f"{each['share']:>6.1%} {each['calls']:>7}  {each['operator']:<42} "
-        line += f"{each['product'] or '':<24} {each['kind']:<14}"
-        if each["product"] and each["gb_s"]:
-            line += f" {each['gb_s']:>7.1f} {each['gflops']:>8.1f}"
+    for operator in operators:
+        line = f"{operator['share']:>6.1%} {operator['calls']:>7}  {operator['operator']:<42} "
+        line += f"{operator['product'] or '':<24} {operator['kind']:<14}"
+        if operator["product"] and operator["gb_s"]:
+            line += f" {operator['gb_s']:>7.1f} {operator['gflops']:>8.1f}"
         lines.append(line.rstrip())
     return "\n".join(lines)
 

@@ -41,10 +41,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Lay the copies over their stages before the stages are imported."""
-    given = early_config.known_args_namespace
-    if not given.mine:
+    options = early_config.known_args_namespace
+    if not options.mine:
         return
-    wanted = _stages_of(given.file_or_dir or ["."], early_config.invocation_params.dir)
+    wanted = _stages_of(options.file_or_dir or ["."], early_config.invocation_params.dir)
     copies = [stage for stage in wanted if mine.folder(stage).is_dir()]
     if not copies:
         name = wanted[0] if len(wanted) == 1 else "stage01_forward"
@@ -52,19 +52,19 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
         advice = f"make one with `{mine.command('start', name)}`"
         raise pytest.UsageError(f"--mine: there is no copy of {whose} in {mine.HOME}: {advice}.")
     for stage in copies:
-        mine.overlay(stage, only=frozenset() if given.alone else None)
+        mine.overlay(stage, only=frozenset() if options.alone else None)
 
 
 def _stages_of(arguments: Sequence[str], directory: Path) -> list[str]:
     """The stages named by the arguments of pytest."""
-    known, found = paths.discover(), []
+    known, named = paths.discover(), []
     for argument in arguments:
         path = (directory / argument.split("::")[0]).resolve()
         if path == paths.ROOT:
             return known
         if path.is_relative_to(paths.ROOT):
-            found.append(path.relative_to(paths.ROOT).parts[0])
-    return [stage for stage in known if stage in found]
+            named.append(path.relative_to(paths.ROOT).parts[0])
+    return [stage for stage in known if stage in named]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -228,8 +228,8 @@ def _cause(
     try:
         if not passes():
             return ""
-        others = [each for each in mine.tasks(active.stage) if each != task and written(each)]
-        blamed = [each.number for each in others if not passes(each.number)]
+        others = [other for other in mine.tasks(active.stage) if other != task and written(other)]
+        blamed = [other.number for other in others if not passes(other.number)]
     finally:
         active.only = None
     names = " and ".join(f"task {number}" for number in blamed) or "your other tasks together"

@@ -137,8 +137,8 @@ def python(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run `python words` in the project's folder, without input, and capture both outputs. options:
     for `subprocess.run`."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "input": ""}
-    given = {"cwd": paths.ROOT, "encoding": "utf-8", "timeout": 600, **pipes, **options}
-    return subprocess.run([sys.executable, *map(str, words)], **given)
+    settings = {"cwd": paths.ROOT, "encoding": "utf-8", "timeout": 600, **pipes, **options}
+    return subprocess.run([sys.executable, *map(str, words)], **settings)
 
 
 @pytest.fixture(scope="session")

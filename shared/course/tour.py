@@ -90,9 +90,9 @@ def workload(loaded: cli.Loaded, count: int, max_tokens: int) -> Work:
     """The beginnings of `count` stories, with lengths as varied as those of their answers."""
     longest, params = loaded.config.n_positions // 2, stages.sampling_params()
     prompts = [loaded.tokenizer.encode(FIRST)]
-    told = grammar.stories("tour")
+    stories = grammar.stories("tour")
     for length in itertools.islice(itertools.cycle(LENGTHS), 1, count):
-        prompts.append(loaded.tokenizer.encode(next(told).text)[: min(length, longest)])
+        prompts.append(loaded.tokenizer.encode(next(stories).text)[: min(length, longest)])
     shares = itertools.islice(itertools.cycle(SHARES), count)
     return Work(prompts, [params(max_tokens=max(1, int(max_tokens * share))) for share in shares])
 
@@ -279,8 +279,8 @@ def compare(
         wanted: Any = want
         if (want.token_ids, want.finish_reason) != (have.token_ids, have.finish_reason):
             oracle = oracle or stages.oracle(loaded.model)
-            asked = replace(work.sampling[place], logprobs=parity.LIKELIEST)
-            (wanted,) = oracle.generate([work.prompts[place]], asked)
+            params = replace(work.sampling[place], logprobs=parity.LIKELIEST)
+            (wanted,) = oracle.generate([work.prompts[place]], params)
         parity.compare(name, [wanted], [have], loaded.dtype, result)
     return str(result)
 

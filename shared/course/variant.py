@@ -127,7 +127,7 @@ def of(name: str) -> Variant:
     """The variant of a seed: always the same one, on every machine."""
     digest = hashlib.sha256(name.encode()).digest()
     options: tuple[Collection[Any], ...] = (EVICTIONS, SIZES, SHARES, ROUNDINGS, TIES)
-    rules = [list(each)[byte % len(each)] for each, byte in zip(options, digest, strict=False)]
+    rules = [list(rule)[byte % len(rule)] for rule, byte in zip(options, digest, strict=False)]
     return Variant(name, int.from_bytes(digest[-4:], "big"), *rules)
 
 

@@ -52,17 +52,17 @@ def program(code: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
         text=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-    ) as own:
-        yield own
-        own.kill()
+    ) as process:
+        yield process
+        process.kill()
 
 
-def ask(own: subprocess.Popen[str]) -> float:
+def ask(process: subprocess.Popen[str]) -> float:
     """Seconds per token of one answer."""
-    assert own.stdin is not None and own.stdout is not None
-    own.stdin.write("\n")
-    own.stdin.flush()
-    return float(own.stdout.readline())
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return float(process.stdout.readline())
 
 
 def measure(busy: int) -> tuple[str, float, float]:
@@ -80,8 +80,8 @@ def measure(busy: int) -> tuple[str, float, float]:
             words.append(pair[-1].stdout.readline().strip())
         end = time.perf_counter() + SECONDS
         while len(times[0]) < ROUNDS or time.perf_counter() < end:
-            for own, found in zip(pair, times, strict=True):
-                found.append(ask(own))
+            for process, seconds in zip(pair, times, strict=True):
+                seconds.append(ask(process))
     chosen, spinning = map(statistics.median, times)
     return words[0], chosen, spinning
 

@@ -42,7 +42,7 @@ def text(stage: str) -> str:
 
 def read(stage: str) -> list[Wrong]:
     """The wrong solutions of a stage's tasks, in order. Raises ValueError for a malformed file."""
-    found = []
+    solutions = []
     for entry in filter(None, re.split(r"\n{2,}", text(stage).strip("\n"))):
         title, *lines = entry.split("\n")
         match = re.fullmatch(r"task (\d+): (.+)", title)
@@ -54,11 +54,11 @@ def read(stage: str) -> list[Wrong]:
             sides.insert(0, "")
         if len(sides) % 2:
             raise ValueError(f"{stage}/wrong.txt: {title}: each - needs its +")
-        task = next((each for each in mine.tasks(stage) if each.number == int(match[1])), None)
+        task = next((t for t in mine.tasks(stage) if t.number == int(match[1])), None)
         if task is None:
             raise ValueError(f"{stage}/wrong.txt: there is no such task: {title}")
-        found.append(Wrong(task, match[2], tuple(zip(sides[::2], sides[1::2], strict=True))))
-    return found
+        solutions.append(Wrong(task, match[2], tuple(zip(sides[::2], sides[1::2], strict=True))))
+    return solutions
 
 
 def applied(source: str, stage: str, wrong: Wrong) -> str:
@@ -94,17 +94,17 @@ def _spans(source: str, task: Task) -> Iterator[tuple[int, int]]:
 def check(stage: str) -> Iterator[str]:
     """The problems of a stage's wrong solutions, found without running them."""
     try:
-        found = read(stage)
+        solutions = read(stage)
     except ValueError as error:
         yield str(error)
         return
     for task in mine.tasks(stage):
-        name, own = mine.label(stage, task), [each for each in found if each.task == task]
+        name, of_task = mine.label(stage, task), [s for s in solutions if s.task == task]
         reference = mine.read(paths.ROOT / stage / task.file)
         seen = {reference}
-        if len(own) < LEAST:
-            yield f"{name} has {len(own)} wrong solutions in wrong.txt: it needs {LEAST}"
-        for wrong in own:
+        if len(of_task) < LEAST:
+            yield f"{name} has {len(of_task)} wrong solutions in wrong.txt: it needs {LEAST}"
+        for wrong in of_task:
             try:
                 source = applied(reference, stage, wrong)
             except (LookupError, SyntaxError) as error:

@@ -32,7 +32,7 @@ Point = tuple[float, float]
 
 def pictures() -> dict[str, Callable[[], Figure]]:
     """All pictures by name, found by module."""
-    modules = sorted(found.name for found in pkgutil.iter_modules(__path__) if found.name[0] != "_")
+    modules = sorted(file.name for file in pkgutil.iter_modules(__path__) if file.name[0] != "_")
     drawn = {name: importlib.import_module(f"{__name__}.{name}").DRAW for name in modules}
     return {f"{name}_{draw.__name__}": draw for name, draws in drawn.items() for draw in draws}
 

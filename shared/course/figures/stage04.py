@@ -91,7 +91,7 @@ def packed() -> Figure:
     for slot, count in enumerate(KEYS):
         top = 7 + 7 * slot
         words(axes, 27, top + 1.5, f"slot {slot}", ha="left")
-        new = [position for name, own in PACK if own == slot for position in [int(name[1])]]
+        new = [position for name, at in PACK if at == slot for position in [int(name[1])]]
         for position in range(7):
             left, written = 32.2 + 2.9 * position, position < count
             fill = (COLOURS[slot] if position in new else "#dedee6") if written else "#ffffff"

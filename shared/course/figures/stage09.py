@@ -15,9 +15,9 @@ EACH = 4.0  # width of a block
 def _memory(axes: Any, y: float) -> list[float]:
     """Blocks in memory, three of which are the sequence's; where those three begin."""
     for block in range(BLOCKS):
-        own = block in OURS
-        text = str(OURS.index(block)) if own else ""
-        box(axes, 12 + block * EACH, y, EACH, 3.4, text, fill=NAVY if own else PALE)
+        ours = block in OURS
+        text = str(OURS.index(block)) if ours else ""
+        box(axes, 12 + block * EACH, y, EACH, 3.4, text, fill=NAVY if ours else PALE)
     words(axes, 11, y + 1.7, "blocks in\nmemory", ha="right")
     return [12 + block * EACH + EACH / 2 for block in OURS]
 

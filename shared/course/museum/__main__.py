@@ -82,8 +82,8 @@ def plant(options: argparse.Namespace) -> None:
     right, wrong = show(exhibit, [None, path.parent])
     print(f"With the reference:\n\n{textwrap.indent(right.rstrip(), '  ')}\n")
     print(f"With your copy:\n\n{textwrap.indent(wrong.rstrip(), '  ')}\n")
-    own = state is not None and state.own
-    whose = "in your own work" if own else "which is the reference's except for one place"
+    in_own_work = state is not None and state.own
+    whose = "in your own work" if in_own_work else "which is the reference's except for one place"
     print(
         wrapped(f"The bug is somewhere in {shown(path)}, {whose}. Find it, and fix it there.")
         + "\n"

@@ -117,9 +117,9 @@ class Inside:
         wanted = options.Settings(
             **{"engine": "paged", "linear": "plain", "kv_memory": "32MiB", **settings}
         )
-        made = thread.run(lambda: program.make_engine(wanted))
-        engine, _ = made.result()
-        app = app_module.create_app(made, wanted, None, thread)
+        starting = thread.run(lambda: program.make_engine(wanted))
+        engine, _ = starting.result()
+        app = app_module.create_app(starting, wanted, None, thread)
         async with asyncio.timeout(HANG), app.router.lifespan_context(app):
             yield Inside(app, engine.engine)
 

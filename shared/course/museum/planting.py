@@ -65,9 +65,9 @@ def planted() -> Planted | None:
     """The planted exhibit, if any."""
     try:
         note = json.loads((mine.HOME / "museum.json").read_text(encoding="utf-8"))
-        number, own, digest = int(note["number"]), bool(note["own"]), str(note["digest"])
+        number, in_copy, digest = int(note["number"]), bool(note["own"]), str(note["digest"])
         find(number)
-        return Planted(number, own, digest, note["backup"])
+        return Planted(number, in_copy, digest, note["backup"])
     except (OSError, ValueError, LookupError, TypeError, UserError):  # none, or not ours
         return None
 
@@ -85,9 +85,9 @@ def plant(exhibit: Exhibit, reference: bool = False) -> list[str]:
     path, done = place(exhibit), []
     changed = backup = None
     if path.is_file():
-        own = read(path)
-        changed = None if reference else edit(own, exhibit.old, exhibit.new)
-        if not reference and (changed is None or _in_the_way(exhibit, own)):
+        students = read(path)
+        changed = None if reference else edit(students, exhibit.old, exhibit.new)
+        if not reference and (changed is None or _in_the_way(exhibit, students)):
             command = f"python -m shared.course.museum plant {exhibit.name} --reference"
             raise UserError(
                 f"{path} is your own work, and the bug does not fit: the code that it changes is "

@@ -190,12 +190,12 @@ def block_borders() -> None:
     """Stage 05 writes 40 tokens of one request into blocks of 8. Each line is a step: the number of
     tokens with keys and values after it, and a box for each of the request's blocks."""
     small = paged(8, block_size=8)
-    asked = small.add(request(encode(ONCE), greedy(32, ignore_eos=True)))
+    long = small.add(request(encode(ONCE), greedy(32, ignore_eos=True)))
     for _ in small.run():
         step = small.steps[-1]
         if step.used_tokens % 8 in (7, 0, 1):
             print(f"{step.used_tokens:4} tokens {'[8]' * step.owned_blocks}", flush=True)
-    say(decode(asked.output.token_ids))
+    say(decode(long.output.token_ids))
 
 
 def asked_twice() -> None:
@@ -565,8 +565,8 @@ def two_configs() -> None:
     shape = {"vocab_size": 151936, "max_position_embeddings": 32768, "intermediate_size": 3072}
     shape |= {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16}
     shape |= {"num_key_value_heads": 8, "sliding_window": 4096, "max_window_layers": 4}
-    for kind, own in (("qwen3", {"head_dim": 128}), ("qwen2", {"use_sliding_window": False})):
-        config = readers[kind](shape | own, kind, "config.json")
+    for kind, fields in (("qwen3", {"head_dim": 128}), ("qwen2", {"use_sliding_window": False})):
+        config = readers[kind](shape | fields, kind, "config.json")
         queries = config.shapes()["layers.0.self_attn.q_proj.weight"]
         seen = min(config.windows, default=config.n_positions)
         say(f"{kind}: the matrix of the queries is {queries}; a query sees {seen:,} tokens")
@@ -658,12 +658,12 @@ def a_busy_neighbour() -> None:
     for when in ("alone", "beside a long answer"):
         if when != "alone":
             ask(16)
-        found = 0
+        hits = 0
         for number in range(16):
             route = ask(number)
-            found += route.cached > 0
+            hits += route.cached > 0
             routing.finish(route)
-        say(f"{when}: {found} of 16 conversations find what they have computed")
+        say(f"{when}: {hits} of 16 conversations find what they have computed")
 
 
 def a_late_copy() -> None:
@@ -692,8 +692,8 @@ def a_late_copy() -> None:
         while decode.requests:
             prefill.turn()
             decode.step()
-        for one in requests:
-            answer = one.output.error or tokenizer.decode(one.output.token_ids)
-            say(f"status {503 if one.output.error else 200}: {answer.strip()}")
+        for answered in requests:
+            answer = answered.output.error or tokenizer.decode(answered.output.token_ids)
+            say(f"status {503 if answered.output.error else 200}: {answer.strip()}")
         (alone,) = make(model, 1).generate(prompts[:1], greedy(16))
         say(f"alone: {tokenizer.decode(alone.token_ids).strip()}")
