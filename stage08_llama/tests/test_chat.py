@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from shared import cli
+from shared import chat_template, cli, template_process
 from shared.chat_template import load as load_template
 from shared.errors import UserError
 from shared.tests.test_chat_template import CHATML
@@ -142,8 +142,19 @@ def test_the_command_line(folder, capsys):
         main(["--chat", "--model", "stories"])
 
 
-def test_chatml_by_hand_is_the_template(folder, loaded):
+class InProcess:
+    """Renders without a process of its own, because grading lets no test start one."""
+
+    def __init__(self, source, today):
+        self.template = template_process.compiled(source, today)
+
+    def render(self, fields):
+        return template_process.rendered(self.template, fields, 10_000)["text"]
+
+
+def test_chatml_by_hand_is_the_template(folder, loaded, monkeypatch):
     """On random conversations, in whose texts and roles control tokens are text."""
+    monkeypatch.setattr(chat_template, "Renderer", InProcess)
     control, rng = [*loaded.tokenizer.control, END[:-1]], random.Random(0)  # one begins another
     template, words = load_template(folder, control), [*"ab \n", *control, "<|im_", "im_end|>"]
     assert template is not None
