@@ -96,7 +96,7 @@ def load_template(name: str) -> ChatTemplate | None:
             raise ValueError("a role is not a text that contains {content}")
         if not isinstance(start, str):
             raise ValueError("'start' is not a text")
-        if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
+        if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
             raise ValueError("'stops' is not a list of non-empty texts")
         return ChatTemplate(dict(roles), start, tuple(stops))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -153,12 +153,12 @@ class Completion:
         return {**self.head, "choices": choices, "usage": usage(self.choices), **self.note}
 
     def chunks(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
-        made = self._choice(choice, piece)
-        shown = made["text"] or made["logprobs"] or made["finish_reason"]
+        part = self._choice(choice, piece)
+        shown = part["text"] or part["logprobs"] or part["finish_reason"]
         if not (shown or self.body.return_token_ids):
             return []
         note, self.note = self.note, {}  # in the first chunk
-        return [{**self.head, "choices": [made], **running_usage(self.body, self.choices), **note}]
+        return [{**self.head, "choices": [part], **running_usage(self.body, self.choices), **note}]
 
     def last(self) -> list[dict[str, Any]]:
         if not self.body.include_usage:
@@ -178,10 +178,10 @@ class Completion:
             text = prompt + text
             if logprobs and prompt_logprobs:
                 logprobs = {name: prompt_logprobs[name] + logprobs[name] for name in logprobs}
-        made = {"index": index, "text": text, "logprobs": logprobs, **finish(piece)}
+        part = {"index": index, "text": text, "logprobs": logprobs, **finish(piece)}
         if self.body.return_token_ids:
-            made["token_ids"] = [token.id for token in piece.tokens]
-        return made
+            part["token_ids"] = [token.id for token in piece.tokens]
+        return part
 
 
 class Scores:
@@ -251,13 +251,13 @@ class Chat:
         return [{**self.head, **end}]
 
     def _chunk(self, choice: Choice, delta: dict[str, Any], piece: Piece) -> dict[str, Any]:
-        made = {
+        part = {
             "index": choice.index,
             "delta": delta,
             "logprobs": self._logprobs(piece),
             **finish(piece),
         }
-        chunk = {**self.head, "object": "chat.completion.chunk", "choices": [made], **self.note}
+        chunk = {**self.head, "object": "chat.completion.chunk", "choices": [part], **self.note}
         self.note = {}  # in the first chunk
         return chunk | running_usage(self.body, self.choices)
 
@@ -320,12 +320,12 @@ def completion_logprobs(
         "text_offset": [],
     }
     for token_id, logprobs in scored:
-        text, own, top = token_text(tokenizer, token_id), None, None
+        text, score, top = token_text(tokenizer, token_id), None, None
         if logprobs is not None:
-            own = finite(logprobs.token)
+            score = finite(logprobs.token)
             top = {token_text(tokenizer, other): finite(value) for other, value in logprobs.top}
-            top.setdefault(text, own)
+            top.setdefault(text, score)
         offset = offsets.next(token_id, tokenizer.decode_bytes([token_id]))
-        for column, value in zip(columns.values(), (text, own, top, offset), strict=True):
+        for column, value in zip(columns.values(), (text, score, top, offset), strict=True):
             column.append(value)
     return columns

@@ -118,9 +118,9 @@ class Live:
                 self._status, self._map = await self.engine.call(look)
                 self._seen = changes
 
-    def _listen(self, step: Step, spoke: list[Ticket], ended: list[Ticket]) -> None:
+    def _listen(self, step: Step, emitted: list[Ticket], ended: list[Ticket]) -> None:
         now = time.perf_counter()
-        for ticket in spoke:
+        for ticket in emitted:
             if ticket.last_token is None:
                 self.first.append(now - ticket.arrived)
             else:

@@ -105,7 +105,7 @@ class Service:
         if name is None or name == self.name:
             return b""
         if name not in self.engine.variants:
-            known = ", ".join(f"'{each}'" for each in self.names)
+            known = ", ".join(f"'{other}'" for other in self.names)
             message = f"The model {name[:100]!r} does not exist: this server has {known}."
             raise ApiError(404, message, "model")
         return self.engine.variants[name]
@@ -180,17 +180,17 @@ class Service:
         salt += self.check_model(body.model)
         prompts = await self.all_prompt_ids(body.prompts)
         # Where only prompts are scored, a token ends each, and is not sent.
-        asked = 1 if body.max_tokens == 0 and body.echo else body.max_tokens
-        limit = self.limit(asked, DEFAULT_TOKENS)
+        max_tokens = 1 if body.max_tokens == 0 and body.echo else body.max_tokens
+        limit = self.limit(max_tokens, DEFAULT_TOKENS)
         return self.begin(body, prompts, body.n or 1, limit, body.logprobs, body.stops, salt)
 
     async def chat(self, body: ChatBody, salt: bytes) -> list[Choice]:
         salt += self.check_model(body.model)
         ids = await self.chat_ids(body.messages)
         stops = self.template.stops if self.template else ()
-        asked = body.max_completion_tokens or body.max_tokens
+        max_tokens = body.max_completion_tokens or body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        limit = self.limit(asked, self.context - len(ids))
+        limit = self.limit(max_tokens, self.context - len(ids))
         return self.begin(body, [ids], body.n or 1, limit, logprobs, [*body.stops, *stops], salt)
 
     async def chat_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -204,18 +204,18 @@ class Service:
             raise ApiError(400, str(error), "messages") from None
         return await self.prompt_ids(prompt, "messages")
 
-    def limit(self, asked: int | None, default: int) -> int:
+    def limit(self, max_tokens: int | None, default: int) -> int:
         """The most tokens of an answer. Raises ApiError."""
-        if asked == 0:
+        if max_tokens == 0:
             raise ApiError(400, "'max_tokens' must be at least 1.", "max_tokens")
-        return min(asked or default, self.context)
+        return min(max_tokens or default, self.context)
 
-    def note(self, asked: int | None, choices: Sequence[Choice]) -> dict[str, str]:
-        """The field `warning` of an answer that cannot have as many tokens as `asked` for."""
+    def note(self, limit: int | None, choices: Sequence[Choice]) -> dict[str, str]:
+        """The field `warning` of an answer that cannot have as many tokens as `limit`."""
         room = self.context - max((len(choice.prompt_ids) for choice in choices), default=0)
-        if asked is None or asked <= room:
+        if limit is None or limit <= room:
             return {}
-        return {"warning": f"max_tokens was cut from {asked} to {room}, the rest of the context."}
+        return {"warning": f"max_tokens was cut from {limit} to {room}, the rest of the context."}
 
     def begin(
         self,
