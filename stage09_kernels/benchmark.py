@@ -51,7 +51,8 @@ CONSTANTS = {  # what takes a technique away, and nothing else
     "weights in pieces that stay in L1": ("KC=1048576",),
     "8 queries share their keys": ("MAX_QUERIES=1",),
     "4 vectors of keys at a time": ("UNROLL=1",),
-    "prefetch of the next block": ("PREFETCH=0",),
+    "prefetch of the next block of a cache": ("PREFETCH=0",),
+    "prefetch of the next weights": ("LINEAR_PREFETCH=0",),
 }
 PARTS = ("products", "head", "attention", "norms", "tables")
 SMOL = "HuggingFaceTB/SmolLM2-135M"

@@ -13,9 +13,13 @@
 #include "vec.h"
 
 #define STEP (K_STEP * PANEL) /* weights per step */
+#define LINE (64 / (int)sizeof(weight)) /* weights in a cache line */
 #define VECTORS (PANEL / LANES)
 #define MC 96 /* rows at a time: their x stays in L2 */
-#ifndef KC /* the benchmark sets these two, to measure what they gain */
+#ifndef LINEAR_PREFETCH /* the benchmark sets these three, to measure what they gain */
+#define LINEAR_PREFETCH 1
+#endif
+#ifndef KC
 #define KC 128 /* steps at a time: 32 KiB of weights, which stay in the L1 cache */
 #endif
 #ifndef MR
@@ -30,10 +34,12 @@
 typedef real sums_of[PANEL]; /* of one row */
 
 /* Add steps `begin` to `end` of a panel to the sums of `rows` rows. The steps follow each other in
-   memory, so the processor fetches the next ones by itself. */
+   memory, and for few rows the processor fetches them by itself in time. Many rows leave memory
+   idle while they use a block, so each step of a full tile prefetches a line of the next block,
+   `next` weights on. */
 static inline __attribute__((always_inline)) void
 madd_rows(const struct linear *l, const weight *panel, int64_t row, int64_t begin, int64_t end,
-          sums_of *sums, const int rows) {
+          int64_t next, sums_of *sums, const int rows) {
     const weight_factor *x = (const weight_factor *)(l->x + row * l->x_stride);
     const int64_t stride = l->x_stride / K_STEP;
     for (int first = 0; first < VECTORS; first += NR) {
@@ -42,6 +48,7 @@ madd_rows(const struct linear *l, const weight *panel, int64_t row, int64_t begi
             for (int j = 0; j < NR; j++) tile[i][j] = *(vec *)(sums[i] + (first + j) * LANES);
         for (int64_t k = begin; k < end; k++) {
             const weight *line = panel + k * STEP + first * LANES * K_STEP;
+            if (rows == MR) __builtin_prefetch(line + next);
             weight_vec w[NR];
             for (int j = 0; j < NR; j++) w[j] = *(const weight_vec *)(line + j * LANES * K_STEP);
             for (int i = 0; i < rows; i++)
@@ -86,16 +93,18 @@ static void linear(int64_t first, int64_t last, void *context) { /* panels */
             for (int64_t i = 0; i < count; i++)
                 if (l->bias) memcpy(sums[i], l->bias + panel * PANEL, sizeof(sums_of));
                 else memset(sums[i], 0, sizeof(sums_of));
+            const int prefetch = LINEAR_PREFETCH && count >= 2 * MR;
             for (int64_t k = 0, end; k < steps; k = end) {
                 end = k + KC < steps ? k + KC : steps;
                 for (int64_t i = 0; i < count; i += MR) {
+                    int64_t next = prefetch ? (end - k) * STEP + i / MR % 4 * LINE : 0;
                     switch (count - i < MR ? count - i : MR) { /* constants keep the sums in registers */
-                        case 1: madd_rows(l, w, row + i, k, end, sums + i, 1); break;
-                        case 2: madd_rows(l, w, row + i, k, end, sums + i, 2); break;
-                        case 3: madd_rows(l, w, row + i, k, end, sums + i, 3); break;
-                        case 4: madd_rows(l, w, row + i, k, end, sums + i, 4); break;
-                        case 5: madd_rows(l, w, row + i, k, end, sums + i, 5); break;
-                        default: madd_rows(l, w, row + i, k, end, sums + i, MR);
+                        case 1: madd_rows(l, w, row + i, k, end, next, sums + i, 1); break;
+                        case 2: madd_rows(l, w, row + i, k, end, next, sums + i, 2); break;
+                        case 3: madd_rows(l, w, row + i, k, end, next, sums + i, 3); break;
+                        case 4: madd_rows(l, w, row + i, k, end, next, sums + i, 4); break;
+                        case 5: madd_rows(l, w, row + i, k, end, next, sums + i, 5); break;
+                        default: madd_rows(l, w, row + i, k, end, next, sums + i, MR);
                     }
                 }
             }
