@@ -31,13 +31,8 @@ LINES: tuple[Any, ...] = (
     (0, (6, 1.5, 1, 1.5)),
     (0, (3, 1, 1, 1, 1, 1)),
 )
-HATCHES = (
-    "",
-    "////",
-    "|||",
-    "\\\\\\\\",
-    "xxxx",
-)  # no dots: each would be an outline of its own, 200 kB in all
+# No dots: each would be an outline of its own, 200 kB in all.
+HATCHES = ("", "////", "|||", "\\\\\\\\", "xxxx")
 INK, FAINT = "#222222", "#d9d9d9"
 
 STYLE: dict[str, Any] = {
@@ -123,9 +118,8 @@ def lines(
             axes.minorticks_off()
         if log_y:
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(
-                "{x:g}"
-            )  # powers of ten would set exponents too small to read
+            # Powers of ten would set exponents too small to read.
+            axes.yaxis.set_major_formatter("{x:g}")
         ends = []
         for number, (name, values) in enumerate(series.items()):
             colour = COLOURS[number]

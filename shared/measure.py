@@ -109,9 +109,8 @@ def slug(described: Mapping[str, Any]) -> str:
     the work."""
     on_gpu = described["device"] not in ("cpu", "mps")
     name = described["device"] if on_gpu else described["processor"]
-    name = re.sub(
-        r"\([A-Za-z]+\)|@.*|\b\d+-Core\b|\b(CPU|Processor)\b", " ", name
-    )  # "(R)", "@ 3.2GHz" say nothing here
+    # "(R)" and "@ 3.2GHz" say nothing here.
+    name = re.sub(r"\([A-Za-z]+\)|@.*|\b\d+-Core\b|\b(CPU|Processor)\b", " ", name)
     words = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unknown"
     if not on_gpu:
         words += f"-{described['cpus']}cpu" + ("-mps" if described["device"] == "mps" else "")

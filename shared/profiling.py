@@ -13,9 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-os.environ.setdefault(
-    "KINETO_LOG_LEVEL", "6"
-)  # before torch: its profiler announces itself on standard error
+# Before torch: its profiler announces itself on standard error.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 import torch
 from torch.profiler import ProfilerActivity

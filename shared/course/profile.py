@@ -17,7 +17,7 @@ from . import stages
 
 
 def table(operators: list[dict[str, Any]]) -> str:
-    """`found` as text, one line per operator."""
+    """`operators` as text, one line each."""
     lines = [
         f"{'share':>6} {'calls':>7}  {'operator':<42} {'rows x in -> out':<24} {'kind':<14} "
         f"{'GB/s':>7} {'GFLOP/s':>8}"

@@ -189,16 +189,8 @@ VALUES: tuple[Any, ...] = (
 )
 PIECES = (
     *(b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e999", b"9" * 400, b"9" * 5000, b"\\ud83d"),
-    *(
-        b"\\udc00\\ud83d",
-        b"\\u0000",
-        b"\xff",
-        b"\xed\xa0\xbd",
-        b"\xef\xbb\xbf",
-        b"\x00",
-        b'"',
-        b"{",
-    ),
+    *(b"\\udc00\\ud83d", b"\\u0000", b"\xff", b"\xed\xa0\xbd", b"\xef\xbb\xbf", b"\x00"),
+    *(b'"', b"{"),
     *(b"}", b"[", b"]", b",", b":", b"\\", b"null", b"[" * 3000, b'{"a":' * 3000, b"//", b"\n"),
     *(b"\x1b[31m", b"%s%n", b"{{7*7}}", b"'", b"\\u", b"1.", b"-", b"\xf0\x9f\x98"),
 )

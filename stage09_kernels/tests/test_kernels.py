@@ -33,13 +33,6 @@ EACH = [  # levels and dtypes; those but the first are compiled for this test al
 ]
 
 
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def caches(heads, kv_heads, width, block, dtype, window=0, level=""):
     windows = (window, window) if window else ()
     config = LlamaConfig(11, 4096, heads * width, 2, heads, kv_heads, width, windows=windows)

@@ -54,13 +54,6 @@ every_level = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def real_of(dtype):
     return F64 if dtype == F64 else F32
 
