@@ -83,8 +83,8 @@ class Api:
     async def generate(self, request: Request, body: GenerateBody) -> ASGIApp:
         deadline = self._deadline()
         choices = await self.service.generate(body, request.scope["tenant"])
-        made = Generate(choices, self.service.note(body.max_tokens, choices))
-        return await self._respond(request, choices, made, bool(body.stream), deadline)
+        form = Generate(choices, self.service.note(body.max_tokens, choices))
+        return await self._respond(request, choices, form, bool(body.stream), deadline)
 
     async def complete(self, request: Request, body: CompletionBody) -> ASGIApp:
         service, deadline, streams = self.service, self._deadline(), bool(body.stream)
@@ -102,14 +102,14 @@ class Api:
                 self._release(choices)
                 scores = Scores(body, echoed, choices, service.name)
                 return await self._respond(request, (), scores, streams, deadline)
-        made = Completion(body, choices, service, echoes)
-        return await self._respond(request, choices, made, streams, deadline)
+        form = Completion(body, choices, service, echoes)
+        return await self._respond(request, choices, form, streams, deadline)
 
     async def chat(self, request: Request, body: ChatBody) -> ASGIApp:
         service, deadline = self.service, self._deadline()
         choices = await service.chat(body, request.scope["tenant"])
-        made = Chat(body, choices, service)
-        return await self._respond(request, choices, made, bool(body.stream), deadline)
+        form = Chat(body, choices, service)
+        return await self._respond(request, choices, form, bool(body.stream), deadline)
 
     def _deadline(self) -> float:
         """The event-loop time by which a request that arrives now must be answered."""
@@ -119,19 +119,19 @@ class Api:
         self,
         request: Request,
         choices: Sequence[Choice],
-        made: Format,
+        form: Format,
         streams: bool,
         deadline: float,
     ) -> ASGIApp:
-        """Answer with `choices`, which the engine has, in the format `made`: as a stream or as one
+        """Answer with `choices`, which the engine has, in the format `form`: as a stream or as one
         body, by `deadline` (event-loop time)."""
         if streams:
-            events = Events(self.service, choices, made, self.service.stream_interval)
+            events = Events(self.service, choices, form, self.service.stream_interval)
             return Stream(events, lambda: self._release(choices), deadline)
 
         async def answer() -> Response:
             async with asyncio.timeout_at(deadline):
-                return JSONResponse(made.whole(await self._answers(choices)))
+                return JSONResponse(form.whole(await self._answers(choices)))
 
         try:
             return await unless_gone(request, answer())
@@ -251,22 +251,23 @@ def answer_errors(app: FastAPI) -> None:
 
 
 def create_app(
-    made: Future[tuple[AnyEngine, Loaded]],
+    starting: Future[tuple[AnyEngine, Loaded]],
     settings: Settings,
     template: ChatTemplate | None,
     thread: EngineThread,
 ) -> FastAPI:
-    """The server's application. It owns the engine that `made` will hold, and runs it on `thread`,
-    which makes it. Until then `state.engine` is missing, and only paths such as /health answer."""
+    """The server's application. It owns the engine that `starting` will hold, and runs it on
+    `thread`, which makes it. Until then `state.engine` is missing, and only paths such as /health
+    answer."""
     created, statuses = int(time.time()), Counter[int]()
 
     async def load() -> None:
-        engine, loaded = await asyncio.shield(asyncio.wrap_future(made))
+        engine, loaded = await asyncio.shield(asyncio.wrap_future(starting))
         name = settings.served_model_name or loaded.config.name
         running = AsyncEngine(engine, settings.max_queue, thread)
-        own = own_template(loaded) if settings.chat_template == "auto" else None
+        from_folder = own_template(loaded) if settings.chat_template == "auto" else None
         state.service = Service(
-            *(running, loaded, name, own or template),
+            *(running, loaded, name, from_folder or template),
             timeout=settings.request_timeout,
             stream_interval=settings.stream_interval,
         )
@@ -279,7 +280,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.loading = asyncio.create_task(load())
-        if made.done():
+        if starting.done():
             await asyncio.wait([state.loading])  # `serve` raises its error
         yield
         state.loading.cancel()

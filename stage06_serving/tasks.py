@@ -157,8 +157,8 @@ TASKS = (
             "FIRST_COMPLETED waits for two tasks.",
             "Cancel both tasks on every way out, and gather them with return_exceptions: the work "
             "may need a moment to end.",
-            "Stream takes Events(self.service, choices, made, self.service.stream_interval), a "
-            "function that releases, and the deadline. For one body, send made.whole(await "
+            "Stream takes Events(self.service, choices, form, self.service.stream_interval), a "
+            "function that releases, and the deadline. For one body, send form.whole(await "
             "self._answers(choices)) as JSON, before the deadline, in a try whose finally "
             "releases.",
         ),
