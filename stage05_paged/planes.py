@@ -50,6 +50,15 @@ class Planes:
         chosen = [plane[list(blocks)].flatten(1).view(torch.uint8) for plane in self.planes]
         return torch.cat(chosen, dim=1)
 
+    def write(self, block: int, content: bytearray | memoryview) -> None:
+        """Fill `block` with `content`: the bytes of a row that `read` returned."""
+        start = 0
+        for plane in self.planes:
+            count = plane[block].numel()
+            numbers = torch.frombuffer(content, dtype=plane.dtype, count=count, offset=start)
+            plane[block] = numbers.view(plane.shape[1:])
+            start += numbers.nbytes
+
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill `blocks`, which hold no tokens, with POISON: for checks."""
         for plane in self.planes:

@@ -94,23 +94,37 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
     """
     from stage01_forward import families
 
+    from .blockfiles import open_folder
     from .choice import PAGED, Choice, choose, faster
+    from .disk import attach
     from .engines import Paged
 
     if maker:
         if settings.engine not in (AUTO, PAGED):
             raise UserError("This server has an engine of its own: leave --engine out.")
+        if settings.prefix_cache_dir:
+            raise UserError(
+                "This server has an engine of its own, whose blocks cannot be kept on a disk: "
+                "leave --prefix-cache-dir out."
+            )
         chosen = Choice(PAGED, automatic=True)
     else:
         device = cli.choose_device(settings.device)
         stored = None if settings.random_weights else settings.model
         chosen = choose(settings.engine, cli.choose_dtype(settings.dtype, device, stored), device)
     settings.engine, blocks = chosen.name, chosen.offer is not None
-    if not blocks and (settings.sanitize or settings.swap_memory):
+    needs = settings.sanitize or settings.swap_memory or settings.prefix_cache_dir
+    if needs and not blocks:
         raise UserError(
-            "--sanitize and --swap-memory are for blocks, which the engine "
+            "--sanitize, --swap-memory and --prefix-cache-dir are for blocks, which the engine "
             f"'{settings.engine}' does not have: leave them out."
         )
+    if settings.prefix_cache_dir and not settings.enable_prefix_caching:
+        raise UserError(
+            "--prefix-cache-dir keeps a prefix cache, and --no-enable-prefix-caching turns it off: "
+            "leave one of them out."
+        )
+    folder = open_folder(settings.prefix_cache_dir) if settings.prefix_cache_dir else None
     options = argparse.Namespace(
         model=settings.model,
         random_weights=settings.random_weights,
@@ -153,7 +167,13 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
         preemption=settings.preemption,
     )
     settings.engine, settings._faster = chosen.name, "" if maker else faster(chosen, loaded)
-    return (maker.serve if maker else Paged)(engine), loaded
+    counts = None
+    if folder:
+        weights = None if settings.random_weights else loaded.folder
+        counts = attach(engine, folder, settings.prefix_cache_size, loaded, weights).counts
+    served = (maker.serve if maker else Paged)(engine)
+    served.disk = counts
+    return served, loaded
 
 
 def make_earlier(settings: Settings, loaded: cli.Loaded, rows: int, budget: int) -> AnyEngine:
@@ -192,6 +212,8 @@ def plan(settings: Settings, status: Status, loaded: cli.Loaded, address: str) -
     whole = count // -(-config.n_positions // status.block_size)
     memory = size(count * status.block_size * config.kv_bytes_per_token(loaded.dtype))
     contexts = f"{whole} whole context{'' if whole == 1 else 's'}"
+    folder = settings.prefix_cache_dir
+    disk = f"{folder}, at most {settings.prefix_cache_size} of prefixes that survive a restart"
     key = ' -H "Authorization: Bearer $STAIRCASE_API_KEY"' if settings.keys else ""
     return (
         f"Staircase serves {name} at {address}\n"
@@ -201,7 +223,8 @@ def plan(settings: Settings, status: Status, loaded: cli.Loaded, address: str) -
         + f"  memory  {memory} in {count} blocks of {status.block_size} tokens: {contexts} of "
         f"{config.n_positions}; at most {status.max_sequences} sequences at a time, "
         f"{settings.max_queue} more in the queue\n"
-        f"  page    {address}/\n"
+        + (f"  disk    {disk}\n" if folder else "")
+        + f"  page    {address}/\n"
         f"  try     curl -N {address}/v1/completions{key} -H 'Content-Type: application/json' "
         f"""-d '{{"prompt": "Once upon a time", "max_tokens": 40, "stream": true}}'"""
     )

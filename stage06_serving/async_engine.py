@@ -27,8 +27,8 @@ from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 from stage05_paged.records import BlocksRecord
 
-from .scoring import PromptRequest
-from .status import AnyEngine, Status
+from .scoring import PromptRequest, own_salt
+from .status import AnyEngine, DiskCounts, Status
 
 BROKEN = "The engine failed in a step of this request: send the request again."
 DEAD = "The engine has stopped after repeated failures: restart the server, and read its log."
@@ -185,6 +185,10 @@ class AsyncEngine:
     def variants(self) -> Mapping[str, bytes]:
         """Names that the engine answers to beside the model's, each with its part of a salt."""
         return self._engine.variants
+
+    @property
+    def disk(self) -> DiskCounts | None:
+        return self._engine.disk
 
     def start(self) -> None:
         """Let the thread run steps."""
@@ -435,7 +439,7 @@ class AsyncEngine:
         """Queue the samples of one prompt; all but the first share its blocks, and its result."""
         first: Request | None = None
         if wants is not None:
-            salt = group[0].id.encode() + b"\0" + salt  # a salt of its own
+            salt = own_salt(group[0].id, salt)
         try:
             for ticket, params in zip(group, sampling, strict=True):
                 if first is not None or wants is None:

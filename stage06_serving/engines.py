@@ -33,7 +33,7 @@ from stage05_paged.blockmap import FREE, blockmap
 from stage05_paged.records import BlocksRecord, SequenceRecord
 
 from .scoring import PromptRunner
-from .status import Status
+from .status import DiskCounts, Status
 
 
 class Stepping:
@@ -41,6 +41,7 @@ class Stepping:
 
     steps: deque[BlocksRecord]
     takes_prompt_requests = True
+    disk: DiskCounts | None = None
 
     @property
     def health(self) -> str:
@@ -248,6 +249,7 @@ class Batches:
     health = "ok"
     variants: Mapping[str, bytes] = {}
     takes_prompt_requests = embeds = False
+    disk: DiskCounts | None = None
 
     def __init__(self, engine: BatchEngine, rows: int, steps_kept: int) -> None:
         self.engine = engine

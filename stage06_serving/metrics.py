@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from .async_engine import PROBE, AsyncEngine, Step, Ticket
+from .status import DiskCounts
 
 SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5),
@@ -41,6 +42,28 @@ class Tally(Collector):
         buckets = list(zip(names, accumulate(self.counts), strict=True))
         family.add_metric([self.model], buckets, self.sum)
         yield family
+
+
+class Disk(Collector):
+    """The counts of the prefix cache on disk. vLLM has names for tokens found outside its cache."""
+
+    NAMES = {
+        "vllm:external_prefix_cache_queries": ("queries", "Tokens looked up on the disk."),
+        "vllm:external_prefix_cache_hits": ("hits", "Tokens read from the disk."),
+        "staircase:prefix_disk_read_bytes": ("read_bytes", "Bytes read."),
+        "staircase:prefix_disk_written_bytes": ("written_bytes", "Bytes written."),
+        "staircase:prefix_disk_rejected": ("rejected", "Files with wrong content, removed."),
+        "staircase:prefix_disk_dropped": ("dropped", "Blocks that could not be written."),
+    }
+
+    def __init__(self, counts: DiskCounts, model: str) -> None:
+        self.counts, self.model = counts, model
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        for name, (key, about) in self.NAMES.items():
+            family = CounterMetricFamily(name, about, labels=["model_name"])
+            family.add_metric([self.model], getattr(self.counts, key))
+            yield family
 
 
 class Metrics:
@@ -115,6 +138,8 @@ class Metrics:
         self.responses = Counter(
             "staircase:http_responses", "Answers, by status.", ["status"], registry=self.registry
         )
+        if engine.disk is not None:
+            self.registry.register(Disk(engine.disk, model))
         self._counted = {"preemptions": 0, "queries": 0, "hits": 0, "rejected": 0}
         self._answered = Counts[int]()
         engine.listeners.append(self._listen)

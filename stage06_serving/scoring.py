@@ -19,6 +19,19 @@ if TYPE_CHECKING:  # the settings are checked before PyTorch is imported
 Scores = list[Logprobs | None]  # of the tokens of a prompt; None for the first: it has no context
 
 
+OWN = b"for one prompt: "  # how the salts begin that no two prompts share
+
+
+def own_salt(name: str, salt: bytes) -> bytes:
+    """A salt that only the samples of one prompt have."""
+    return OWN + name.encode() + b"\0" + salt
+
+
+def has_own_salt(request: Request) -> bool:
+    """Whether no later request can find the blocks of this one."""
+    return request.salt.startswith(OWN)
+
+
 def ignore(result: object) -> None:
     """Do nothing."""
 

@@ -146,6 +146,16 @@ class Settings(BaseSettings):
     enable_prefix_caching: Annotated[
         bool, Field(description="reuse the blocks of common prompt prefixes")
     ] = True
+    prefix_cache_dir: Annotated[
+        str,
+        Field(
+            description="folder for blocks of prefixes, so that they survive a restart; servers "
+            "may share it; default: none"
+        ),
+    ] = ""
+    prefix_cache_size: Annotated[
+        str, Field(description="maximum size of that folder: 10GB, 5%% of its disk")
+    ] = "4GiB"
     sanitize: Annotated[bool, Field(description="check the memory after every step; slow")] = False
 
     max_queue: Annotated[
@@ -200,7 +210,7 @@ class Settings(BaseSettings):
             self.model = "stories-chat"
         return self
 
-    @field_validator("kv_memory", "swap_memory")
+    @field_validator("kv_memory", "swap_memory", "prefix_cache_size")
     @classmethod
     def _a_size(cls, text: str) -> str:
         try:

@@ -14,6 +14,19 @@ from stage04_continuous.request import Request
 from stage05_paged.records import BlocksRecord
 
 
+@dataclass
+class DiskCounts:
+    """The prefix cache on disk since the start. Its threads count, and any thread may read."""
+
+    queries: int = 0  # tokens that requests missed in memory
+    hits: int = 0  # of `queries`, those read from the disk
+    read_bytes: int = 0
+    written_bytes: int = 0
+    rejected: int = 0  # files that were not perfect, and removed
+    dropped: int = 0  # blocks not written: too many, evicted first, or a disk that fails
+    total_bytes: int = 0  # in the folder, as last seen
+
+
 @dataclass(frozen=True)
 class Status:
     """An engine at one moment. The engine's thread makes it, and any thread may read it."""
@@ -40,6 +53,7 @@ class AnyEngine(Protocol):
     steps: deque[BlocksRecord]  # one a forward pass, the newest last
     takes_prompt_requests: bool  # whether `add` takes a PromptRequest
     embeds: bool  # and an EmbeddedRequest
+    disk: DiskCounts | None
 
     @property
     def health(self) -> str:
