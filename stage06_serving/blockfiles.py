@@ -89,7 +89,7 @@ class BlockFiles:
         name = self._name(digest)
         path = self._path(name)
         try:
-            with path.open("rb", buffering=0) as file:
+            with path.open("rb") as file:
                 data = bytearray(self.file_bytes)
                 whole = file.readinto(data) == self.file_bytes and not file.read(1)
             if whole and self._is_perfect(data, name, ids):

@@ -135,11 +135,11 @@ class DiskStore:
     def offer(self, request: Request, index: int, block: int, digest: bytes) -> None:
         if has_own_salt(request) or self.pool.by_digest.get(digest) != block:
             return
-        if self._offers.qsize() >= MOST_WAITING:
-            self.counts.dropped += 1
-            return
         self._newest[block] = entry = self._entry(request, index, digest, block)
-        self._offers.put(entry)
+        if self._offers.qsize() < MOST_WAITING:
+            self._offers.put(entry)
+        else:
+            self.counts.dropped += 1
 
     def forget(self, digests: Sequence[bytes]) -> None:
         for digest in digests:
@@ -207,6 +207,7 @@ class DiskStore:
                 pool.share(block)
             elif pool.available:
                 block = pool.take()
+                self._newest.pop(block, None)  # what was offered is gone
                 self.memory.write(block, content)
                 pool.publish(block, entry.digest)
                 self.counts.hits += pool.block_size
@@ -268,7 +269,7 @@ class DiskStore:
     def _is_stale(self, entry: Entry, block: int) -> bool:
         """Whether the block may hold something else by now. A published block never changes, and
         one that is published again is offered again."""
-        return self._newest[block] is not entry or self.pool.digests[block] != entry.digest
+        return self._newest.get(block) is not entry or self.pool.digests[block] != entry.digest
 
     def _copy(self, block: int) -> list[memoryview]:
         """The content of a block, by NumPy: PyTorch would start a second team of threads."""

@@ -340,6 +340,30 @@ def test_a_disk_that_stands_still_delays_no_prompt_for_long(
     until(lambda: made.scheduler.store.counts.rejected)
 
 
+def test_others_run_while_a_request_waits_for_its_blocks(stored, tiny_model, folder, monkeypatch):
+    monkeypatch.setattr(disk, "PATIENCE", 60.0)
+    prompt, other = prompt_of(40), prompt_of(9, 3)
+    expected = [alone(tiny_model, ids, words(4)) for ids in (prompt, other)]
+    made = stored()
+    made.generate([prompt], words(4))
+    until(lambda: len(files(folder)) == 10)
+    right = files(folder)[0].read_bytes()
+    path = files(folder)[0]
+    path.unlink()
+    os.mkfifo(path)
+    made = stored()
+    waits, leaves = (made.add(Request(prompt, words(4))) for _ in range(2))
+    runs = made.add(Request(other, words(4)))
+    while runs.output.finish_reason is None:
+        made.step()
+    assert runs.output.token_ids == expected[1] and not waits.computed
+    made.abort(leaves.id)
+    path.write_bytes(right)  # the reader gets all of it from the pipe
+    while made.requests:
+        made.step()
+    assert waits.output.token_ids == expected[0] and made.scheduler.store.counts.hits == 36
+
+
 def test_a_cache_of_two_planes(folder):
     """A block is all of its planes, whatever is in them."""
 
