@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from .models import EMBEDDED, PRESETS
 from .tokenizer import has_tokenizer
 
 if TYPE_CHECKING:
+    from .linear import Conversion
     from .tokenizer import AnyTokenizer
 
 log = logging.getLogger(__name__)
@@ -40,12 +41,15 @@ OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".g
 @dataclass
 class Checkpoint:
     """A config and its tensors by name. folder: where the tokenizer's files are; None without any.
-    unused: rows of the vocabulary without a token, if the tokenizer tells."""
+    unused: rows of the vocabulary without a token, if the tokenizer tells. conversion: of the
+    linear layers, once the model is made. declared: the tensors that it declares, by layer."""
 
     config: Config
     tensors: dict[str, torch.Tensor]
     folder: Path | None = None
     unused: Sequence[int] = ()
+    conversion: Conversion | None = None
+    declared: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
 
 def load(
@@ -55,13 +59,15 @@ def load(
     dtype: torch.dtype | None = None,
     readers: Mapping[str, Reader] = READERS,
     presets: Mapping[str, Config] = PRESETS,
+    conversion: Conversion | None = None,
 ) -> Checkpoint:
     """Load a model by name: an embedded one, a folder, or a hub name: "gpt2", "owner/name".
 
     The names in `presets` mean the presets; write "./gpt2" for a folder of that name. `readers`
     read config.json, by its model_type: stage01_forward/families.py passes those of all stages.
     random_weights: take only the shape, from a preset or a folder's config.json; this needs no
-    weights and no network. dtype: convert all tensors; None keeps the file's.
+    weights and no network. dtype: convert all tensors; None keeps the file's. conversion: of the
+    linear layers; the tensors that it declares keep their dtype.
     Tensors that need no conversion are mapped from the file, not copied: they stay valid while they
     are referenced, and the file must not change meanwhile.
     Raises UserError for an invalid name, folder or file, and for network errors.
@@ -71,7 +77,9 @@ def load(
     else:
         folder = _find_folder(name)
         config = read_config(folder, name if _is_known(name) else None, readers)
-        checkpoint = Checkpoint(config, _checked(_read_tensors(folder), config, folder), folder)
+        tensors, declared = _checked(_read_tensors(folder), config, folder, conversion)
+        checkpoint = Checkpoint(config, tensors, folder, declared=declared)
+    checkpoint.conversion = conversion
     if dtype is not None:
         checkpoint.tensors = {key: tensor.to(dtype) for key, tensor in checkpoint.tensors.items()}
     return checkpoint
@@ -236,10 +244,13 @@ def _is_pointer(path: Path) -> bool:
         return False
 
 
-def _checked(raw: dict[str, torch.Tensor], config: Config, folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors under their canonical names, in the model's order.
+def _checked(
+    raw: dict[str, torch.Tensor], config: Config, folder: Path, conversion: Conversion | None
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """The tensors under their canonical names, in the model's order; and by layer those that
+    `conversion` declares.
 
-    Raises UserError if they are not exactly the model's.
+    Raises UserError if they are not exactly the model's and the declared ones.
     """
     names = {old: new for old in raw if (new := config.tensor_name(old)) is not None}
     doubled = [new for new, count in Counter(names.values()).items() if count > 1]
@@ -253,7 +264,16 @@ def _checked(raw: dict[str, torch.Tensor], config: Config, folder: Path) -> dict
         if openai and tensors[new].ndim == 3 and len(tensors[new]) == 1:
             tensors[new] = tensors[new][0]  # (1, in, out), a convolution of width 1
 
-    shapes = config.shapes()
+    shapes, layers = config.shapes(), dict[str, str]()  # layers of declared tensors
+    for name, shape in list(shapes.items()) if conversion else ():
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight" and len(shape) == 2:
+            assert conversion is not None
+            stored = {f"{layer}.{kind}": s for kind, s in conversion.declares(layer, shape).items()}
+            if stored:
+                del shapes[name]
+                shapes |= stored
+                layers |= dict.fromkeys(stored, layer)
     head = tensors.pop("lm_head.weight", None) if config.tied else None
     problems = []
     if missing := [name for name in shapes if name not in tensors]:
@@ -268,7 +288,9 @@ def _checked(raw: dict[str, torch.Tensor], config: Config, folder: Path) -> dict
     ]:
         problems.append(f"misshapen {_some(misshapen)}")
     if odd := [
-        f"{k} ({tensor.dtype})" for k, tensor in present.items() if tensor.dtype not in DTYPES
+        f"{name} ({tensor.dtype})"
+        for name, tensor in present.items()
+        if name not in layers and tensor.dtype not in DTYPES
     ]:
         problems.append(f"not of a floating-point type {_some(odd)}")
     if problems:
@@ -282,7 +304,10 @@ def _checked(raw: dict[str, torch.Tensor], config: Config, folder: Path) -> dict
             f"lm_head.weight in {folder} differs from {embedding}, but config.json ties them: set "
             "tie_word_embeddings to false, or choose another checkpoint."
         )
-    return present
+    declared: dict[str, dict[str, torch.Tensor]] = {}
+    for name, layer in layers.items():
+        declared.setdefault(layer, {})[name.removeprefix(f"{layer}.")] = present.pop(name)
+    return present, declared
 
 
 def _some(names: Sequence[str], most: int = 3) -> str:

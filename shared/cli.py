@@ -636,7 +636,8 @@ def load_model_from(options: argparse.Namespace, families: Families) -> Loaded:
     if hasattr(tokenizer, "unused"):  # a JsonTokenizer
         loaded.unused = tokenizer.unused(loaded.config.vocab_size)
     model = families.load_model(loaded, device=device, dtype=dtype)
-    loaded.tensors.clear()  # a second reference to the weights would keep them after packing
+    for tensors in (loaded.tensors, loaded.declared):
+        tensors.clear()  # a second reference to the weights would keep them after packing
     kind = linear.optimize(model, options.linear)
     model.config = config = replace(loaded.config, n_positions=longest)
     return Loaded(model, tokenizer, config, kind, device, dtype, loaded.folder)

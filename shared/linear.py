@@ -1,4 +1,8 @@
-"""The fastest linear layer of this machine, put into any model after loading.
+"""Linear layers: what all code needs of other kinds, and the fastest kind of this machine.
+
+`Linear` is a layer in a format of its own, such as int8 with scales, and a `Conversion` makes such
+layers. It has its place between loading a model and laying its weights out: `optimize`, the kernels
+and the ranks of a later stage only meet what it made.
 
 On a CPU, PyTorch hands `nn.Linear` to a library (MKL) that lays the weight out anew for each
 product, and on many machines that library leaves much of the processor unused. Two things help, and
@@ -24,7 +28,8 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +47,54 @@ CLEAR = 1.03  # times faster: less is no difference
 STEADY = 1.5  # times the shortest time: a longer median was disturbed
 PACKED_FOR_ROWS = 32  # oneDNN's layout for 32 rows was as good as any at 1 row, the best from 2 on
 UNDECIDED = "packed (not measured)"
+
+
+@runtime_checkable
+class Linear(Protocol):
+    """A linear layer in a format of its own: it packs and splits its weight itself. It is also an
+    nn.Module; nn.Linear is no Linear."""
+
+    in_features: int
+    out_features: int
+    bias: Tensor | None  # (out,)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that a product reads: those of the weight, and what belongs to it."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out), in the dtype of x."""
+
+    def pack(self) -> nn.Module:
+        """The layer in this machine's fastest layout; itself if it has that already."""
+
+    def shard(self, rows: Tensor | None, columns: Tensor | None) -> nn.Module:
+        """The layer with the outputs `rows` alone; or with the inputs `columns` alone, and then
+        without a bias, which belongs to the sum of all parts. The other of the two is None."""
+
+
+class Conversion(Protocol):
+    """Makes other linear layers of a checkpoint's, and declares how the checkpoint stores them."""
+
+    def declares(self, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the tensors, of any dtype, that the checkpoint has in place of the matrix
+        `name`.weight of this shape, such as {"weight": shape, "scale": (8,)}; empty if it has the
+        matrix itself."""
+
+    def layer(self, name: str, plain: nn.Linear, tensors: Mapping[str, Tensor]) -> nn.Module:
+        """The layer in the place of `plain`: a Linear, or `plain` itself. tensors: those declared;
+        with them, the weight of `plain` has the model's dtype, and is on "meta"."""
+
+
+def convert(
+    model: Any, conversion: Conversion, declared: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    """Convert all linear layers of `model`, in place. declared: tensors by layer."""
+    for name, layer in list(model.named_modules()):
+        if type(layer) is nn.Linear:
+            tensors = {kind: x.to(model.device) for kind, x in declared.get(name, {}).items()}
+            plain = layer.to(model.dtype) if tensors else layer
+            model.set_submodule(name, conversion.layer(name, plain, tensors))
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -218,11 +271,15 @@ def optimize(model: nn.Module, mode: str = "auto") -> str:
     UNDECIDED if it was packed because no measurement was clear.
 
     mode: "auto" measures both and keeps the faster; "plain" changes nothing; "packed" packs.
-    Only the layers of `known_layers` change: a subclass or a quantized layer stays as it is.
+    Only the layers of `known_layers` change, and a Linear, unless the mode is "plain", packs
+    itself. All others stay as they are.
     Raises UserError for an unknown mode, or for "packed" where this machine cannot pack.
     """
     if mode not in MODES:
         raise UserError(f"There is no linear layer '{mode}': choose one of {', '.join(MODES)}.")
+    for name, layer in list(model.named_modules()) if mode != "plain" else ():
+        if isinstance(layer, Linear):
+            model.set_submodule(name, layer.pack())
     layers = known_layers(model)
     if mode == "plain" or not layers:
         return "plain"

@@ -17,6 +17,7 @@ from torch import Tensor
 from shared import checkpoint
 from shared.checkpoint import Checkpoint
 from shared.config import READERS, Config, Reader
+from shared.linear import Conversion, convert
 
 from .attention import Recompute
 from .model import load_model as load_gpt2
@@ -82,19 +83,27 @@ def presets() -> dict[str, Config]:
 
 
 def load(
-    name: str, random_weights: bool = False, seed: int = 0, dtype: torch.dtype | None = None
+    name: str,
+    random_weights: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    conversion: Conversion | None = None,
 ) -> Checkpoint:
     """`checkpoint.load` for the models of all families."""
     readers = {kind: read for family in families() for kind, read in family.readers.items()}
-    return checkpoint.load(name, random_weights, seed, dtype, readers, presets())
+    return checkpoint.load(name, random_weights, seed, dtype, readers, presets(), conversion)
 
 
 def load_model(
     loaded: Checkpoint, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> Any:
     """The model of a checkpoint of any family. It offers what all engines use: `config`, `device`,
-    `dtype`, a call with (ids, positions, attend), and `logits`."""
+    `dtype`, a call with (ids, positions, attend), and `logits`. Its linear layers are those of the
+    checkpoint's conversion."""
     for family in families():
         if type(loaded.config) is family.config:
-            return family.load_model(loaded, device=device, dtype=dtype)
+            model = family.load_model(loaded, device=device, dtype=dtype)
+            if loaded.conversion:
+                convert(model, loaded.conversion, loaded.declared)
+            return model
     raise TypeError(f"no family has the config {type(loaded.config).__name__}")

@@ -131,5 +131,5 @@ def load_model(
         for name, tensor in checkpoint.tensors.items()
     }
     state.setdefault("lm_head.weight", state["wte.weight"])
-    model.load_state_dict(state, assign=True)
+    model.load_state_dict(state, assign=True, strict=not checkpoint.declared)
     return model.requires_grad_(False).eval()

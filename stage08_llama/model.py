@@ -142,7 +142,7 @@ def load_model(
         model = Llama(config)
     state = {name: tensor.to(device, dtype) for name, tensor in checkpoint.tensors.items()}
     state.setdefault("lm_head.weight", state["embed_tokens.weight"])
-    model.load_state_dict(state, assign=True)
+    model.load_state_dict(state, assign=True, strict=not checkpoint.declared)
     if checkpoint.unused:
         model.unused = torch.tensor(checkpoint.unused, device=device)
     return model.requires_grad_(False).eval()

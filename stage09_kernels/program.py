@@ -11,12 +11,13 @@ beside the model's own or in their place. A pass fills in only what changes: whi
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shared.linear import Linear as OwnLinear
 from stage01_forward.model import GPT2
 from stage08_llama.model import Llama
 from stage08_llama.rope import rotation
@@ -38,6 +39,7 @@ from .operations import (
     Linear,
     Norm,
     Operation,
+    Pass,
     Rope,
 )
 
@@ -86,7 +88,7 @@ class PanelLinear(nn.Module):
     def __init__(self, layer: Any, panels: Tensor, columns: Tensor) -> None:
         super().__init__()
         self.panels, self.columns, self.bias = panels, columns, layer.bias
-        self.in_features = layer.weight.shape[1]
+        self.out_features, self.in_features = layer.weight.shape
 
     @property
     def weight(self) -> Tensor:
@@ -121,6 +123,7 @@ class Program:
         named = model.named_modules() if release else ()
         self.names = {layer: name for name, layer in named if type(layer) is nn.Linear}
         self.operations: list[Operation] = []
+        self.products: dict[int, tuple[list[Any], int]] = {}  # layers of an operation in Python
         self.places: list[dict[str, Any]] = []  # of each: its buffers, by name, and where in them
         self.buffers: dict[str, Tensor] = {}
         self.widths: dict[str, int] = {}
@@ -130,6 +133,7 @@ class Program:
         self.stream = self.buffer("stream", self.config.n_embd)
         BUILDERS[type(model)](self, model)
         self.array = (Operation * len(self.operations))(*self.operations)
+        self.parts = list(self._parts())
 
     # ---- building
 
@@ -168,7 +172,27 @@ class Program:
         epilogue: int = PLAIN,
         residual: str | None = None,
     ) -> None:
-        """Add a product with `layers` side by side; for SILU_MUL, the gate and what it scales."""
+        """Add a product with `layers` side by side; for SILU_MUL, the gate and what it scales.
+
+        If a layer has a format of its own, all of them compute their products themselves, between
+        two calls of C.
+        """
+        operation = Operation(LINEAR)
+        if any(isinstance(layer, OwnLinear) for layer in layers):
+            packed = [layer.pack() if isinstance(layer, OwnLinear) else layer for layer in layers]
+            self.products[len(self.operations)] = packed, epilogue
+            widths = [layer.out_features for layer in layers]
+            operation.of.linear = Linear(
+                outputs=max(widths) if epilogue == SILU_MUL else sum(widths)
+            )
+        else:
+            operation.of.linear = self._laid_out(layers, epilogue)
+        self.buffer(out, operation.of.linear.outputs)
+        self.operands.add(x)
+        self._add(operation, x=x, out=out, **({"residual": residual} if residual else {}))
+
+    def _laid_out(self, layers: Sequence[Any], epilogue: int) -> Linear:
+        """The product with the weights of `layers`, laid out for the kernels."""
         weights = [layer.weight.detach() for layer in layers]
         bias = self._bias(layers)
         outputs = sum(map(len, weights))
@@ -181,22 +205,19 @@ class Program:
             bias = None if bias is None else interleave(*bias.chunk(2))
         if bias is not None:
             bias = nn.functional.pad(bias, (0, -len(bias) % PANEL))
-        operation, packed = Operation(LINEAR), self.keep(lay_out(weights, self.dtype))
+        packed = self.keep(lay_out(weights, self.dtype))
         sizes = [len(layer.weight) for layer in layers]
         for layer, layer_columns in zip(layers, columns.split(sizes), strict=True):
             if layer in self.names:
                 panels = PanelLinear(layer, self.kept[-1], layer_columns)
                 self.model.set_submodule(self.names.pop(layer), panels)
-        operation.of.linear = Linear(
+        return Linear(
             weights=packed,
             bias=self.vector(bias),
             inputs=weights[0].shape[1],
             outputs=outputs,
             epilogue=epilogue,
         )
-        self.buffer(out, outputs)
-        self.operands.add(x)
-        self._add(operation, x=x, out=out, **({"residual": residual} if residual else {}))
 
     def _bias(self, layers: Sequence[Any]) -> Tensor | None:
         """The biases of `layers` side by side, zeros for a layer without; None if all are."""
@@ -236,6 +257,17 @@ class Program:
         operation.rows = self.rows
         self.operations.append(operation)
         self.places.append(places)
+
+    def _parts(self) -> Iterator[ctypes.Array[Operation] | int]:
+        """What a pass runs in turn: operations in one call of C, or the place of one in Python."""
+        start = 0
+        for place in (*self.products, len(self.operations)):
+            if place > start:  # the memory is that of `self.array`
+                kind = Operation * (place - start)
+                yield kind.from_buffer(self.array, start * ctypes.sizeof(Operation))
+            if place in self.products:
+                yield place
+            start = place + 1
 
     # ---- running
 
@@ -289,21 +321,49 @@ class Program:
             turns = rotation(positions, model.frequencies, self.config.rope.scale)
             cosines, sines = (turn.to(self.real).contiguous() for turn in turns)
         self.buffers["stream"][:count, : hidden.shape[1]] = hidden
-        self.call(self.array, attention, rows, cosines, sines)
+        this_pass = self._pass(attention, rows, cosines, sines)
+        for part in self.parts:
+            if isinstance(part, int):
+                self._multiply(part, count, rows)
+            else:
+                library.call(self.library.step, part, len(part), ctypes.byref(this_pass))
         return self.buffers["logits"][: len(rows), : self.config.vocab_size]
 
     def call(
+        self, operations: ctypes.Array[Operation], attention: KernelAttention, rows: Tensor
+    ) -> None:
+        """Run some `operations` on what is in the buffers."""
+        this_pass = self._pass(attention, rows)
+        library.call(self.library.step, operations, len(operations), ctypes.byref(this_pass))
+
+    def _pass(
         self,
-        operations: ctypes.Array[Operation],
         attention: KernelAttention,
         rows: Tensor,
         cosines: Tensor | None = None,
         sines: Tensor | None = None,
-    ) -> None:
-        """Run `operations`, all or some of the program's, on what is in the buffers."""
+    ) -> Pass:
         this_pass = attention.wanting(rows.numpy())
         this_pass.cosines, this_pass.sines = map(library.address, (cosines, sines))
-        library.call(self.library.step, operations, len(operations), ctypes.byref(this_pass))
+        return this_pass
+
+    def _multiply(self, place: int, count: int, rows: Tensor) -> None:
+        """Run the product at `place` in Python. The pass has `count` tokens, and wants `rows`."""
+        layers, epilogue = self.products[place]
+        operation, places = self.array[place], self.places[place]
+        here = slice(count if operation.rows == ALL_ROWS else len(rows))
+        x = self.buffers[places["x"]][here, : layers[0].in_features]
+        outputs = [layer(x) for layer in layers]
+        if epilogue == SILU_MUL:
+            y = nn.functional.silu(outputs[0]) * outputs[1]
+        else:
+            y = torch.cat(outputs, -1)
+        if epilogue == GELU:
+            y = nn.functional.gelu(y, approximate="tanh")
+        if "residual" in places:
+            residual = self.buffers[places["residual"]][:, : y.shape[1]]
+            y = y + residual[rows if operation.of.linear.residual_of_all else here]
+        self.buffers[places["out"]][here, : y.shape[1]] = y
 
 
 def _gpt2(p: Program, model: Any) -> None:

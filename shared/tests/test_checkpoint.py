@@ -31,7 +31,10 @@ from shared.errors import UserError
 from shared.models import STORIES
 from shared.peers import transformers_greedy, transformers_model
 from shared.tokenizer import Tokenizer, load_tokenizer
+from stage01_forward import families
 from stage01_forward.numpy_gpt2 import gpt2
+
+from .int8 import Dequantized, Int8, Int8Linear, stored
 
 Tensors = dict[str, torch.Tensor]
 SIZES: Any = {"vocab_size": 101, "n_positions": 32, "n_embd": 24, "n_layer": 2, "n_head": 3}
@@ -129,6 +132,33 @@ def test_dtypes_of_the_file_are_kept_or_converted(folder, expected, dtype):
     assert {tensor.dtype for tensor in tensors.values()} == {dtype}
     wide = {name: tensor.double() for name, tensor in stored.items()}
     assert_same(load(str(folder), dtype=torch.float64).tensors, wide)
+
+
+def test_tensors_beside_the_weights_go_to_the_layer_that_declares_them(folder):
+    """In their own dtype; others are refused as before."""
+    tensors = stored(load(str(folder)))
+    save_file(tensors, folder / WEIGHTS)
+    message = refusal(lambda: load(str(folder)))
+    assert "unexpected h.0.attn.c_attn.scale" in message and "floating-point type" in message
+    message = refusal(lambda: load(str(folder), conversion=Int8("mlp", stored=True)))
+    assert "h.0.attn.c_attn.scale" in message and "mlp" not in message
+    loaded, same = (
+        families.load(str(folder), conversion=kind("h.", stored=True), dtype=torch.float64)
+        for kind in (Int8, Dequantized)
+    )
+    model, plain = families.load_model(loaded), families.load_model(same)
+    layer = model.get_submodule("h.1.mlp.c_fc")
+    assert isinstance(layer, Int8Linear) and layer.scale.dtype == torch.float32
+    assert torch.equal(layer.weight.t(), tensors["h.1.mlp.c_fc.weight"])
+    assert isinstance(model.lm_head, torch.nn.Linear)
+    assert not [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    params = stages.sampling_params()(max_tokens=20)
+    one, other = (stages.oracle(m).generate([PROMPT], params) for m in (model, plain))
+    assert one[0].token_ids == other[0].token_ids
+    del tensors["h.1.mlp.c_fc.scale"]
+    save_file(tensors, folder / WEIGHTS)
+    message = refusal(lambda: load(str(folder), conversion=Int8("h.", stored=True)))
+    assert "missing h.1.mlp.c_fc.scale;" in message
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows counts mapped pages in another way")

@@ -10,11 +10,14 @@ import torch
 from torch import nn
 
 from shared import linear
+from shared.course import stages
 from shared.course.testing import SHAPES, random_checkpoint
 from shared.errors import UserError
 from shared.parity import random_prompt
 from stage01_forward.attention import Recompute
 from stage01_forward.model import load_model
+
+from .int8 import Dequantized, Int8, Int8Linear
 
 CPU = torch.device("cpu")
 needs_packing = pytest.mark.skipif(
@@ -150,3 +153,28 @@ def test_without_a_winner_auto_packs_and_reports_it(monkeypatch, tiny):
     model = load_model(tiny)
     assert linear.optimize(model, "auto") == "packed (not measured)"
     assert isinstance(model.lm_head, linear.PackedLinear)
+
+
+# ---- layers of another format
+
+
+def test_every_engine_runs_layers_of_another_format():
+    """The tokens are those of the dequantized weights, and each layer packs itself."""
+    models = []
+    for conversion in (Int8(), Dequantized()):
+        checkpoint = random_checkpoint(SHAPES["wide"], spread=24.0)
+        checkpoint.conversion = conversion
+        models.append(stages.load_model(checkpoint, dtype=torch.float64))
+    model, plain = models
+    layers = [layer for layer in model.modules() if isinstance(layer, Int8Linear)]
+    assert len(layers) == 4 * model.config.n_layer + 1
+    assert isinstance(layers[0], linear.Linear) and not isinstance(nn.Linear(1, 1), linear.Linear)
+    assert all(layer.bytes < 1.5 * layer.weight.numel() for layer in layers)
+    assert linear.optimize(model, "plain") == "plain" and not layers[0].packed
+    linear.optimize(model)
+    assert all(layer.packed for layer in model.modules() if isinstance(layer, Int8Linear))
+    prompts = [random_prompt(length, model.config, "int8") for length in (3, 17, 30)]
+    params = stages.sampling_params()(max_tokens=20)
+    want = [output.token_ids for output in stages.oracle(plain).generate(prompts, params)]
+    for name, make in stages.engines().items():
+        assert [o.token_ids for o in make(model).generate(prompts, params)] == want, name

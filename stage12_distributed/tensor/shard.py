@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from shared.checkpoint import without_weights
 from shared.config import Config
 from shared.errors import UserError
+from shared.linear import Linear
 
 from .collectives import Collectives
 
@@ -107,7 +108,7 @@ def shards(model: Any, rank: int, ranks: int) -> dict[str, Shard]:
     result = {}
     for name, layer in model.named_modules():
         if kinds := LAYERS.get(".".join(name.split(".")[-2:])):
-            out, width = layer.weight.shape
+            out, width = layer.out_features, layer.in_features
             result[name] = Shard((out, width), indices(kinds[0], out), indices(kinds[1], width))
     return result
 
@@ -120,6 +121,18 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     if bias is not None:
         layer.bias = nn.Parameter(bias, requires_grad=False)
     return layer
+
+
+def cut(layer: Any, rows: Tensor | None = None, columns: Tensor | None = None) -> nn.Module:
+    """A layer's part with the outputs `rows`, or with the inputs `columns` and without the bias."""
+    if isinstance(layer, Linear):
+        return layer.shard(rows, columns)
+    weight, bias = layer.weight.detach(), layer.bias
+    if rows is not None:
+        rows = rows.to(weight.device)
+        return linear(weight[rows], None if bias is None else bias[rows])
+    assert columns is not None
+    return linear(weight[:, columns.to(weight.device)].contiguous())
 
 
 class RowParallel(nn.Module):
@@ -141,16 +154,20 @@ class Vocabulary(nn.Module):
     """The output layer, its rows divided among the ranks. All parts are padded to the longest one,
     because the rows need not divide evenly."""
 
-    def __init__(self, whole: nn.Linear, tied: bool, collectives: Collectives) -> None:
+    def __init__(self, whole: Any, tied: bool, collectives: Collectives) -> None:
         super().__init__()
         self.collectives, self.size = collectives, whole.out_features
         self.longest = -(-self.size // collectives.size)
         first = collectives.rank * self.longest
-        rows = whole.weight[first : first + self.longest].detach()  # the last ranks may have none
-        # These are rows of the embedding, which stays whole for the look-up: they take no more
-        # memory.
-        self.part = linear(rows if tied else rows.clone())
-        self.missing = self.longest - len(rows)
+        here = slice(first, first + self.longest)  # the last ranks may have none
+        self.missing = self.longest - len(range(self.size)[here])
+        if isinstance(whole, Linear):
+            self.part = whole.shard(torch.arange(self.size)[here], None)
+        else:
+            rows = whole.weight[here].detach()
+            # These are rows of the embedding, which stays whole for the look-up: they take no more
+            # memory.
+            self.part = linear(rows if tied else rows.clone())
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(..., C) -> (..., V) on rank 0, and the rank's own part elsewhere."""
@@ -168,15 +185,9 @@ def shard(model: Any, collectives: Collectives) -> dict[str, Shard]:
     queries, kv = heads_of(config, rank, ranks)
     for name, part in layers.items():
         layer = model.get_submodule(name)
-        weight, bias = layer.weight.detach(), layer.bias
-        bias = None if bias is None else bias.detach()
-        if part.rows is not None:
-            rows = part.rows.to(weight.device)
-            new: nn.Module = linear(weight[rows], None if bias is None else bias[rows])
-        else:
-            assert part.columns is not None
-            columns = linear(weight[:, part.columns.to(weight.device)].contiguous())
-            new = RowParallel(columns, bias, collectives)
+        new = cut(layer, part.rows, part.columns)
+        if part.columns is not None:
+            new = RowParallel(new, layer.bias, collectives)
         model.set_submodule(name, new)
     for module in model.modules():
         if hasattr(module, "n_head"):

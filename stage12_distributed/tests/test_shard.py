@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from shared.config import Config
+from shared.course.testing import random_checkpoint
 from shared.errors import UserError
+from shared.tests.int8 import Int8, Int8Linear
+from stage01_forward import families
 from stage01_forward.attention import Recompute
 from stage08_llama.tests.test_contract import GROUPED
 from stage12_distributed.tensor.collectives import Collectives
@@ -100,6 +103,26 @@ def test_shards_are_whole_heads_and_leave_nothing_out(config, ranks):
                 assert owners == list(queries)
             elif kind in ("k_proj", "v_proj"):
                 assert owners == list(kv)
+
+
+@pytest.mark.parametrize("config", [ODD, BIASED], ids=["gpt2", "llama"])
+def test_layers_of_another_format_split_themselves(config):
+    def make(config):
+        checkpoint = random_checkpoint(config, spread=24)
+        checkpoint.conversion = Int8()
+        return families.load_model(checkpoint, dtype=torch.float64)
+
+    ids, whole = [5, 17, 3, 99, 41], make(config)
+    with torch.inference_mode():
+        hidden = whole(torch.tensor(ids), torch.arange(len(ids)), Recompute().attend)
+        want = whole.logits(hidden)
+    (first, got), (second, _) = in_threads(config, 2, ids, make)
+    assert (got - want).abs().max() < 1e-10 * want.abs().max()
+    sizes = [
+        [layer.weight.numel() for layer in model.modules() if isinstance(layer, Int8Linear)]
+        for model in (whole, first, second)
+    ]
+    assert all(a + b == both for both, a, b in zip(*sizes, strict=True)) and len(sizes[0]) > 8
 
 
 def test_every_weight_keeps_its_dtype():

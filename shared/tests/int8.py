@@ -1,0 +1,102 @@
+"""A toy of quantization: linear layers whose weight is int8, with a scale for each output.
+
+No stage knows it. Its products are bit for bit those of the dequantized weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shared.checkpoint import Checkpoint
+
+
+class Int8Linear(nn.Module):
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        """weight (out, in) int8, scale (out,), bias (out,)."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.packed = False
+        for name, tensor in (("weight", weight), ("scale", scale), ("bias", bias)):
+            self.register_buffer(name, tensor)
+
+    @property
+    def bytes(self) -> int:
+        return self.weight.nbytes + self.scale.nbytes
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        return self.weight.to(dtype) * self.scale.to(dtype)[:, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.dequantized(x.dtype), self.bias)
+
+    def pack(self) -> Int8Linear:
+        layer = Int8Linear(self.weight, self.scale, self.bias)
+        layer.packed = True
+        return layer
+
+    def shard(self, rows: Tensor | None, columns: Tensor | None) -> Int8Linear:
+        if columns is not None:
+            return Int8Linear(self.weight[:, columns], self.scale, None)
+        bias = None if self.bias is None else self.bias[rows]
+        return Int8Linear(self.weight[rows], self.scale[rows], bias)
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight (out, in) -> int8 (out, in), scale (out,)."""
+    scale = weight.abs().amax(-1) / 127
+    return (weight / scale[:, None]).round().to(torch.int8), scale
+
+
+class Int8:
+    """Converts layers whose name contains one of `kinds`: all, if there are none. stored: the
+    checkpoint has the int8 tensors."""
+
+    def __init__(self, *kinds: str, stored: bool = False) -> None:
+        self.kinds, self.stored = kinds or ("",), stored
+
+    def _has(self, name: str) -> bool:
+        return any(kind in name for kind in self.kinds)
+
+    def declares(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        if not self.stored or name in ("wte", "wpe") or not self._has(name):
+            return {}
+        return {"weight": shape, "scale": (shape[1],)}  # GPT-2 stores (in, out)
+
+    def layer(self, name: str, plain: nn.Linear, tensors: Any) -> nn.Module:
+        if not self._has(name):
+            return plain
+        if tensors:
+            weight, scale = tensors["weight"].t(), tensors["scale"]
+        else:
+            weight, scale = quantize(plain.weight.detach())
+        return Int8Linear(weight, scale, plain.bias)
+
+
+class Dequantized(Int8):
+    """The same layers with plain weights."""
+
+    def layer(self, name: str, plain: nn.Linear, tensors: Any) -> nn.Module:
+        layer = super().layer(name, plain, tensors)
+        if isinstance(layer, Int8Linear):
+            plain.weight = nn.Parameter(layer.dequantized(plain.weight.dtype), requires_grad=False)
+        return plain
+
+
+def stored(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """A GPT-2's tensors with int8 weights, as a file holds them."""
+    tensors = {}
+    for name, tensor in checkpoint.tensors.items():
+        tensors[name] = tensor
+        if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+            weight, scale = quantize(tensor.t())
+            tensors[name] = weight.t().contiguous()
+            tensors[name.replace("weight", "scale")] = scale
+    return tensors
