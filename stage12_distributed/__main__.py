@@ -21,7 +21,7 @@ MODULES = {
     "serve": "router.serve",
     "simulate": "simulation.simulate",
     "timed": "simulation.timed",
-    "disaggregated": "compared",
+    "disaggregated": "bench.apart",
     "tp": "tensor.tp",
 }
 EXAMPLES = """\

@@ -7,6 +7,8 @@ router, on this machine. All answers of real engines are proved.
 
 from __future__ import annotations
 
+import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -27,11 +29,12 @@ from shared.roofline import forward_cost, static_costs
 from stage01_forward import families
 from stage05_paged.make import make
 
-from .compared import APART, TOGETHER, Load, compare
+from .bench.apart import APART, TOGETHER, Load, compare
+from .bench.loads import Run, loads
+from .bench.streams import deaths, ray_seconds, relay_seconds
+from .bench.streams import router as start_router
 from .disaggregated.processes import Job
-from .measured import Run, deaths, loads, ray_seconds, relay_seconds, routing_seconds
-from .measured import router as start_router
-from .router.routing import BLOCK_SIZE
+from .router.routing import BLOCK_SIZE, Routing
 from .simulation.passes import PassTime
 from .simulation.replay import quantiles
 from .simulation.simulate import Scenarios
@@ -171,6 +174,29 @@ def ranks(subject: Subject, plan: Any) -> Iterator[Group]:
     finally:
         group.close()
         torch.set_num_threads(threads)
+
+
+def routing_seconds(
+    replicas: int = 4, tokens: int = 1024, requests: int = 4000, seed: int = 0
+) -> list[float]:
+    """Seconds of each of `requests` choices among `replicas`. Prompts have `tokens` tokens and
+    share half of them with other prompts; up to 8 requests a replica are in flight."""
+    generator, routing = random.Random(seed), Routing(seed=seed)
+    for number in range(replicas):
+        routing.add(f"replica-{number}")
+    starts = [generator.choices(range(50_000), k=tokens // 2) for _ in range(4 * replicas)]
+    times, running = [], []
+    for _ in range(requests):
+        prompt = generator.choice(starts) + generator.choices(range(50_000), k=tokens // 2)
+        before = time.perf_counter()
+        route = routing.choose(routing.digests(prompt), len(prompt), 64)
+        assert route is not None
+        routing.start(route)
+        running.append(route)
+        if len(running) > 8 * replicas:
+            routing.finish(running.pop(0))
+        times.append(time.perf_counter() - before)
+    return times
 
 
 def router(subject: Subject, plan: Any) -> Iterator[Group]:

@@ -29,7 +29,7 @@ from stage06_serving.settings import PREFIX
 from stage06_serving.tests.asking import CHAT, HANG, joined, read_metrics, until
 from stage06_serving.tests.conftest import environment
 from stage06_serving.tests.tools import alone, words
-from stage12_distributed import measured
+from stage12_distributed.bench import streams as bench
 
 PROMPTS = ("Once upon a time", "The old fox looked at the river", "Every morning, Anna")
 SERVERS = ("--dtype", "float64", "--linear", "plain", "--threads", "1", "--kv-memory", "32MiB")
@@ -164,12 +164,12 @@ def test_clients_that_leave_leave_nothing(router, client, count):
 def test_a_kill_loses_only_what_was_running_there(router, client, kills, replicas):
     """Each stream there ends with its answer or an error; streams on other replicas are whole. With
     many kills there are more replicas, some of which start while others run."""
-    prompts = [measured.prompt(number) for number in range(8)]
-    expected = [stream(client, prompt, measured.TOKENS)[1] for prompt in prompts]
+    prompts = [bench.prompt(number) for number in range(8)]
+    expected = [stream(client, prompt, bench.TOKENS)[1] for prompt in prompts]
     arguments = ("--replicas", str(replicas), *SERVERS)
-    with nullcontext(router) if kills == 1 else measured.router(*arguments) as server:
+    with nullcontext(router) if kills == 1 else bench.router(*arguments) as server:
         count = 0
-        for streams in measured.deaths(server, kills):
+        for streams in bench.deaths(server, kills):
             assert any(ended.there for ended in streams)
             for ended, text in zip(streams, expected, strict=True):
                 if ended.there and ended.how == "error":

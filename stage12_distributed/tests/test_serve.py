@@ -19,10 +19,10 @@ from shared.course import stages
 from shared.course.testing import python
 from shared.models import STORIES
 from shared.paths import ROOT
+from shared.server import free_ports
 from shared.tokenizer import Tokenizer
 from stage06_serving.tests.asking import until
 from stage06_serving.tests.tools import alone, words
-from stage12_distributed import measured
 from stage12_distributed.tests.test_router import LONG, PROMPTS, SERVERS, client_of, stream
 
 STAGE = ROOT / "stage12_distributed"
@@ -63,7 +63,7 @@ class OnRay:
     """The application on a Ray of its own."""
 
     def __init__(self) -> None:
-        self.port, self.ray_port = measured.free_ports(2)
+        self.port, self.ray_port = free_ports(2)
         self.direct, self.through = (
             f"http://127.0.0.1:{port}" for port in (self.port, self.ray_port)
         )

@@ -24,7 +24,7 @@ from shared.bench import kit
 from shared.errors import UserError
 from shared.server import free_ports, own_server
 from stage07_loadtest.mock import MODEL
-from stage12_distributed.measured import PROMPT, before, events, relay_seconds
+from stage12_distributed.bench.streams import PROMPT, before, events, relay_seconds
 from stage12_distributed.router.metrics import total
 
 from .install import HOME, Engine, python

@@ -1,7 +1,5 @@
-"""What this stage's benchmark measures.
+"""Streams through the router and through Ray.
 
-loads()             requests of stage 07 at stage 06's server, and the times of its passes
-routing_seconds()   of each choice: digests, choose, start, finish
 relay_seconds()     of processor for each event that is passed on, events a second, and the
                     delay of the first event
 deaths()            how each stream beside a death ended, and how long after it
@@ -9,12 +7,10 @@ deaths()            how each stream beside a death ended, and how long after it
 
 from __future__ import annotations
 
-import asyncio
 import json
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -24,46 +20,14 @@ from typing import Any
 import httpx2
 import psutil
 
-from shared.measure import process
 from shared.server import READY, OwnServer, free_ports, own_server
-from stage06_serving.inside import Inside
-from stage07_loadtest import mock, schedule, workload
-from stage07_loadtest.load import load
-
-from .router.routing import Routing
-from .simulation.passes import Meter
-from .simulation.replay import Times, times_of
-from .simulation.simulator import Ask
+from stage07_loadtest import mock
 
 PATH = "/v1/completions"
 PROMPT = "Once upon a time there was a fox who could not sleep. "
 TOKENS = 100  # of a stream beside a death
 LIMIT = 120.0  # seconds for an answer
 FIRSTS = 40  # streams whose first events are timed
-TURNS = 3  # of each load, in turn: a machine speeds up and slows down from minute to minute
-
-
-def routing_seconds(
-    replicas: int = 4, tokens: int = 1024, requests: int = 4000, seed: int = 0
-) -> list[float]:
-    """Seconds of each of `requests` choices among `replicas`. Prompts have `tokens` tokens and
-    share half of them with other prompts; up to 8 requests a replica are in flight."""
-    generator, routing = random.Random(seed), Routing(seed=seed)
-    for number in range(replicas):
-        routing.add(f"replica-{number}")
-    starts = [generator.choices(range(50_000), k=tokens // 2) for _ in range(4 * replicas)]
-    times, running = [], []
-    for _ in range(requests):
-        prompt = generator.choice(starts) + generator.choices(range(50_000), k=tokens // 2)
-        before = time.perf_counter()
-        route = routing.choose(routing.digests(prompt), len(prompt), 64)
-        assert route is not None
-        routing.start(route)
-        running.append(route)
-        if len(running) > 8 * replicas:
-            routing.finish(running.pop(0))
-        times.append(time.perf_counter() - before)
-    return times
 
 
 def router(*arguments: str) -> AbstractContextManager[OwnServer]:
@@ -209,7 +173,7 @@ def ray_seconds(
 ) -> dict[str, list[tuple[float, float]]]:
     """Seconds to the first event and for each event after it, for both ways to the replicas on Ray,
     with `streams` streams at a time. Raises UserError without Ray."""
-    from .router import serve
+    from ..router import serve
 
     direct, proxy = free_ports(2)
     ways = {"direct": direct, "proxy": proxy}
@@ -246,52 +210,3 @@ def wait_for(url: str, good: Callable[[httpx2.Response], bool] = bool) -> None:
                 return
         time.sleep(0.1)
     raise TimeoutError(f"{url} was not ready after {LIMIT:g} s")
-
-
-# ---- loads that the simulator must predict -------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Run:
-    """A load as stage 07 measured it, and the engine's passes during the load."""
-
-    share: float  # of the capacity; 0: the closed loop that found it
-    rate: float  # requests a second
-    asks: list[Ask]
-    times: list[Times]
-    steps: list[tuple[float, ...]]
-
-
-async def serve(
-    options: list[str], shares: Sequence[float], users: int, count: int, client: Executor
-) -> list[Run]:
-    inside, runs, most = Inside(options), list[Run](), 0.0
-    meter = Meter(inside.engine)
-    async with inside.serving() as url:
-        turns = [(share, turn) for turn in range(TURNS) for share in shares]
-        for share, turn in [(0.0, 0), *turns]:
-            warm, many = (0, count // TURNS) if share else (users, 3 * users)
-            asks = workload.make("short", warm + many, f"stage 12, {share}, {turn}")
-            when = schedule.closed(users, many)
-            if share:
-                when = schedule.poisson(share * most, many, seed=round(100 * share) + turn)
-            meter.steps.clear()
-            job = client.submit(load, url, asks, when, warmup=warm)
-            records = (result := await asyncio.wrap_future(job)).records
-            if failed := [record.detail for record in records if record.failure]:
-                raise AssertionError(f"{len(failed)} requests failed, such as: {failed[0]}")
-            most = most or many / result.duration
-            pairs = list(zip(asks[warm:], records, strict=True))
-            sent = [Ask(list(map(int, a.prompt)), a.max_tokens, r.intended) for a, r in pairs]
-            runs.append(Run(share, share * most, sent, times_of(records), list(meter.steps)))
-    return runs
-
-
-def loads(options: list[str], shares: Sequence[float], users: int, count: int) -> list[Run]:
-    """Run a closed loop of `users`, whose throughput is the capacity, then `count` random arrivals
-    at each of `shares` of it, in TURNS alternating parts. The client is a process of its own.
-
-    options: of `python -m stage06_serving`. Raises AssertionError if a request fails.
-    """
-    with process() as client:
-        return asyncio.run(serve(options, shares, users, count, client))

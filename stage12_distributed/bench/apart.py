@@ -21,8 +21,8 @@ from shared import cli
 from stage04_continuous.request import Request
 from stage05_paged.make import make
 
-from .disaggregated.processes import Job, disaggregated
-from .simulation.passes import VOCABULARY, greedy
+from ..disaggregated.processes import Job, disaggregated
+from ..simulation.passes import VOCABULARY, greedy
 
 TOGETHER, APART = "together", "apart"  # in results, too
 ABOUT = (

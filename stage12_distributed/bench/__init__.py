@@ -1,0 +1,1 @@
+"""What the cases of benchmark.py run, and the command `disaggregated`."""
