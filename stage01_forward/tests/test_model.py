@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -49,6 +51,19 @@ def test_hidden_states_of_every_layer_match_transformers(shape, dtype):
         assert mine.dtype == reference.dtype == dtype
         assert (mine - reference[0]).abs().max() <= BOUNDS[dtype], f"layer {layer}"
     assert (ours.logits(states[-1]) - theirs.logits[0]).abs().max() <= BOUNDS[dtype]
+
+
+@torch.inference_mode()
+def test_positions_are_data_and_every_norm_has_the_configs_epsilon():
+    config = replace(SHAPES["one head, one layer"], layer_norm_epsilon=0.5)
+    checkpoint = random_checkpoint(config)
+    model, moved = load_model(checkpoint), load_model(checkpoint)
+    moved.wpe = torch.nn.Embedding.from_pretrained(model.wpe.weight.roll(-9, 0))
+    ids, positions = torch.tensor([5, 3, 8]), torch.arange(3)
+    expected = moved(ids, positions, Recompute().attend)
+    assert torch.equal(model(ids, positions + 9, Recompute().attend), expected)
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)]
+    assert [norm.eps for norm in norms] == [0.5] * (2 * config.n_layer + 1)
 
 
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "124M"])

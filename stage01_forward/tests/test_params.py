@@ -63,3 +63,8 @@ def test_a_checked_object_stays_as_it_was_checked():
     stops.append(-7)
     assert params.logit_bias == {1: 2.0} and params.stop_token_ids == (3,)
     assert hash(params) == hash(SamplingParams(logit_bias={1: 2.0}, stop_token_ids=(3,)))
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_each_penalty_alone_changes_scores(name):
+    assert SamplingParams(**{name: 1.5}).penalised and not SamplingParams().penalised

@@ -133,6 +133,12 @@ def test_each_option(options, history, expected):
         assert one(logits, history, **chosen) == expected
 
 
+def test_a_tiny_temperature_is_raised_to_a_hundredth():
+    """At 0.01 the second weighs 0.6 of the first."""
+    drawn = {one([0.0, -0.005], temperature=1e-9, seed=seed) for seed in range(40)}
+    assert drawn == {0, 1}
+
+
 def test_a_mask_leaves_only_what_it_allows():
     """No engine has masks yet. Neither a bias nor a penalty brings a masked id back."""
     mask = torch.tensor([False, True, False, True, False])

@@ -216,3 +216,13 @@ def test_scores_that_are_not_finite_end_one_row(engine, naive, tiny_model, monke
         list(engine.stream([1, 2], params))
     monkeypatch.undo()
     assert_same(outputs[:2], naive.generate([[1, 2, 3], [4]], params))
+
+
+def test_each_token_comes_with_the_place_of_its_prompt(tiny_model):
+    """In later batches, and behind an invalid prompt, too."""
+    engine, prompts = Engine(tiny_model, max_batch=2), [[1], [], [2], [3, 4], [5]]
+    outputs = [Output(prompt) for prompt in prompts]
+    several = list(engine.run(outputs, SamplingParams(max_tokens=2, ignore_eos=True)))
+    for place, output in enumerate(outputs):
+        assert output.token_ids == [token.id for index, token in several if index == place]
+    assert {place for place, _ in several} == {0, 2, 3, 4}

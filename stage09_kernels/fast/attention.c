@@ -215,7 +215,6 @@ attend(const struct attention *a, const struct queries *group, const int count) 
             max[i] = now;
             real shift = now == -INFINITY ? 0 : now;
             cached *weight = weights[i] + PAD;
-            if (PAIR == 2) weight[-1] = weight[size] = 0; /* beside `nothing` */
             for (int64_t t = 0; t < size; t += LANES) {
                 vec w = vexp(*(vec *)(s + t) - shift);
                 store_operand(weight + t, w, LANES);

@@ -99,7 +99,7 @@ def cases():
         lengths = [1 + number % 9, 30 - number % 7]
         if number % 43 == 0:
             group, lengths = 1 + group % 4, [255 + number // 43, 270 + number % 5]
-            window = 200 if number % 2 else 0
+            window = {43: 10, 129: 200}.get(number, 0)  # 10: the first tile is behind some queries
         yield width, group, block, window, lengths, number % 4 + 1
 
 
@@ -131,6 +131,8 @@ def attentions(level, weights, cached, case):
             rows: list[int] = []
             for table, length, ends in zip(tables, lengths, cuts, strict=True):
                 start, end = ends[cut], ends[cut + 1]
+                behind = max(0, start - window + 1) // block if window else 0
+                cache.memory.poison(table[:behind].tolist())  # a neighbour's by now
                 if end > start:
                     shares.append((table.tolist(), start, end - start))
                     rows += range(first + start, first + end)
@@ -184,7 +186,7 @@ def test_linear_layers_of_every_shape(level, weights, cached):
     torch.manual_seed(0)
     real = real_of(cached)
     exact = weights != BF16 or level in EXACT_BF16
-    shapes = [(n % 13 + 1, 3 * n + 1, 7 * n % 130 + 1) for n in range(40)] + [(103, 301, 70)]
+    shapes = [(n % 13 + 1, 3 * n + 1, 7 * n % 130 + 1) for n in range(40)] + [(105, 301, 70)]
     for number, (rows, inputs, outputs) in enumerate(shapes):
         torch.set_num_threads(number % 4 + 1)
         x = 2 * torch.rand(rows, inputs, dtype=real) - 1
