@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.config import Config
 from stage04_continuous.tests import test_cache as slots
 from stage05_paged import cache as module
 from stage05_paged.blocks import Move
@@ -126,6 +127,18 @@ def test_any_packing_is_explicit_attention_of_each_sequence(size, data):
 def test_the_cache_has_a_dtype_of_its_own(tile, monkeypatch):
     monkeypatch.setattr(module, "TILE", tile)
     slots.other_dtypes(Sequences)
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_query_heads_read_the_head_of_keys_that_they_share(tile, monkeypatch):
+    monkeypatch.setattr(module, "TILE", tile)
+    cache = PagedCache(Config(101, 64, 24, 1, n_head=4, n_kv_head=2, head_dim=10), 6, 4)
+    q, k, v = torch.randn(7, 4, 10), *torch.randn(2, 7, 2, 10)
+    cache.extend([([5, 2], 0, 6)]).attend(0, q[:6], k[:6], v[:6])
+    output = cache.extend([([5, 2], 6, 1)]).attend(0, q[6:], k[6:], v[6:])
+    for head in range(4):
+        weights = (k[:, head // 2] @ q[6, head] / 10**0.5).softmax(0)
+        torch.testing.assert_close(output[0, head], weights @ v[:, head // 2])
 
 
 def test_a_share_outside_its_blocks_is_refused():
