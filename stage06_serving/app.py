@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -192,7 +193,8 @@ Endpoint = Callable[[Request, Any], Awaitable[ASGIApp]]
 
 class Direct:
     """Calls the endpoints that generate, past FastAPI, whose way to them takes longer than their
-    own work. FastAPI knows them too, for /openapi.json. endpoints: by path, with their bodies."""
+    own work. FastAPI knows them too, for /openapi.json. endpoints: by path, with their bodies. The
+    guard is outside."""
 
     def __init__(self, app: ASGIApp, endpoints: Mapping[str, tuple[Any, Endpoint]]) -> None:
         self.app, self.endpoints = app, endpoints
@@ -203,9 +205,9 @@ class Direct:
             await self.app(scope, receive, send)
             return
         kind, answer = endpoint
-        request = Request(scope, receive)
         try:
-            response = await answer(request, parse(kind, await request.body()))
+            body = parse(kind, (await receive())["body"])  # all of it: the guard has read it
+            response = await answer(Request(scope, receive), body)
         except Exception as error:
             response = error_response(error)
         await response(scope, receive, send)
@@ -224,6 +226,16 @@ def parse(kind: Any, data: bytes) -> Any:
 def error_response(error: Exception) -> Response:
     answer = failure(error)
     return JSONResponse(answer.body(), answer.status, answer.headers)
+
+
+class App(FastAPI):
+    """FastAPI, behind what requests meet first."""
+
+    first: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self.first if scope["type"] == "http" else super().__call__
+        await app(scope, receive, send)
 
 
 def answer_errors(app: FastAPI) -> None:
@@ -288,7 +300,7 @@ def create_app(
             await state.engine.drain(0)
             await state.engine.stop()
 
-    app = FastAPI(
+    app = App(
         title="Staircase",
         version=VERSION,
         lifespan=lifespan,
@@ -300,10 +312,8 @@ def create_app(
     state: Any = app.state
     state.engine, state.statuses = None, statuses
     direct: dict[str, tuple[Any, Endpoint]] = {}
-    app.add_middleware(Direct, endpoints=direct)  # inside of the guard
-    app.add_middleware(
-        Guard, keys=settings.keys, hosts=settings.hosts, statuses=statuses, state=state
-    )
+    endpoints = Direct(partial(FastAPI.__call__, app), direct)
+    app.first = Guard(endpoints, settings.keys, settings.hosts, statuses, state)
 
     answer_errors(app)
 

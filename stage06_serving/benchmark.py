@@ -56,7 +56,7 @@ BLOCK = 16  # tokens in a block of the server
 END = b"0\r\n\r\n"  # of a body in chunks
 # The way of a token on the event loop, by the files and packages whose functions run.
 PARTS = {
-    "HTTP and socket": "uvicorn h11 starlette fastapi anyio asyncio guard.py connection.py",
+    "HTTP and socket": "uvicorn httptools starlette fastapi anyio asyncio guard.py connection.py",
     "chunk and JSON": "json pydantic formats.py protocol.py sse.py",
     "text": "tiktoken text.py tokenizer.py service.py",
     "the writer": "writer.py",

@@ -1,9 +1,8 @@
 """Limits on connections: their bytes, their time, and their number.
 
-uvicorn has none of them. h11 limits headers only while they are incomplete: 54 KB passed, because
-they arrived at once. Each header and each chunk takes microseconds of Python, whatever its size:
-two megabytes in chunks of one byte kept the event loop busy for 18 seconds. And an answer that its
-client does not read keeps memory and a descriptor: no other code looks at them.
+uvicorn has none of them. Each header and each chunk takes microseconds of Python, whatever its
+size: two megabytes in chunks of one byte kept the event loop busy for 18 seconds. And an answer
+that its client does not read keeps memory and a descriptor: no other code looks at them.
 """
 
 from __future__ import annotations
@@ -17,20 +16,24 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from http import HTTPStatus
 from typing import Any
+from urllib.parse import unquote
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from .async_engine import CLOSING
 from .errors import error_body
 
 LARGEST_HEADERS = 16_384  # bytes
 MOST_HEADERS = 100
-SLOWEST_HEADERS = 10.0  # seconds
+SLOWEST_HEADERS, SLOWEST_BODY = 10.0, 30.0  # seconds: a byte now and then could hold a connection
 MOST_CHUNKS = 512  # of a body
-PIECE = 4_096  # bytes of a body in chunks that h11 gets at once: they may end in many headers
+PIECE = 4_096  # bytes of a body in chunks that are parsed at once: they may hold many chunks
 LINGER = 1.0  # seconds in which a refused client is still read: a reset could overtake the answer
 MOST_CONNECTIONS = 4096
 RESERVED = 128  # descriptors for other files, and for connections that are being accepted
@@ -40,14 +43,15 @@ LEAST_READ, SLOWEST_READER = 2**16, 10.0  # bytes that a client must read in as 
 LOOK = 1.0  # seconds between two looks at the answers not read
 PROBE = 0.05, 1.0  # seconds until a client that sends no more is probed a second time, and again
 BLANK = re.compile(rb"\n\r?\n")
-WRITE = "staircase.write"  # the extension in an ASGI scope: see Connection.write
+# Extensions in an ASGI scope: see Connection.write and Connection.on_left.
+WRITE, LEFT = "staircase.write", "staircase.left"
 SAFE = (  # with every answer: no other site may frame the page, or take an answer for a program
     (b"x-content-type-options", b"nosniff"),
     (b"content-security-policy", b"frame-ancestors 'none'"),
 )
-
-
-CONTINUE = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
+CONTINUE, END = b"HTTP/1.1 100 Continue\r\n\r\n", b"0\r\n\r\n"  # END: of a body in chunks
+UNREADABLE = "The request is not valid HTTP/1.1: check its first line, headers and lengths."
+MANY_HEADERS = f"There are more than {MOST_HEADERS} headers: send fewer."
 log = logging.getLogger("staircase.requests")
 
 
@@ -108,56 +112,94 @@ class Door:
         return sorted(self.unread, key=lambda connection: self.unread[connection][1])
 
 
-class Reader(h11.Connection):
-    """h11's parser, which gives up on too many headers or chunks, and on a body of two lengths."""
+class Cycle(RequestResponseCycle):
+    """A request and its answer, whose head and first part go out in one write."""
 
-    def __init__(self) -> None:
-        super().__init__(h11.SERVER, LARGEST_HEADERS)
-        self.chunks, self.chunked = 0, False
-        self.error = 400, ""  # status and message for the client
+    head = b""  # not written yet
+    plain = False  # the body ends with the connection: HTTP/1.0 knows no chunks
+    left: Callable[[], object] | None = None  # called once the client has
 
-    def next_event(self) -> Any:
-        if self.their_state is h11.IDLE:
-            head = self.trailing_data[0]
-            self._limit_headers(head[: blank.start()] if (blank := BLANK.search(head)) else head)
-        event = super().next_event()
-        if isinstance(event, h11.Request):
-            names = {name for name, _ in event.headers}
-            self.chunks, self.chunked = 0, b"transfer-encoding" in names
-            if not event.http_version.startswith(b"1."):
-                self._give_up(400, "The request is not HTTP/1.1: use that version.")
-            if self.chunked and (b"content-length" in names or event.http_version < b"1.1"):
-                # Another program on the way may take the other length, and the rest for a request.
-                self._give_up(400, "The body has two lengths: send only one of the headers.")
-        elif isinstance(event, h11.Data):
-            self.chunks += event.chunk_start
-            if self.chunks > MOST_CHUNKS:
-                self._give_up(413, f"The body exceeds {MOST_CHUNKS} chunks: send larger ones.")
-        elif event is h11.NEED_DATA and self.chunked and self.their_state is h11.SEND_BODY:
-            self._limit_headers(self.trailing_data[0])  # of the body's end
-        return event
+    async def send(self, message: Any) -> None:
+        if self.flow.write_paused and not self.disconnected:
+            await self.flow.drain()
+        if self.disconnected:
+            return
+        if not self.response_started:
+            self._begin(message)
+        elif message["type"] != "http.response.body" or self.response_complete:
+            raise RuntimeError(f"The answer has ended, or begun: it takes no {message['type']}.")
+        else:
+            self._part(message.get("body", b""), message.get("more_body", False))
 
-    def _limit_headers(self, lines: bytes) -> None:
-        if lines.count(b"\n") > MOST_HEADERS:
-            self._give_up(431, f"There are more than {MOST_HEADERS} headers: send fewer.")
+    def _begin(self, message: Any) -> None:
+        """Raises RuntimeError for a header of more than one line."""
+        self.response_started, self.waiting_for_100_continue = True, False
+        status = message["status"]
+        headers = [*self.default_headers, *message.get("headers", ())]
+        names = dict(headers)
+        length = names.get(b"content-length")
+        if b"connection" in names:
+            self.keep_alive = False  # applications only ever close it
+        elif not self.keep_alive or length is None and self.scope["http_version"] == "1.0":
+            self.keep_alive = False
+            headers.append((b"connection", b"close"))
+        if length is not None:
+            self.expected_content_length, self.chunked_encoding = int(length), False
+        elif self.scope["http_version"] == "1.0":
+            self.plain = True
+        elif self.scope["method"] != "HEAD" and status not in (204, 304):
+            self.chunked_encoding = True
+            headers.append((b"transfer-encoding", b"chunked"))
+        lines = STATUS_LINE[status] + b"".join([b"%b: %b\r\n" % header for header in headers])
+        if lines.count(b"\n") != len(headers) + 1 or lines.count(b"\r") != len(headers) + 1:
+            raise RuntimeError("A header of the answer has more than one line.")
+        self.head = lines + b"\r\n"
+        if length is None:  # a stream: its first part may be long in coming
+            self.head = self._write(self.head)
 
-    def _give_up(self, status: int, message: str) -> None:
-        self.error = status, message
-        raise h11.RemoteProtocolError(message)
+    def _part(self, body: bytes, more: bool) -> None:
+        if self.scope["method"] == "HEAD":
+            body, self.expected_content_length = b"", 0
+        elif self.chunked_encoding:
+            body = chunk(body) if body else b""
+            body += b"" if more else END
+        elif not self.plain:
+            self.expected_content_length -= len(body)
+            if self.expected_content_length < 0 or not more and self.expected_content_length:
+                raise RuntimeError("The answer's body has another length than its header.")
+        if body or self.head:
+            self.head = self._write(self.head + body)
+        if not more:
+            self.response_complete = True
+            self.message_event.set()
+            if not self.keep_alive:
+                self.transport.close()
+            self.on_response()
+
+    def _write(self, data: bytes) -> bytes:
+        self.transport.write(data)
+        return b""
 
 
-class Connection(H11Protocol):
+class Connection(HttpToolsProtocol):
     """uvicorn's connection, with limits. It also answers requests that never become whole, and
-    applications find `write` among a request's extensions, as WRITE."""
+    applications find `write` and `on_left` among a request's extensions, as WRITE and LEFT.
 
-    conn: Reader
+    httptools gets the head of a request once it is whole, and a body in chunks; other bodies need
+    no parser.
+    """
+
+    cycle: Cycle
 
     def __init__(self, door: Door, **options: Any) -> None:
         super().__init__(**options)
         self.door = door
-        self.app = partial(_with_extension, self.app, self.write)
-        self.conn = Reader()
+        self.app = partial(_with_extensions, self.app, {WRITE: self.write, LEFT: self.on_left})
         self.refused = False  # further bytes are dropped
+        self._early = bytearray()  # bytes of the next request
+        self._left: int | None = 0  # bytes of the body to come; None: it comes in chunks
+        self._chunks = self._trailers = self._around = 0  # _around: bytes that are not body
+        self._error = 400, UNREADABLE  # status and message, if the parser fails
         self._late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -167,17 +209,28 @@ class Connection(H11Protocol):
             self.refuse(503, "The server has too many connections: try again in a moment.")
             return
         self.door.waiting[self] = None
-        self._expect_headers()
+        self._expect(SLOWEST_HEADERS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self.door.forget(self)
         super().connection_lost(exc)
+        self._tell()
 
     @property
     def unread(self) -> int:
         """Bytes written that the client has no room for."""
         return self.transport.get_write_buffer_size()
+
+    @property
+    def answering(self) -> bool:
+        """Whether an application has the request, has not answered all of it, and still may."""
+        cycle = self.cycle
+        return cycle is not None and not (cycle.response_complete or cycle.disconnected)
+
+    @property
+    def _reads_body(self) -> bool:
+        return self.cycle is not None and self.cycle.more_body
 
     def drop(self) -> None:
         """Close at once, and drop what is unread."""
@@ -196,78 +249,215 @@ class Connection(H11Protocol):
         """The client sends no more. Either it has left, or it waits for its answer: only what is
         sent to it shows which, because the system of a client that has left answers with a
         reset."""
-        whole = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
-        if not whole or self.cycle.response_complete:
+        if self._reads_body or not self.answering:
             return False  # asyncio closes
         self.cycle.keep_alive = False
         self._probe(PROBE[0])
         return True
 
     def _probe(self, again: float) -> None:
-        if self.transport.is_closing() or self.cycle.response_complete:
+        if self.transport.is_closing() or not self.answering:
             return
-        if self.conn.our_state is h11.SEND_RESPONSE and self.scope["http_version"] != "1.0":
-            self.transport.write(self.conn.send(CONTINUE) or b"")
+        if not self.cycle.response_started and self.scope["http_version"] != "1.0":
+            self.transport.write(CONTINUE)
         elif self.scope.get("streams"):
             self.write(b":\n\n")
         self.loop.call_later(again, self._probe, PROBE[1])
 
+    # ---- reading --------------------------------------------------------------------------------
+
     def data_received(self, data: bytes) -> None:
-        if self.refused:
-            return
-        if self.conn.their_state is h11.IDLE:
-            self._expect_headers()
-            room = LARGEST_HEADERS - len(self.conn.trailing_data[0])
-            first, data = data[:room], data[room:]
-            if first:
-                super().data_received(first)
-            if data and self.conn.their_state is h11.IDLE:
-                self.refuse(431, f"The headers exceed {LARGEST_HEADERS} bytes: send fewer.")
+        self._unset_keepalive_if_required()
         while data and not self.refused:
-            chunked = self.conn.chunked and self.conn.their_state is h11.SEND_BODY
-            first, data = (data[:PIECE], data[PIECE:]) if chunked else (data, b"")
-            super().data_received(first)
-        if self.conn.their_state is not h11.IDLE:
-            self._stop_timer()
-        if self.conn.their_state in (h11.DONE, h11.MUST_CLOSE):
-            self.door.waiting.pop(self, None)
-            if len(self.conn.trailing_data[0]) > LARGEST_HEADERS:  # more requests, sent too early
-                self.cycle.keep_alive = False
+            if self._reads_body:
+                data = self._read_chunks(data) if self._left is None else self._read_body(data)
+            elif self.answering:  # the next request comes too early
+                self._early += data
+                self.flow.pause_reading()
+                if len(self._early) > LARGEST_HEADERS:
+                    self.cycle.keep_alive = False
+                return
+            else:
+                data = self._read_head(data)
+        if self._late is None and not self.refused and (self._reads_body or not self.answering):
+            self._expect(SLOWEST_BODY if self._reads_body else SLOWEST_HEADERS)
+
+    def _read_head(self, data: bytes) -> bytes:
+        """Returns the bytes after the head."""
+        known = max(0, len(self._early) - 3)
+        self._early += data
+        if known == 0:
+            self._early = self._early.lstrip(b"\r\n")  # between two requests
+        blank = BLANK.search(self._early, known)
+        size = blank.end() if blank else len(self._early)
+        if size > LARGEST_HEADERS:
+            self.refuse(431, f"The headers exceed {LARGEST_HEADERS} bytes: send fewer.")
+        elif self._early.count(b"\n", 0, blank.start() if blank else size) > MOST_HEADERS:
+            self.refuse(431, MANY_HEADERS)
+        elif self._early and not self._early[:1].isalpha():
+            self.refuse(400, UNREADABLE)  # TLS, for example
+        elif blank:
+            head, rest = bytes(self._early[:size]), bytes(self._early[size:])
+            self._early, self._left, self._error = bytearray(), 0, (400, UNREADABLE)
+            self.parser = httptools.HttpRequestParser(self)
+            if self._parse(head):
+                self._stop_timer()
+                if not self._left and self._left is not None:
+                    self._whole()
+                return rest
+        return b""
+
+    def _read_body(self, data: bytes) -> bytes:
+        """Returns the bytes after the body."""
+        assert self._left is not None
+        part, rest = data[: self._left], data[self._left :]
+        self._left -= len(part)
+        self.on_body(part)
+        if not self._left:
+            self._whole()
+        return rest
+
+    def _read_chunks(self, data: bytes) -> bytes:
+        """Returns the bytes that are not parsed yet."""
+        part, rest = data[:PIECE], data[PIECE:]
+        self._around += len(part)
+        if self._parse(part) and self._around > LARGEST_HEADERS:
+            self.refuse(431, f"There are more than {LARGEST_HEADERS} bytes around the chunks.")
+        return rest
+
+    def _whole(self) -> None:
+        """The request is."""
+        self._stop_timer()
+        self.door.waiting.pop(self, None)
+        self.cycle.more_body = False
+        self.cycle.message_event.set()
+
+    def _parse(self, data: bytes) -> bool:
+        """Returns False once the request is refused."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:  # we stay with HTTP/1.1
+            if self._left is None:
+                self.refuse(400, UNREADABLE)
+        except httptools.HttpParserError:
+            if self._left is None and not self._reads_body:  # it fails behind a whole request
+                self.cycle.keep_alive, self.refused = False, True
+            else:
+                self.refuse(*self._error)
+        return not self.refused
+
+    def _give_up(self, status: int, message: str) -> None:
+        """For the parser's callbacks: raises what makes it fail."""
+        self._error = status, message
+        raise ValueError(message)
+
+    def on_message_begin(self) -> None:
+        if self._left is None:  # the next request, in the same bytes
+            raise ValueError("A request came too early.")
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._left is None:
+            self._trailers += 1
+            if self._trailers > MOST_HEADERS:
+                self._give_up(431, MANY_HEADERS)
+        else:
+            super().on_header(name, value.strip())
+
+    def on_headers_complete(self) -> None:
+        version, names = self.parser.get_http_version(), [name for name, _ in self.headers]
+        lengths, encodings = (
+            [value for name, value in self.headers if name == kind]
+            for kind in (b"content-length", b"transfer-encoding")
+        )
+        if version not in ("1.0", "1.1"):
+            self._give_up(400, "The request is not HTTP/1.1: use that version.")
+        if names.count(b"host") > 1 or version == "1.1" and b"host" not in names:
+            self._give_up(400, "The request must have one header 'Host'.")
+        if encodings and (lengths or version == "1.0"):
+            # Another program on the way may take the other length, and the rest for a request.
+            self._give_up(400, "The body has two lengths: send only one of the headers.")
+        if encodings and [value.lower() for value in encodings] != [b"chunked"]:
+            self._give_up(400, "The only known 'Transfer-Encoding' is chunked: use that.")
+        raw, _, query = self.url.partition(b"?")
+        self.scope |= {
+            "http_version": version,
+            "method": self.parser.get_method().decode("ascii"),
+            "path": self.root_path + unquote(raw.decode("ascii")),
+            "raw_path": self.root_path.encode("ascii") + raw,
+            "query_string": query,
+        }
+        self.cycle = Cycle(
+            self.scope,
+            self.transport,
+            self.flow,
+            *(self.logger, self.access_logger, self.access_log, self.server_state.default_headers),
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=version != "1.0" and self.parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
+        self._left = None if encodings else int(lengths[0]) if lengths else 0
+        self._chunks = self._trailers = self._around = 0
+        self._start_asgi_task(self.cycle, self.app)
+
+    def on_chunk_header(self) -> None:
+        self._chunks += 1
+        if self._chunks > MOST_CHUNKS + 1:  # the last is empty
+            self._give_up(413, f"The body exceeds {MOST_CHUNKS} chunks: send larger ones.")
+
+    def on_body(self, body: bytes) -> None:
+        self._around -= len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._left is None:
+            self._whole()
+
+    # ---- answering ------------------------------------------------------------------------------
 
     def write(self, data: bytes) -> bool:
         """Send a part of the answer's body, which must have begun and not ended. Returns False, and
         sends nothing, while the client has much to read, or once it has left.
 
-        Past h11, whose checks take longer than the socket: a part is a chunk, or in HTTP/1.0 plain.
+        A part is a chunk, or in HTTP/1.0 plain.
         """
         if self.flow.write_paused or self.cycle.disconnected:
             return False
-        if self.conn.their_http_version != b"1.0":
-            data = b"%x\r\n%b\r\n" % (len(data), data)
-        self.transport.write(data)
+        self.transport.write(chunk(data) if self.cycle.chunked_encoding else data)
         return True
 
-    def send_400_response(self, msg: str) -> None:
-        """uvicorn calls this when `next_event` has failed."""
-        status, message = self.conn.error
-        self.refuse(status, message or msg)
+    def on_left(self, do: Callable[[], object]) -> None:
+        """Have `do` called if the client leaves before its answer is complete."""
+        self.cycle.left = do
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.cycle is not None and self.cycle.disconnected and self.cycle.left is not None:
+            self.cycle.left()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
             return
-        if self.conn.their_state is h11.SEND_BODY:  # refused before the body had arrived
+        if self._reads_body:  # refused before the body had arrived
             self._linger()
-        elif self.conn.their_state is h11.IDLE:
+        else:
             self.door.waiting[self] = None
+            if self._early:
+                early, self._early = bytes(self._early), bytearray()
+                self.data_received(early)
 
     def refuse(self, status: int, message: str) -> None:
         """Answer with an error, unless an answer has begun, and close."""
-        began = self.cycle is not None and not self.cycle.response_complete
+        began = self.answering
+        if status == 400:
+            self.logger.warning("A request cannot be read.")
         if began:
             self.cycle.disconnected = True  # the application may send nothing more
             self.cycle.message_event.set()
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._tell()
+        if not began or not self.cycle.response_started:
             if began:
                 scope: dict[str, Any] = self.scope  # type: ignore[assignment]
                 scope["refused"] = status  # the guard counts it
@@ -276,18 +466,16 @@ class Connection(H11Protocol):
                 log.info("- %s - - %s", (self.client or ("-",))[0], status)
             body = json.dumps(error_body(status, message)).encode()
             headers = [(b"content-type", b"application/json"), (b"connection", b"close"), *SAFE]
-            headers.append((b"content-length", str(len(body)).encode()))
-            reason = HTTPStatus(status).phrase.encode()
-            begin = h11.Response(status_code=status, headers=headers, reason=reason)
-            for event in (begin, h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
+            headers.append((b"content-length", b"%d" % len(body)))
+            lines = [b"%b: %b\r\n" % header for header in headers]
+            self.transport.write(b"".join([STATUS_LINE[status], *lines, b"\r\n", body]))
         self._linger()
 
     def shutdown(self) -> None:
         """uvicorn calls this once, for each connection, when the server stops."""
         if self.refused:
             self.transport.close()
-        elif self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.SEND_RESPONSE:
+        elif self._reads_body and self.answering and not self.cycle.response_started:
             self.refuse(503, CLOSING)
         else:
             super().shutdown()
@@ -303,9 +491,9 @@ class Connection(H11Protocol):
                 self.transport.write_eof()
             self.loop.call_later(LINGER, self.transport.abort)
 
-    def _expect_headers(self) -> None:
-        if self._late is None:
-            self._late = self.loop.call_later(SLOWEST_HEADERS, self._too_late)
+    def _expect(self, seconds: float) -> None:
+        """Headers, or a body, within this time."""
+        self._late = self.loop.call_later(seconds, self._too_late)
 
     def _stop_timer(self) -> None:
         if self._late is not None:
@@ -313,16 +501,23 @@ class Connection(H11Protocol):
             self._late = None
 
     def _too_late(self) -> None:
-        if self.conn.trailing_data[0]:
+        if self._reads_body:
+            self.refuse(408, f"The body took longer than {SLOWEST_BODY:g} s: send faster.")
+        elif self._early:
             self.refuse(408, f"The headers took longer than {SLOWEST_HEADERS:g} s: send faster.")
         else:
             self.transport.close()
 
 
-async def _with_extension(
-    app: Any, write: Callable[[bytes], bool], scope: dict[str, Any], receive: Any, send: Any
+def chunk(data: bytes) -> bytes:
+    """A part of a body, in HTTP/1.1."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+async def _with_extensions(
+    app: Any, extensions: dict[str, Any], scope: dict[str, Any], receive: Any, send: Any
 ) -> None:
-    scope.setdefault("extensions", {})[WRITE] = write
+    scope["extensions"] = extensions
     await app(scope, receive, send)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import codecs
 import math
+import os
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -59,7 +59,7 @@ def finite(logprob: float) -> float:
 
 def head(model: str, prefix: str, **fields: str) -> dict[str, Any]:
     """The fields that all chunks of an answer repeat."""
-    name = f"{prefix}-{uuid.uuid4().hex}"
+    name = f"{prefix}-{os.urandom(16).hex()}"
     return {"id": name, **fields, "created": int(time.time()), "model": model}
 
 

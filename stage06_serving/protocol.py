@@ -132,12 +132,13 @@ class SamplingBody(Body):
     @classmethod
     def _refuse(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            for name, reason in REFUSED.items():
-                if data.get(name):
-                    raise WrongField(name, f"{reason}: leave it out")
-            for name, (values, reason) in HARMLESS.items():
-                if data.get(name) not in (None, *values):
-                    raise WrongField(name, f"{reason}: leave it out")
+            for name in data:
+                if name in REFUSED and data[name]:
+                    raise WrongField(name, f"{REFUSED[name]}: leave it out")
+                if name in HARMLESS:
+                    values, reason = HARMLESS[name]
+                    if data[name] not in (None, *values):
+                        raise WrongField(name, f"{reason}: leave it out")
         return data
 
     @model_validator(mode="after")

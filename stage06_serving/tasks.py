@@ -165,7 +165,7 @@ TASKS = (
         tests=(
             "tests/test_inside.py::test_work_is_cancelled_when_its_client_leaves_and_not_before",
             "tests/test_inside.py::test_a_client_that_leaves_before_its_answer_ends_it",
-            "tests/test_inside.py::test_a_reader_that_stands_still_is_cut_off_in_time",
+            "tests/test_inside.py::test_a_reader_that_stands_still_is_cut_off_and_ends_its_answer",
         ),
     ),
 )

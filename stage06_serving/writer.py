@@ -10,18 +10,15 @@ connection has room again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 
 from starlette.types import Receive, Scope, Send
 
-from .connection import WRITE
+from .connection import LEFT, WRITE
 from .errors import failure
 from .formats import Format, Frame
 from .service import Choice, Piece, Service, due
 from .sse import DONE, START, event
-
-STALLED = 5.0  # seconds after its deadline in which a client may still read a stream to its end
 
 
 class Events:
@@ -76,13 +73,14 @@ class Stream:
     """The response of a streamed answer. However it ends, even before its first event, `release`
     is called.
 
-    deadline: event-loop time by which the answer must be made. A client that has not read it
-        STALLED seconds later is cut off: no more can be sent to it, and its stream would never end.
+    deadline: event-loop time by which the answer must be made. A client that does not read is cut
+        off by its connection.
     """
 
     def __init__(self, events: Events, release: Callable[[], None], deadline: float) -> None:
         self.events, self.release, self.deadline = events, release, deadline
-        self._write: Callable[[bytes], bool] = lambda data: False  # the connection's
+        self._write: Callable[[bytes], bool]  # the connection's
+        self._left = False  # the client has
         self._waiting = False  # the task is; so the writer may send
         self._unsent = b""  # by the writer
         self._woken = asyncio.Event()
@@ -96,22 +94,22 @@ class Stream:
                 self._woken.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._write = scope.get("extensions", {}).get(WRITE, self._write)
-        leaving = asyncio.create_task(gone(receive))
-        leaving.add_done_callback(lambda _: self._woken.set())
+        self._write = scope["extensions"][WRITE]
+        scope["extensions"][LEFT](self._leave)
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(self.deadline + STALLED):
-                    await self._send(send, leaving)
+            await self._send(send)
         finally:
-            leaving.cancel()
             self.release()
 
-    async def _send(self, send: Send, leaving: asyncio.Task[None]) -> None:
+    def _leave(self) -> None:
+        self._left = True
+        self._woken.set()
+
+    async def _send(self, send: Send) -> None:
         await send(START)
         for choice in self.events.choices:
             choice.ticket.news = self.news
-        while not leaving.done():
+        while not self._left:
             data, self._unsent = self._unsent, b""
             if not self.events.ended:
                 data += self.events.read()

@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 from stage06_serving import __main__ as program
-from stage06_serving import connection, guard
+from stage06_serving import connection
 from stage06_serving.guard import Guard
 from stage06_serving.inside import listening
 
@@ -72,7 +72,7 @@ async def beside():
 async def test_headers_and_bodies_have_a_time_limit(monkeypatch):
     """Both before a connection's first request and between two requests."""
     monkeypatch.setattr(connection, "SLOWEST_HEADERS", 0.3)
-    monkeypatch.setattr(guard, "SLOWEST_BODY", 0.3)
+    monkeypatch.setattr(connection, "SLOWEST_BODY", 0.3)
     async with beside() as (connect, begun):
         silent, _ = await connect()
         half, _ = await connect(written("/")[:20])
@@ -104,6 +104,23 @@ async def test_the_connection_that_waits_longest_makes_room(monkeypatch, caplog)
         assert status_of(answer) == 503 and b"too many connections" in answer
         assert "data_received" not in caplog.text  # its request: h11 would fail, and reset it
         assert not busy.at_eof() and not third.at_eof()
+
+
+async def test_requests_that_come_too_early_are_answered_in_turn():
+    """However the bytes are cut."""
+    requests = written("/slow") + b"\r\n" + written("/") + written("/nowhere") + written("/")
+    async with beside() as (connect, _):
+        for size in (1, 50, len(requests)):
+            reader, writer = await connect()
+            for begin in range(0, len(requests), size):
+                writer.write(requests[begin : begin + size])
+                await writer.drain()
+                await asyncio.sleep(0)
+            answers = b""
+            while answers.count(b'"well"') < 3:
+                answers += await reader.read(2**16)
+            statuses = [int(part[:3]) for part in answers.split(b"HTTP/1.1 ")[1:]]
+            assert statuses == [200, 200, 404, 200]
 
 
 async def length(reader):

@@ -15,7 +15,6 @@ from fastapi import Request
 from shared.course.museum.inside import Asking, Inside
 from shared.tokenizer import Tokenizer
 from stage01_forward.model import GPT2
-from stage06_serving import writer
 from stage06_serving.app import unless_gone
 from stage06_serving.errors import ApiError
 from stage06_serving.live import MOST_WATCHERS
@@ -210,20 +209,20 @@ async def test_the_loop_answers_while_the_engine_computes():
         assert sorted(statuses, key=str) == [200] * 5 + [503] * 3
 
 
-async def test_a_reader_that_stands_still_is_cut_off_in_time(monkeypatch):
-    """Catches a deadline that is only checked between two tokens."""
+async def test_a_reader_that_stands_still_is_cut_off_and_ends_its_answer(monkeypatch):
+    """The connection cuts it off, in the middle of a `send`."""
 
     async def full(asking, message):
         """Behaves like a socket whose other end does not read."""
         if message["type"] == "http.response.body":
-            await asyncio.Event().wait()
+            await asking._gone.wait()
 
     monkeypatch.setattr(Asking, "_send", full)
-    monkeypatch.setattr(writer, "STALLED", 0.1)
-
-    async with Inside.serving(request_timeout=0.1) as inside:
-        async with asyncio.timeout(10):
-            await inside.ask(PATH, LONG | {"stream": True})
+    async with Inside.serving() as inside:
+        asking = inside.begin(PATH, LONG | {"stream": True})
+        await inside.passes(5)
+        asking.leave()
+        await asking.answer()
         await idle(inside)
 
 

@@ -101,6 +101,11 @@ RAW: dict[str, tuple[bytes, int]] = {
     "HTTP/2": (b"PRI * HTTP/2.0\r\nHost: localhost\r\n\r\nSM\r\n\r\n", 400),
     "TLS": (b"\x16\x03\x01\x02\x00" + bytes(64), 400),
     "chunks and a length": (head(CHUNKED, "Content-Length: 4") + CHUNK + b"0\r\n\r\n", 400),
+    "an encoding besides chunks": (head("Transfer-Encoding: gzip, chunked") + CHUNK, 400),
+    "no host": (b"GET /health HTTP/1.1\r\n\r\n", 400),
+    "two hosts": (written("/health", "Host: other"), 400),
+    "HTTP/0.9": (b"GET /health\r\n\r\n", 400),
+    "an upgrade": (written("/health", CLOSE, "Connection: upgrade", "Upgrade: h2c"), 200),
     "chunks in HTTP/1.0": (head(CHUNKED).replace(b"1.1", b"1.0") + CHUNK + b"0\r\n\r\n", 400),
     # 2.3 MB of chunks kept the event loop busy for 18 seconds.
     "a flood of chunks": (chunks(400_000), 413),
@@ -111,6 +116,8 @@ RAW: dict[str, tuple[bytes, int]] = {
     "a header too many": (written("/health", CLOSE, *["a: b"] * 99), 431),
     "a flood of headers": (written("/health", CLOSE, *["a:"] * 4000), 431),
     "a flood of trailers": (head(CHUNKED) + CHUNK + b"0\r\n" + b"a:\r\n" * 4000, 431),
+    "an endless trailer": (head(CHUNKED) + CHUNK + b"0\r\na: " + b"a" * 100_000, 431),
+    "an endless extension": (head(CHUNKED) + b"20;a=" + b"a" * 100_000, 431),
     # All headers arrive at once: 54 KB passed.
     **{
         f"{size} bytes of headers, {lines}": (headers(size, lines), status)
@@ -120,6 +127,7 @@ RAW: dict[str, tuple[bytes, int]] = {
     },
     # The second request exceeds the limit on headers, and hides behind the first.
     "too early": (written("/health") + written("/health", "X: " + "a" * 60_000), 200),
+    "behind chunks": (head(CHUNKED) + CHUNK + b"0\r\n\r\n" + written("/health"), 200),
 }
 
 

@@ -41,6 +41,7 @@ class Asking:
     def __init__(self, app: Any, path: str, body: dict[str, Any] | None) -> None:
         self.heard = Heard()
         self._gone = asyncio.Event()
+        self._left: Callable[[], object] | None = None
         data = b"" if body is None else json.dumps(body).encode()
         self._sent = [{"type": "http.request", "body": data, "more_body": False}]
         scope = {
@@ -56,7 +57,7 @@ class Asking:
             "headers": [(b"content-type", b"application/json")],
             "client": ("inside", 1),
             "server": ("inside", 2),
-            "extensions": {"staircase.write": self._write},
+            "extensions": {"staircase.write": self._write, "staircase.left": self._on_left},
         }
         self._task = asyncio.create_task(app(scope, self._receive, self._send))
         # Its error is for `answer`; where a test ends before, nothing more is said of it.
@@ -65,6 +66,11 @@ class Asking:
     def leave(self) -> None:
         """Hang up, like a client that is closed: the server is notified, and the answer dropped."""
         self._gone.set()
+        if self._left is not None:
+            self._left()
+
+    def _on_left(self, do: Callable[[], object]) -> None:
+        self._left = do
 
     def check(self) -> None:
         """Raise the application's error, if it has ended with one."""
