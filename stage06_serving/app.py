@@ -52,6 +52,7 @@ from .writer import Events, Stream, gone
 
 VERSION = "staircase stage06"
 PAGE = Path(__file__).with_name("page.html")
+LONG_BODY = 2**14  # bytes: a longer one is parsed off the event loop
 GATHERED = 64  # tokens of a whole answer that are read at a time
 Result = TypeVar("Result")
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -206,7 +207,9 @@ class Direct:
             return
         kind, answer = endpoint
         try:
-            body = parse(kind, (await receive())["body"])  # all of it: the guard has read it
+            data = (await receive())["body"]  # all of it: the guard has read it
+            work = asyncio.to_thread(parse, kind, data) if len(data) > LONG_BODY else None
+            body = await work if work else parse(kind, data)
             response = await answer(Request(scope, receive), body)
         except Exception as error:
             response = error_response(error)
@@ -365,12 +368,15 @@ def create_app(
         # A million ids: `json` and FastAPI take 200 ms for them, and keep them until all is sent.
         return Response(to_json(answer), media_type="application/json")
 
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+    @app.post("/detokenize", response_model=None)
+    async def detokenize(request: Request, body: DetokenizeBody) -> Response:
         service: Service = state.service
         service.check_model(body.model)
         service.check_ids(body.tokens, "tokens")
-        return {"prompt": service.loaded.tokenizer.decode(body.tokens)}
+        text = await service.decode(body.tokens)
+        return Response(to_json({"prompt": text}), media_type="application/json")
+
+    direct["/detokenize"] = (DetokenizeBody, detokenize)
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")

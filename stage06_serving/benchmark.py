@@ -656,7 +656,8 @@ def headline(results: Results) -> str:
 
 
 CHARTS = {"http": share_chart}
-BENCHMARK = kit.Benchmark("stage06_serving", __doc__, FULL, run, TABLES, CHARTS, headline)
+FEW = {"subjects": FULL.subjects[:3:2]}  # both dtypes
+BENCHMARK = kit.Benchmark("stage06_serving", __doc__, FULL, run, TABLES, CHARTS, headline, few=FEW)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

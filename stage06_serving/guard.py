@@ -105,7 +105,8 @@ class Guard:
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         key = key if scheme.lower() == b"bearer" else b""
         scope["tenant"] = tenant(key.decode("latin-1")) if self.digests else b""
-        if self.digests and path not in OPEN and not self._known(key):
+        known = scope["known"] = not self.digests or self._known(key)
+        if not known and path not in OPEN:
             message = "The API key is missing or wrong: send 'Authorization: Bearer KEY'."
             raise ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
         if self.state is not None and self.state.engine is None and path not in EARLY:

@@ -282,6 +282,10 @@ class Service:
                 return Piece(text, tokens[:count], token.finish_reason, token.id if by_id else None)
         return Piece(text, tokens)
 
+    async def decode(self, ids: Sequence[int]) -> str:
+        decode = self.loaded.tokenizer.decode
+        return await asyncio.to_thread(decode, ids) if len(ids) > LONG_TEXT else decode(ids)
+
     async def token_texts(self, ids: Sequence[int]) -> list[str]:
         """The text of each token by itself."""
         decode = self.loaded.tokenizer.decode

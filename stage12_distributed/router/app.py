@@ -84,18 +84,21 @@ def create_app(options: Options) -> FastAPI:
         app.router.routes.append(Path(path, relay, methods=methods))
 
     @app.get("/health")
-    async def health() -> dict[str, Any]:
-        """Whether the router works, and what it knows of its replicas."""
+    async def health(request: Request) -> dict[str, Any]:
+        """Whether the router works, and what it knows of its replicas; only their number where
+        there are keys and the request has none."""
         status = "loading" if state.engine is None else "ok"
         status = "draining" if relay.draining else status
         replicas = {name: backend.about() for name, backend in pool.backends.items()}
-        return {"status": status, "replicas": replicas}
+        ready = sum(about["ready"] for about in replicas.values())
+        known = {"replicas": replicas} if request.scope["known"] else {}
+        return {"status": status, "ready": ready, "backends": len(replicas)} | known
 
     @app.get("/ready")
-    async def ready() -> dict[str, Any]:
+    async def ready(request: Request) -> dict[str, Any]:
         """Whether a request would find a replica."""
-        now = await health()
-        if now["status"] != "ok" or not any(about["ready"] for about in now["replicas"].values()):
+        now = await health(request)
+        if now["status"] != "ok" or not now["ready"]:
             raise ApiError(503, "No replica is ready.", headers={"Retry-After": "1"})
         return now
 

@@ -275,6 +275,10 @@ async def test_keys_are_checked_by_the_router_too_and_used_by_its_own_requests()
         assert (await router.post(Authorization="Bearer k")).status == 200
         listing = await router.get("/v1/models", Authorization="Bearer k")
         assert [model["id"] for model in listing["data"]] == ["mock"]
+        counts = {"status": "ok", "ready": 1, "backends": 1}
+        assert await router.get("/health") == counts  # no addresses without a key
+        known = await router.get("/health", Authorization="Bearer k")
+        assert known.pop("replicas") and known == counts
     async with plain(answered) as engine, routed(engine, keys=("k",)) as router:
         assert (await router.post()).status == 401 and engine.requests == 0
     async with mock() as engine, routed(engine) as router:  # and no prefix is another client's
