@@ -159,6 +159,12 @@ def test_stop_strings_wait_for_min_tokens(ids, stops, keep, least):
     assert stop is None or len(pieces) >= least
 
 
+@pytest.mark.parametrize("least", [1, 2, 3])
+def test_a_stop_string_may_be_the_text_of_the_token_that_reaches_min_tokens(least):
+    shown = ["a"] * (least - 1) + [""]
+    assert pieces_of(LETTERS, [0] * 4, stops=["a"], min_tokens=least) == (shown, "a")
+
+
 def test_long_texts_are_tokenized_and_joined_off_the_loop(monkeypatch):
     """Turning a megabyte into tokens and back into text blocked the event loop for two seconds."""
     on_loop: list[bool] = []
