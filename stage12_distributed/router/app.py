@@ -11,12 +11,13 @@ import secrets
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import FileResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.routing import Route as Path
 
@@ -24,15 +25,16 @@ from shared import cli
 from shared.errors import UserError
 from stage06_serving import logs
 from stage06_serving.__main__ import Server, configure, listen
-from stage06_serving.app import answer_errors
+from stage06_serving.app import PAGE, answer_errors
 from stage06_serving.errors import ApiError
 from stage06_serving.guard import Guard
 from stage06_serving.settings import PREFIX, parse
+from stage06_serving.sse import HEADERS, KIND
 
 from .client import session
 from .metrics import Metrics
 from .process import SERVER
-from .relay import Relay
+from .relay import SENT, Relay
 from .replicas import Backend, Options, Pool
 from .sources import source
 
@@ -103,8 +105,32 @@ def create_app(options: Options) -> FastAPI:
         return now
 
     @app.get("/metrics")
-    async def page() -> Response:
+    async def merged_metrics() -> Response:
         return Response(await metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/")
+    async def page() -> Response:
+        return FileResponse(PAGE, media_type="text/html")
+
+    @app.get("/live")
+    async def live(request: Request) -> Response:
+        """What stage 06's page draws: the first ready replica, as long as it runs."""
+        backend = next((backend for backend in pool.backends.values() if backend.ready), None)
+        if backend is None:
+            raise ApiError(503, "No replica is ready.", headers={"Retry-After": "1"})
+        headers = {name: request.headers[name] for name in SENT if name in request.headers}
+
+        async def frames() -> AsyncIterator[bytes]:
+            with suppress(aiohttp.ClientError, OSError):  # the page connects again
+                async with pool.session.get(f"{backend.url}/live", headers=headers) as response:
+                    if response.content_type != KIND:
+                        return  # another kind of server
+                    async for data in response.content.iter_any():
+                        if relay.draining:
+                            return
+                        yield data
+
+        return StreamingResponse(frames(), headers=HEADERS, media_type=KIND)
 
     def named(fields: Any) -> Backend:
         try:

@@ -5,6 +5,7 @@ All tests share one router: a server takes seconds to start. The last test kills
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections import Counter
@@ -131,6 +132,14 @@ def test_a_conversation_stays_where_its_blocks_are(router, client):
     assert len(replicas) == 1
     name = f'vllm:prefix_cache_hits_total{{replica="{replicas.pop()}"}}'
     assert read_metrics(router)[name] - before[name] > 3 * 90  # tokens
+
+
+def test_the_page_shows_a_replica(router):
+    assert "<title>" in httpx2.get(f"{router.url}/", trust_env=False).text
+    with httpx2.stream("GET", f"{router.url}/live", trust_env=False) as answer:
+        line = next(line for line in answer.iter_lines() if line)
+    frame = json.loads(line.removeprefix("data: "))
+    assert frame["alive"] and frame["blocks"] > 0
 
 
 def test_wrong_requests_get_the_replicas_own_words(client):
