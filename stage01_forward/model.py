@@ -15,7 +15,7 @@ checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class Model(Protocol):
     """What engines use of a model, of any family."""
 
-    config: Any  # a Config
+    @property
+    def config(self) -> Config: ...
 
     @property
     def device(self) -> torch.device: ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from shared.paths import discover
@@ -40,7 +41,7 @@ class Offer:
     family: str = ""
     backends: Mapping[str, str] = field(default_factory=dict)
 
-    def load(self, module: str) -> Any:
+    def load(self, module: str) -> ModuleType:
         """A module of the stage."""
         return import_module(f"{self.stage}.{module}")
 

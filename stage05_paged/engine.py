@@ -62,12 +62,12 @@ def make(
     """
     config, dtype = model.config, model.dtype if dtype is None else dtype
     make_scheduler = family_of(config).organs(config).get("make_scheduler", Scheduler)
-    if pool is None and contexts is None:
+    if pool is None and contexts is not None:
+        pool = BlockPool(contexts * -(-config.n_positions // block_size), block_size)
+    elif pool is None:
         memory = default_memory(config, dtype, SEQUENCES, free_memory(model.device), block_size)
         pool = make_pool(memory, config, dtype, block_size)
         options = {"max_sequences": SEQUENCES, **options}
-    elif pool is None:
-        pool = BlockPool(contexts * -(-config.n_positions // block_size), block_size)
     swap_blocks = swap_pool.count if swap_pool else 0
     make_cache = cache_type(config) if make_cache is None else make_cache
     cache = make_cache(config, pool.count, pool.block_size, swap_blocks, dtype, model.device)
