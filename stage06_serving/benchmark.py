@@ -590,6 +590,7 @@ def token_lines(results: Results) -> Iterator[dict[str, str]]:
 
 
 COLUMNS: dict[str, rows.Column] = {
+    "prompt, tokens": lambda row: row["tokens"],
     "model": subject_of,
     "MB": "bytes * 1e-6:.0f",
     "gain": lambda row: f"{row.gain(PREFILL, RESTARTED):.1f}x",
@@ -618,7 +619,7 @@ TABLES = rows.tables(
     lose: {LOADS} | steps | loop, us a request | client, us a request
     latency < sides: model | streams | requests | answer | engine | TTFT p50, ms | TTFT p99, ms
       | ITL p50, ms | ITL p99, ms
-    disk < restarts: model | tokens | MB | prefill, ms | prefill and write, ms | restart, ms
+    disk < restarts: model | prompt, tokens | MB | prefill, ms | prefill and write, ms | restart, ms
       | cold restart, ms | gain | bound
     """,
     restarts=restarts,
