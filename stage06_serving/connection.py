@@ -140,7 +140,11 @@ class Cycle(RequestResponseCycle):
         length = names.get(b"content-length")
         if b"connection" in names:
             self.keep_alive = False  # applications only ever close it
-        elif not self.keep_alive or length is None and self.scope["http_version"] == "1.0":
+        elif (
+            not self.keep_alive
+            or self.more_body  # the rest of the request is dropped
+            or length is None and self.scope["http_version"] == "1.0"
+        ):
             self.keep_alive = False
             headers.append((b"connection", b"close"))
         if length is not None:
@@ -172,7 +176,7 @@ class Cycle(RequestResponseCycle):
         if not more:
             self.response_complete = True
             self.message_event.set()
-            if not self.keep_alive:
+            if not (self.keep_alive or self.more_body):
                 self.transport.close()
             self.on_response()
 
@@ -299,8 +303,10 @@ class Connection(HttpToolsProtocol):
         elif blank:
             head, rest = bytes(self._early[:size]), bytes(self._early[size:])
             self._early, self._left, self._error = bytearray(), 0, (400, UNREADABLE)
-            self.parser = httptools.HttpRequestParser(self)
-            if self._parse(head):
+            self.parser, before = httptools.HttpRequestParser(self), self.cycle
+            if self._parse(head) and self.cycle is before:
+                self.refuse(400, UNREADABLE)  # HTTP/2: its parser waits for more
+            elif not self.refused:
                 self._stop_timer()
                 if not self._left and self._left is not None:
                     self._whole()
@@ -393,7 +399,7 @@ class Connection(HttpToolsProtocol):
             self.flow,
             *(self.logger, self.access_logger, self.access_log, self.server_state.default_headers),
             message_event=asyncio.Event(),
-            expect_100_continue=self.expect_100_continue,
+            expect_100_continue=self.expect_100_continue and version == "1.1",
             keep_alive=version != "1.0" and self.parser.should_keep_alive(),
             on_response=self.on_response_complete,
         )
@@ -473,7 +479,7 @@ class Connection(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """uvicorn calls this once, for each connection, when the server stops."""
-        if self.refused:
+        if self.refused and not self.answering:
             self.transport.close()
         elif self._reads_body and self.answering and not self.cycle.response_started:
             self.refuse(503, CLOSING)

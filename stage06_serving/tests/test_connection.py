@@ -102,7 +102,7 @@ async def test_the_connection_that_waits_longest_makes_room(monkeypatch, caplog)
         refused, _ = await connect(written("/"))
         answer = await refused.read()
         assert status_of(answer) == 503 and b"too many connections" in answer
-        assert "data_received" not in caplog.text  # its request: h11 would fail, and reset it
+        assert "data_received" not in caplog.text  # an error would reset it
         assert not busy.at_eof() and not third.at_eof()
 
 
@@ -217,8 +217,43 @@ async def test_a_client_that_resets_as_it_is_refused_is_no_error(monkeypatch, ca
     assert not caplog.text
 
 
+async def test_a_client_that_is_refused_may_send_on():
+    """A reset could overtake the answer."""
+    async with beside() as (connect, _):
+        for more in ((), ("Connection: close",)):
+            head = written("/", "Content-Length: 100000", *more, method="POST")  # not JSON
+            reader, writer = await connect(head)
+            answer = await reader.readuntil(b"}}")
+            assert status_of(answer) == 400 and b"connection: close" in answer
+            for _ in range(5):
+                writer.write(b"a" * 10_000)
+                await writer.drain()
+                await asyncio.sleep(0.02)
+            assert await reader.read() == b""
+
+
+async def test_an_answer_is_complete_at_shutdown_whatever_came_behind_its_request():
+    app, begun = FastAPI(), asyncio.Event()
+
+    @app.get("/slow")
+    async def slow() -> str:
+        begun.set()
+        await asyncio.sleep(0.3)
+        return "well"
+
+    async with asyncio.timeout(HANG):
+        async with listening(app) as url:
+            port = int(url.rpartition(":")[2])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(written("/slow", "Transfer-Encoding: chunked"))
+            writer.write(b"0\r\n\r\n" + written("/"))
+            await begun.wait()
+        assert (await reader.read()).endswith(b'"well"')
+        writer.close()
+
+
 async def test_a_part_of_a_body_is_written_unless_the_client_has_much_to_read():
-    """Past h11; what is not written is for the application to send later."""
+    """What is not written is for the application to send later."""
     parts, full = list[bytes](), asyncio.Event()
 
     async def app(scope, receive, send):

@@ -99,6 +99,7 @@ RAW: dict[str, tuple[bytes, int]] = {
     "a negative chunk": (head(CHUNKED) + b"-1\r\n" + BODY, 400),
     "a space in a name": (head("Content-Length : 32") + BODY, 400),
     "HTTP/2": (b"PRI * HTTP/2.0\r\nHost: localhost\r\n\r\nSM\r\n\r\n", 400),
+    "HTTP/2, as its clients begin": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
     "TLS": (b"\x16\x03\x01\x02\x00" + bytes(64), 400),
     "chunks and a length": (head(CHUNKED, "Content-Length: 4") + CHUNK + b"0\r\n\r\n", 400),
     "an encoding besides chunks": (head("Transfer-Encoding: gzip, chunked") + CHUNK, 400),
@@ -107,6 +108,10 @@ RAW: dict[str, tuple[bytes, int]] = {
     "HTTP/0.9": (b"GET /health\r\n\r\n", 400),
     "an upgrade": (written("/health", CLOSE, "Connection: upgrade", "Upgrade: h2c"), 200),
     "chunks in HTTP/1.0": (head(CHUNKED).replace(b"1.1", b"1.0") + CHUNK + b"0\r\n\r\n", 400),
+    "an expectation in HTTP/1.0": (
+        head("Content-Length: 32", "Expect: 100-continue").replace(b"1.1", b"1.0") + BODY,
+        200,
+    ),
     # 2.3 MB of chunks kept the event loop busy for 18 seconds.
     "a flood of chunks": (chunks(400_000), 413),
     "one chunk too many": (chunks(connection.MOST_CHUNKS + 1), 413),
