@@ -3,7 +3,7 @@
 A file's name says what is in it: a digest of the block's tokens, of all before them, and of
 everything else that keys and values depend on. It is written under another name and then renamed,
 so a process that is killed leaves no half of it. What is read must be perfect, to the last token;
-else it is a miss, and the file goes. A checksum suffices: nobody else may write here.
+else it is a miss, and the file goes. A checksum suffices: no other user may write here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import struct
 import tempfile
 import time
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 VERSION = b"staircase blocks 1"  # raise it when what a cache keeps in a block changes
 HEADER = struct.Struct("<18s32sI")  # VERSION, the name, CRC-32 of all that follows: ids and content
 SUFFIX, UNFINISHED = ".kv", ".tmp"
+OURS = re.compile(rf"[0-9a-f]{{64}}(\{SUFFIX}|\.\w+\{UNFINISHED})")  # the names of our files
 ABANDONED = 60.0  # seconds after which the unfinished file of a killed process is removed
 SPARE = 0.05  # share of the cap that is freed at once: to find what is old, all files are listed
 
@@ -33,15 +35,16 @@ SPARE = 0.05  # share of the cap that is freed at once: to find what is old, all
 def open_folder(name: str) -> Path:
     """The folder, made with mode 0700 if it does not exist. Raises UserError if it cannot be
     written, or if others may use it: it holds prompts, and its content becomes answers."""
-    folder = Path(name).expanduser()
     try:
+        folder = Path(name).expanduser()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = folder.stat()
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: "~" of an unknown user
+        why = getattr(error, "strerror", None) or error
         raise UserError(
-            f"--prefix-cache-dir {folder} cannot be written ({error.strerror}): give a folder that "
+            f"--prefix-cache-dir {name} cannot be written ({why}): give a folder that "
             "this user may write to."
         ) from None
     if hasattr(os, "getuid") and (about.st_mode & 0o077 or about.st_uid != os.getuid()):
@@ -131,7 +134,7 @@ class BlockFiles:
         checksum = zlib.crc32(ids)
         for part in parts:
             checksum = zlib.crc32(part, checksum)
-        number, unfinished = tempfile.mkstemp(UNFINISHED, dir=self.folder)  # mode 0600
+        number, unfinished = tempfile.mkstemp(UNFINISHED, f"{name}.", self.folder)  # mode 0600
         try:
             with open(number, "wb") as file:
                 file.write(HEADER.pack(VERSION, bytes.fromhex(name), checksum) + ids)
@@ -151,15 +154,17 @@ class BlockFiles:
         self._path(self._name(digest)).unlink(missing_ok=True)
 
     def scan(self) -> list[os.DirEntry[str]]:
-        """See which files there are, and remove abandoned ones. Returns them, the least recently
-        used first. Raises OSError."""
+        """See which of our files there are, and remove abandoned ones. Returns them, the least
+        recently used first. Raises OSError."""
         self.scanned, files = time.monotonic(), []
         for file in os.scandir(self.folder):
+            if not OURS.fullmatch(file.name):  # not ours: it stays
+                continue
             try:
                 age = time.time() - file.stat().st_mtime
                 if file.name.endswith(UNFINISHED) and age > ABANDONED:
                     os.unlink(file)
-                elif file.name.endswith((SUFFIX, UNFINISHED)):
+                else:
                     files.append(file)
             except FileNotFoundError:  # another server has removed it
                 continue

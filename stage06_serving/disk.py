@@ -117,7 +117,7 @@ class DiskStore:
         self._reads: queue.SimpleQueue[Read] = queue.SimpleQueue()
         self._news = threading.Event()  # the reader has ended a portion
         self._read: Read | None = None  # the only one
-        self._asked: WeakKeyDictionary[Request, float] = WeakKeyDictionary()  # when looked up
+        self._lookups: WeakKeyDictionary[Request, float] = WeakKeyDictionary()  # when looked up
         self._noted: set[bytes] = set()  # digests of blocks whose use was noted since the last scan
         self._works = True  # the last write
         for work in (self._write_all, self._read_all):
@@ -129,7 +129,7 @@ class DiskStore:
         size = self.pool.block_size
         ids = array("q", request.tokens(index * size, size)).tobytes()
         # No lookup reaches the end of a chain without its beginning: the end must go first.
-        used = self._asked.get(request, time.time()) - index * OLDER
+        used = self._lookups.get(request, time.time()) - index * OLDER
         return Entry(digest, ids, used, block)
 
     def offer(self, request: Request, index: int, block: int, digest: bytes) -> None:
@@ -149,14 +149,14 @@ class DiskStore:
         read = self._read
         if read is not None and read.request is request:
             return not read.late
-        if request in self._asked:
+        if request in self._lookups:
             return False
         if known < len(digests) and digests[known] in self.files:
             if read is not None:
                 return not read.late  # one after the other
             if self.pool.blocks_for(request.token_count) - known > self.pool.available:
                 return False  # it cannot be admitted now, and asks again
-        self._asked[request] = time.time()
+        self._lookups[request] = time.time()
         for index, digest in enumerate(digests[:known]):
             if digest not in self._noted:  # used in memory: its file must not become the oldest
                 self._noted.add(digest)
@@ -276,4 +276,4 @@ class DiskStore:
         import torch
 
         rows = (plane[block].view(torch.uint8).cpu().numpy() for plane in self.memory.planes)
-        return [np.ascontiguousarray(row).reshape(-1).data for row in rows]
+        return [np.array(row, order="C").reshape(-1).data for row in rows]

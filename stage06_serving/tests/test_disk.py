@@ -178,13 +178,14 @@ def test_a_server_killed_while_it_writes_loses_nothing_else(options, folder):
         with serving(*options) as server:
             killed += [(ids, ask(server, ids, max_tokens=1)) for ids in prompts[2 * place :][:2]]
             server.process.kill()
-    (folder / f"left{UNFINISHED}").write_bytes(b"half")
-    os.utime(folder / f"left{UNFINISHED}", (0, 0))
+    left = folder / f"{'a' * 64}.left{UNFINISHED}"
+    left.write_bytes(b"half")
+    os.utime(left, (0, 0))
     with serving(*options) as server:
         for ids, tokens in killed:
             assert ask(server, ids, max_tokens=1) == tokens
         assert not until_idle(server)[REJECTED]
-        assert not (folder / f"left{UNFINISHED}").exists()
+        assert not left.exists()
 
 
 def test_the_cap_holds(options, folder, house):
@@ -208,6 +209,7 @@ def test_the_cap_holds(options, folder, house):
         (["--no-enable-prefix-caching"], "leave one of them out"),
         (["--engine", "continuous"], "--prefix-cache-dir are for blocks"),
         (["--prefix-cache-dir", __file__], "cannot be written"),
+        (["--prefix-cache-dir", "~no-such-user/prefixes"], "cannot be written"),
         (["--prefix-cache-dir", "{open}"], "is open to other users"),
     ],
 )
@@ -244,7 +246,7 @@ def test_a_full_disk_is_a_warning(options, folder):
 
 
 def test_the_blocks_of_a_failed_request_are_removed(options, folder, house, tmp_path):
-    """Nobody knows what is in them."""
+    """What is in them is unknown."""
     fault = Fault(tmp_path / "fault")
     server = house(*options, env={VARIABLE: str(fault.file)})
     fill(server, folder)
@@ -254,6 +256,27 @@ def test_the_blocks_of_a_failed_request_are_removed(options, folder, house, tmp_
 
 
 # ---- without HTTP -------------------------------------------------------------------------------
+
+
+def test_other_files_in_the_folder_stay_and_do_not_count(folder):
+    folder.mkdir()
+    others = [folder / name for name in (f"letter{UNFINISHED}", f"notes{SUFFIX}")]
+    for path in others:
+        path.write_bytes(bytes(10_000))
+        os.utime(path, (0, 0))
+    made = BlockFiles(folder, 3 * (HEADER.size + 16), b"", 8, 8)
+    for digest in (b"a", b"b", b"c", b"d"):
+        made.write(digest, bytes(8), time.time(), [memoryview(bytes(8))])
+    assert all(path.exists() for path in others)
+    assert b"d" in made and len(files(folder)) - 1 == made.counts.total_bytes // made.file_bytes > 1
+
+
+def test_what_is_written_does_not_change_with_its_block(folder):
+    """A cache of one layer has each block in one piece."""
+    planes = Planes([torch.zeros(2, 3)], [])
+    parts = store_of(folder, BlockPool(2, 4), planes)._copy(1)
+    planes.planes[0][1] = 7
+    assert parts and not any(map(any, parts))
 
 
 def store_of(folder, pool, memory, most=1000):
