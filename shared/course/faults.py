@@ -23,7 +23,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -102,7 +103,7 @@ class Copy:
         if seconds is not None:  # the bytecode of a fault must not outlive it
             environ["PYTHONDONTWRITEBYTECODE"] = "1"
         with self.output.open("w") as output:
-            self.process = subprocess.Popen(
+            process = self.process = subprocess.Popen(
                 [*PYTEST, *tests],
                 cwd=self.root,
                 env=environ,
@@ -113,16 +114,21 @@ class Copy:
                 text=True,
             )
         try:
-            return self.process.wait(seconds) == 0
+            return process.wait(seconds) == 0
         except subprocess.TimeoutExpired:
             return False
         finally:
             self.stop()
 
     def stop(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        process, self.process = self.process, None
+        if process is not None:  # its tests may have ended, and what they started goes on
+            if sys.platform == "win32":  # has no groups
+                process.kill()
+            else:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def try_out(self, fault: Fault) -> str:
         """KILLED or SURVIVED."""
@@ -148,19 +154,18 @@ def run(faults: Sequence[Fault], jobs: int) -> Iterator[tuple[Fault, str, float]
         idle: SimpleQueue[Copy] = SimpleQueue()
         for copy in copies:
             idle.put(copy)
-        ended: SimpleQueue[tuple[Fault, str, float]] = SimpleQueue()
 
-        def judge(fault: Fault) -> None:
+        def judge(fault: Fault) -> tuple[Fault, str, float]:
             copy, started = idle.get(), time.monotonic()
-            outcome = copy.try_out(fault)
-            ended.put((fault, outcome, time.monotonic() - started))
-            idle.put(copy)
+            try:
+                return fault, copy.try_out(fault), time.monotonic() - started
+            finally:
+                idle.put(copy)
 
         pool = ThreadPoolExecutor(jobs)
         try:
-            futures = [pool.submit(judge, fault) for fault in faults]
-            for _ in futures:
-                yield ended.get()
+            for future in as_completed([pool.submit(judge, fault) for fault in faults]):
+                yield future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             for copy in copies:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import signal
+from contextlib import suppress
 from typing import Any
 
+import psutil
 import pytest
 
 from shared import paths
@@ -92,3 +94,35 @@ def test_stale_faults_are_named(toy, capsys):
     assert "a wrong sum: its old text occurs 0 times in stage01_toy/code.py" in words
     assert "there is no test stage01_toy/tests/test_code.py::test_other" in words
     assert "two faults: a square" in words
+
+
+def test_what_the_tests_start_ends_with_them(toy):
+    """Even if the tests themselves have ended."""
+    mark = f"left by {toy}"
+    (toy.parent / "test_code.py").write_text(
+        "import subprocess, sys\n\ndef test_double():\n    sleep = 'import time; time.sleep(99)'\n"
+        f"    subprocess.Popen([sys.executable, '-c', sleep, {mark!r}])\n"
+    )
+
+    def left() -> list[psutil.Process]:
+        return [process for process in psutil.process_iter() if mark in command(process)]
+
+    assert faults.main(["--only", "square"]) == 1  # it survives
+    psutil.wait_procs(left(), timeout=5)  # a killed process needs a moment
+    assert not left()
+
+
+def command(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
+def test_an_error_ends_the_run(toy):
+    """It waited for ever for the fault that had failed."""
+    (toy.parent / "test_code.py").write_text(
+        "import pathlib, shutil\n\ndef test_double():\n"
+        "    shutil.rmtree(pathlib.Path(__file__).parents[1])\n"
+    )
+    with pytest.raises(FileNotFoundError):
+        faults.main(["--only", "square"])
