@@ -64,15 +64,17 @@ class Renderer:
         """The process's answer; None if it has ended."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
-        with suppress(OSError):
-            stdin.write(json.dumps(fields).encode() + b"\n")
-            stdin.flush()
-            line = stdout.readline()
-            if line:
-                answer: dict[str, str] = json.loads(line)
-                return answer
-        self._end()
-        return None
+        answer: dict[str, str] | None = None
+        try:
+            with suppress(OSError):
+                stdin.write(json.dumps(fields).encode() + b"\n")
+                stdin.flush()
+                if line := stdout.readline():
+                    answer = json.loads(line)
+        finally:
+            if answer is None:  # after Ctrl-C, it would be taken for the next one
+                self._end()
+        return answer
 
     def render(self, fields: Mapping[str, Any]) -> str:
         """Raises UserError if the template refuses the fields, fails, or exceeds a limit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from datetime import date
 from typing import Any
 
@@ -120,6 +121,22 @@ def test_a_template_renders_after_its_process_had_to_be_ended():
     for _ in range(2):
         pytest.raises(UserError, template.render, CHAT).match("over 1 s")
         assert text_of(template, CHAT[:1]) == "text"
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="has no timer for signals")
+def test_an_interrupted_rendering_does_not_disturb_the_next():
+    """Ctrl-C while the process computes: its answer, or its end, came to the next messages."""
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    source = f"{{% if messages | length > 2 %}}{loops}{{% endif %}}text"
+    template = FolderTemplate(source)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            template.render(CHAT)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert text_of(template, CHAT[:1]) == "text"
 
 
 def test_formats_and_long_texts_are_no_bad_templates():
