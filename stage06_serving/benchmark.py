@@ -494,10 +494,8 @@ BY_HAND: dict[tuple[str, str, int], tuple[tuple[float, float] | None, str]] = {
     (HTTP, "gpt2, float32, kernels", 32): ((42, 1), ""),
     (HTTP, "gpt2, float32, paged", 32): ((60, 1), ""),
     (HTTP, "gpt2, bfloat16, kernels", 32): ((21, 1), ""),
-    (HTTP, "stories, float32, kernels", 32): (None, "a step is as short as the loop's work for it"),
     (NULL, "gpt2, float32, kernels", 1): ((13, 0.03), "nothing to share: the difference is noise"),
     (LOSE, "gpt2, float32, kernels", 32): ((7.2, 0.3), "requests come one by one: steps not full"),
-    (LOSE, "gpt2, float32, paged", 32): ((7.2, 0.3), "requests come one by one: steps not full"),
     (LOSE, "gpt2, bfloat16, kernels", 32): (None, "requests come one by one: steps not full"),
     (LOSE, "stories, float32, kernels", 32): (None, "the loop takes longer than the model"),
 }
@@ -515,10 +513,10 @@ def predictions(results: Results) -> Iterator[dict[str, str]]:
     """Each prediction of the lesson, this machine's, and what came of it."""
     what = {HTTP: "{streams} streams", NULL: "one long request", LOSE: "answers of one token"}
     for row in (row for case in what for row in results.groups(case)):
-        if row["case"] == HTTP and row["streams"] == 1:
-            continue  # like the long request
         key = (row["case"], subject_of(row), row["streams"])
-        hand, why = BY_HAND.get(key, (None, ""))
+        if key not in BY_HAND:
+            continue
+        hand, why = BY_HAND[key]
         percent, (least, most) = share(row).median, predicted(row)
         verdict = "**missed**" if percent < least else "more" if percent > most else "held"
         if row["case"] == HTTP and row["streams"] == most_streams(FULL).streams:
