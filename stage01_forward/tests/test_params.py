@@ -67,4 +67,5 @@ def test_a_checked_object_stays_as_it_was_checked():
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
 def test_each_penalty_alone_changes_scores(name):
-    assert SamplingParams(**{name: 1.5}).penalised and not SamplingParams().penalised
+    options: dict[str, Any] = {name: 1.5}
+    assert SamplingParams(**options).penalised and not SamplingParams().penalised
