@@ -143,7 +143,8 @@ class Cycle(RequestResponseCycle):
         elif (
             not self.keep_alive
             or self.more_body  # the rest of the request is dropped
-            or length is None and self.scope["http_version"] == "1.0"
+            or length is None
+            and self.scope["http_version"] == "1.0"
         ):
             self.keep_alive = False
             headers.append((b"connection", b"close"))
