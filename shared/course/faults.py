@@ -12,7 +12,6 @@ status is 1 if a fault without a reason survived, or a list is stale.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -31,7 +30,7 @@ from queue import SimpleQueue
 
 from tqdm import tqdm
 
-from .. import paths
+from .. import cli, paths
 from ..errors import UserError
 
 KILLED, SURVIVED = "killed", "survived"
@@ -174,15 +173,26 @@ def run(faults: Sequence[Fault], jobs: int) -> Iterator[tuple[Fault, str, float]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m shared.course.faults", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    places = ["shared", *paths.discover()]
-    parser.add_argument("stage", nargs="*", default=places, help=f"of {', '.join(places)}")
-    parser.add_argument(
-        "--only", metavar="TEXT", nargs="+", default=[""], help="of these names or files"
+    parser = cli.Parser(
+        "shared.course.faults",
+        __doc__,
+        "  python -m shared.course.faults stage05_paged --jobs 2\n"
+        "  python -m shared.course.faults --only linear.c",
     )
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="copies side by side")
+    places = ["shared", *paths.discover()]
+    parser.add_argument("stage", nargs="*", help=f"of {', '.join(places)}; default: all of them")
+    parser.add_argument(
+        "--only",
+        metavar="TEXT",
+        nargs="+",
+        default=[""],
+        help="faults whose name or file has one of these texts; default: all",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="copies of the project side by side"
+    )
     options = parser.parse_args(arguments)
+    options.stage = options.stage or places
     if unknown := [stage for stage in options.stage if stage not in places]:
         parser.error(f"there is no stage {unknown[0]}: choose of {', '.join(places)}")
     faults = [fault for stage in options.stage for fault in read(stage)]

@@ -252,7 +252,7 @@ def test_the_blocks_of_a_failed_request_are_removed(options, folder, house, tmp_
     fill(server, folder)
     fault.plant("once")
     assert post(server, json={"prompt": IDS, "max_tokens": 3}).status_code == 500
-    until(lambda: not files(folder))
+    until(lambda: not any(folder.glob(f"*{SUFFIX}")))
 
 
 # ---- without HTTP -------------------------------------------------------------------------------
