@@ -1,8 +1,8 @@
 """The sampler for many requests: the tokens of stage 01's sampling.py at a fraction of the cost.
 
 A row pays only for the options it uses. The tokens that the filters keep are those whose weight is
-at least some limit: top_k finds it without a sort, and top_p by NumPy's, which sorts values alone
-with vector instructions. Other stages bring a faster `choose`.
+at least some limit, which top_k and top_p find without a sort. Other stages bring a faster
+`choose`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from stage01_forward.sampling import MIN_TEMPERATURE, edit, logprobs_of
 
 Weights = np.ndarray  # (N,), float32 or float64, the largest 1
 BLOCK = 64  # weights whose sum, or whose largest, stands for all of them
+DIGIT = 12  # bits of a weight that are found at a time
 
 
 def choose(scores: Tensor, rows: Sequence[Row]) -> list[int]:
@@ -78,7 +79,8 @@ def _draw(weights: Weights, params: SamplingParams, dart: float) -> int:
     if limit := _limit(weights, params):
         weights = weights * (weights >= limit)
     sums = _block_sums(weights)
-    return _at(weights, sums, dart * sums.sum(dtype=np.float64), "right")
+    block, rest = _hit(sums, dart * sums.sum(dtype=np.float64), "right")
+    return block * BLOCK + _hit(weights[block * BLOCK :][:BLOCK], rest, "right")[0]
 
 
 def _limit(weights: Weights, params: SamplingParams) -> float:
@@ -104,13 +106,19 @@ def _kth_largest(weights: Weights, k: int) -> float:
 def _lightest_of_nucleus(weights: Weights, top_p: float) -> float:
     """The largest weight that, with all that are at least as large, makes up top_p of the sum.
 
-    All weights below (1 - top_p) of the mean make up less than 1 - top_p of the sum, so the
-    nucleus ends before them, and only the others are sorted.
+    The weight is found DIGIT bits at a time, the highest first, because numbers of one sign sort
+    like their bits. All weights below (1 - top_p) of the mean make up less than 1 - top_p of the
+    sum, so the nucleus ends before them, and they are left out.
     """
     total = _block_sums(weights).sum(dtype=np.float64)
-    heavy = weights[np.flatnonzero(weights >= (1 - top_p) * total / len(weights))]
-    ordered = np.ascontiguousarray(np.sort(heavy)[::-1])
-    return float(ordered[_at(ordered, _block_sums(ordered), top_p * total, "left")])
+    missing = top_p * total
+    weights = weights[np.flatnonzero(weights >= (1 - top_p) * total / len(weights))]
+    for shift in range(8 * weights.itemsize - DIGIT, -DIGIT, -DIGIT):
+        digits = weights.view(f"i{weights.itemsize}") >> max(shift, 0) & 2**DIGIT - 1
+        sums = np.bincount(digits, weights)[::-1]  # the largest digit first
+        place, missing = _hit(sums, missing, "left")
+        weights = weights[digits == len(sums) - 1 - place]
+    return float(weights[0])
 
 
 def _block_sums(widths: Weights) -> Weights:
@@ -119,16 +127,10 @@ def _block_sums(widths: Weights) -> Weights:
     return np.append(sums, widths[whole:].sum())
 
 
-def _at(widths: Weights, sums: Weights, distance: float, side: Literal["left", "right"]) -> int:
-    """Of widths laid end to end, the index of the one in which `distance` ends; where two meet,
-    of the one on that side. sums: of each block of widths, the last of which may be short."""
-    block, rest = _hit(sums, distance, side)
-    return block * BLOCK + _hit(widths[block * BLOCK :][:BLOCK], rest, side)[0]
-
-
 def _hit(widths: Weights, distance: float, side: Literal["left", "right"]) -> tuple[int, float]:
-    """Of widths laid end to end, the one that lies at `distance`, and how far into it. If rounding
-    carries `distance` to the end or past it, the last that is not 0."""
+    """Of widths laid end to end, the one that lies at `distance`, and how far into it; where two
+    meet, the one on that side. If rounding carries `distance` to the end or past it, the last that
+    is not 0."""
     ends = widths.cumsum(dtype=np.float64)
     place = int(ends.searchsorted(distance, side=side))
     if place == len(ends):

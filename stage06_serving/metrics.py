@@ -163,16 +163,16 @@ class Metrics:
             self._answered[code] = total
         return generate_latest(self.registry)
 
-    def _listen(self, step: Step, spoke: list[Ticket], ended: list[Ticket]) -> None:
+    def _listen(self, step: Step, emitted: list[Ticket], ended: list[Ticket]) -> None:
         now = time.perf_counter()
         self.generated.inc(sum(name != PROBE for name, _ in step.tokens))
         if step.record is not None:
-            sequences = [each for each in step.record.sequences if each.request_id != PROBE]
-            prefill = sum(sequence.prefill_tokens for sequence in sequences)
+            sequences = [s for s in step.record.sequences if s.request_id != PROBE]
+            prefill = sum(s.prefill_tokens for s in sequences)
             self.prompt_tokens.inc(prefill)
             if sequences:
-                self.iteration.observe(prefill + sum(each.decode_tokens for each in sequences))
-        for ticket in spoke:
+                self.iteration.observe(prefill + sum(s.decode_tokens for s in sequences))
+        for ticket in emitted:
             if ticket.last_token is None:
                 self.first.observe(now - ticket.arrived)
                 if ticket.scheduled is not None:

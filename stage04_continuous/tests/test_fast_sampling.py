@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -63,10 +64,13 @@ def test_a_dart_at_either_end_hits_what_the_plain_sampler_hits(dart, kept):
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.01, 0.5, 3.0, 20.0])
-@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.95, 1 - 1e-9])
-def test_the_nucleus_is_found_wherever_its_edge_lies(top_p, spread):
-    weights = np.exp(spread * np.random.default_rng(0).normal(0, 1, 9_000))
-    heaviest = np.sort(weights)[::-1]
+@pytest.mark.parametrize(
+    ("dtype", "top_p"),
+    [*product((np.float32, np.float64), (1e-9, 0.3, 0.95)), (np.float64, 1 - 1e-9)],
+)
+def test_the_nucleus_is_found_wherever_its_edge_lies(top_p, spread, dtype):
+    weights = np.exp(spread * np.random.default_rng(0).normal(0, 1, 9_000)).astype(dtype)
+    heaviest = np.sort(weights)[::-1].astype(np.float64)
     heavier = np.append(0, heaviest.cumsum()[:-1])
     edge = heaviest[(heavier < top_p * heaviest.sum()).sum() - 1]
     assert fast_sampling._lightest_of_nucleus(weights, top_p) == edge
