@@ -53,6 +53,7 @@ from .writer import Events, Stream, gone
 VERSION = "staircase stage06"
 PAGE = Path(__file__).with_name("page.html")
 LONG_BODY = 2**14  # bytes: a longer one is parsed off the event loop
+LONG_ANSWER = 256  # tokens: a longer one is formatted off the event loop
 GATHERED = 64  # tokens of a whole answer that are read at a time
 Result = TypeVar("Result")
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -133,7 +134,11 @@ class Api:
 
         async def answer() -> Response:
             async with asyncio.timeout_at(deadline):
-                return JSONResponse(form.whole(await self._answers(choices)))
+                answers = await self._answers(choices)
+            # Log-probabilities of thousands of tokens take half a second.
+            if sum(len(answer.tokens) for answer in answers) > LONG_ANSWER:
+                return await asyncio.to_thread(lambda: JSONResponse(form.whole(answers)))
+            return JSONResponse(form.whole(answers))
 
         try:
             return await unless_gone(request, answer())

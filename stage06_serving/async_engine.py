@@ -258,10 +258,10 @@ class AsyncEngine:
                 f"request needs {count} more: try again in a moment."
             )
 
-    def read(self, ticket: Ticket) -> list[Token]:
-        """Take the unread tokens of `ticket`. Raises Broken or EngineDead if there are none and a
-        failure has ended it."""
-        tokens, ticket.fresh = ticket.fresh, []
+    def read(self, ticket: Ticket, most: int | None = None) -> list[Token]:
+        """Take the unread tokens of `ticket`, the first `most` of them. Raises Broken or EngineDead
+        if there are none and a failure has ended it."""
+        tokens, ticket.fresh = ticket.fresh[:most], [] if most is None else ticket.fresh[most:]
         if not tokens and ticket.reason == "error":
             raise failure(ticket)
         return tokens

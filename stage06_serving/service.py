@@ -252,14 +252,17 @@ class Service:
 
     # ---- from choices to text -------------------------------------------------------------------
 
-    def pieces(self, choices: Sequence[Choice]) -> Iterator[tuple[Choice, Piece]]:
-        """What is new in the text of `choices`; the last piece of each has its finish reason.
+    def pieces(
+        self, choices: Sequence[Choice], most: int | None = None
+    ) -> Iterator[tuple[Choice, Piece]]:
+        """What is new in the text of `choices`, in pieces of at most `most` tokens; the last piece
+        of each has its finish reason.
 
         Raises Broken, EngineDead.
         """
         for choice in choices:
             ticket = choice.ticket
-            while not choice.ended and (tokens := self.engine.read(ticket)):
+            while not choice.ended and (tokens := self.engine.read(ticket, most)):
                 piece = self._piece(choice, tokens)
                 if piece.finish_reason is not None:
                     choice.ended = True

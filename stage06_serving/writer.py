@@ -20,6 +20,8 @@ from .formats import Format, Frame
 from .service import Choice, Piece, Service, due
 from .sse import DONE, START, event
 
+READ = 256  # tokens that are formatted before the event loop goes on: each may take 0.2 ms
+
 
 class Events:
     """The answers to one request as events, as far as they have come.
@@ -32,7 +34,7 @@ class Events:
     ) -> None:
         self.service, self.choices, self.answer = service, choices, answer
         self.interval = interval
-        self.ended = self._begun = False
+        self.ended = self.behind = self._begun = False  # behind: `read` has left some
         self._frames: dict[int, Frame] = {}  # by choice, from its second chunk on
 
     @property
@@ -41,11 +43,16 @@ class Events:
         return self.interval == 1 or not self._begun or due(self.choices, self.interval)
 
     def read(self) -> bytes:
-        """All that is new. The last of it sets `ended`."""
+        """What is new, up to READ tokens. The last of it sets `ended`."""
         events: list[bytes] = []
+        count, self.behind = 0, False
         try:
-            for choice, piece in self.service.pieces(self.choices):
+            for choice, piece in self.service.pieces(self.choices, READ):
                 events.append(self._event(choice, piece))
+                count += len(piece.tokens)
+                if count >= READ:
+                    self.behind = True
+                    break
             self.ended = all(choice.ended for choice in self.choices)
             if self.ended:
                 events += map(event, self.answer.last())
@@ -89,7 +96,8 @@ class Stream:
         """Send what is new, or have the task do it. The engine's message for a step calls this."""
         if self._waiting and self.events.due:
             data = self.events.read()
-            if self.events.ended or data and not self._write(data):
+            late = self.events.ended or self.events.behind
+            if late or data and not self._write(data):
                 self._unsent, self._waiting = data, False
                 self._woken.set()
 
@@ -114,13 +122,15 @@ class Stream:
             if not self.events.ended:
                 data += self.events.read()
             more = not self.events.ended
-            if not data:
-                await self._wait()
-                continue
-            # This waits for a slow client; what arrives meanwhile is read before the next wait.
-            await send({"type": "http.response.body", "body": data, "more_body": more})
+            if data:
+                # This waits for a slow client; what arrives meanwhile is read before the next wait.
+                await send({"type": "http.response.body", "body": data, "more_body": more})
             if not more:
                 return
+            if self.events.behind:
+                await asyncio.sleep(0)
+            elif not data:
+                await self._wait()
 
     async def _wait(self) -> None:
         """Until the writer needs the task, the client has left, or the deadline has passed."""

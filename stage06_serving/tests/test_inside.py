@@ -5,6 +5,7 @@ are late, passes that fail. A student's copy is tested like this, too.
 from __future__ import annotations
 
 import asyncio
+import base64
 import threading
 from itertools import groupby
 from typing import Any
@@ -18,6 +19,7 @@ from stage01_forward.model import GPT2
 from stage06_serving import app
 from stage06_serving.app import unless_gone
 from stage06_serving.errors import ApiError
+from stage06_serving.formats import Completion
 from stage06_serving.live import MOST_WATCHERS
 from stage06_serving.service import Service
 
@@ -212,6 +214,28 @@ async def test_long_bodies_are_parsed_and_decoded_off_the_event_loop(monkeypatch
         assert (await inside.ask("/v1/chat/completions", chat)).status == 400  # too long
         answer = await inside.ask("/detokenize", {"tokens": [5] * 20_000})
     assert len(answer.json()["prompt"]) >= 20_000 and places == [False] * 3
+
+
+async def test_long_answers_are_formatted_off_the_event_loop(monkeypatch):
+    """The log-probabilities that one body may have held it for half a second."""
+    main, places = threading.main_thread(), []
+    whole, encode = Completion.whole, base64.b64encode
+
+    def watched(function):
+        def noted(*arguments):
+            places.append(threading.current_thread() is main)
+            return function(*arguments)
+
+        return noted
+
+    monkeypatch.setattr(Completion, "whole", watched(whole))
+    monkeypatch.setattr(base64, "b64encode", watched(encode))
+    long = SHORT | {"prompt": ["a"] * 40, "max_tokens": 8, "ignore_eos": True}
+    async with Inside.serving() as inside:
+        answer = await inside.ask(PATH, long)
+        assert answer.json()["usage"]["completion_tokens"] == 320
+        await inside.ask("/v1/embeddings", {"input": ["a", "b"], "encoding_format": "base64"})
+    assert places == [False] * 3
 
 
 async def test_the_loop_answers_while_the_engine_computes():
