@@ -42,6 +42,7 @@ LARGEST_ANSWER = 2**26  # bytes of an answer that is no stream
 LARGEST_EVENT = 2**20  # bytes of one event of a stream
 STALLED = 5.0  # seconds in which a client may still read its last event
 DONE = b"data: [DONE]"
+FAULT = b'data: {"error"'  # an event in place of tokens
 ENDS = (b"\n\n", b"\r\n\r\n")  # of an event
 SENT = ("authorization", "content-type", "accept", "traceparent", "tracestate")  # to a replica
 SHOWN = ("content-type", "cache-control", "retry-after", "x-should-retry", "x-accel-buffering")
@@ -308,8 +309,11 @@ class Relay:
         kind = headers.get("content-type", "").partition(";")[0]
         if kind == "text/event-stream":
             async for events in whole_events(response, silence, self.pool.options.idle):
-                if not answer.status:
+                if FAULT in events:  # its status was sent before
+                    self.pool.erred(replica, "most of its streams end with an error")
+                elif not answer.status:
                     self.pool.served(replica)
+                if not answer.status:
                     await answer.begin(status, headers)
                 await answer.write(events)
             return await answer.end()

@@ -62,6 +62,11 @@ def failing(status: int, **headers: str) -> Any:
     return fails
 
 
+async def broken(request: web.Request) -> web.StreamResponse:
+    text = 'data: {"error":{"message":"planted"}}\n\ndata: [DONE]\n\n'
+    return web.Response(text=text, content_type="text/event-stream")
+
+
 @pytest.mark.parametrize(("status", "seen"), [(500, 6), (502, 6), (429, 6), (503, 1)], ids=str)
 async def test_a_replica_that_fails_fast_draws_no_traffic(monkeypatch, status, seen):
     """It is the less busy one, always."""
@@ -73,6 +78,15 @@ async def test_a_replica_that_fails_fast_draws_no_traffic(monkeypatch, status, s
         about = (await router.get("/health"))["replicas"]["replica-0"]
         assert not about["ready"] and about["url"] == bad.url
         assert ("no room" if status == 503 else str(status)) in about["why"]
+
+
+async def test_a_replica_whose_streams_are_errors_draws_no_traffic(monkeypatch):
+    """Their status is 200, since it is sent first."""
+    monkeypatch.setattr(standing, "FIRST", standing.LONGEST)
+    async with two(plain(broken), mock()) as (bad, _, router):
+        answers = [await router.post(STREAM | {"prompt": str(n)}) for n in range(60)]
+        assert bad.requests == 6 and sum("planted" in answer.body for answer in answers) == 6
+        assert "error" in router.backends[0].about()["why"]
 
 
 async def test_after_an_ejection_one_request_is_a_probe():
