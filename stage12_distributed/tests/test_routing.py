@@ -82,8 +82,8 @@ def test_a_long_queue_outweighs_a_short_prefix():
     routing, prompt = fleet(2), prompt_of(10 * SIZE)
     first = passed(routing, prompt[:SIZE]).replica
     assert passed(routing, prompt).replica is first
-    for tokens, same in ((9 * SIZE, True), (11 * SIZE, False)):
-        first.tokens = tokens  # its cached tokens are worth 10 blocks, less the last token's
+    for tokens, same in ((9 * SIZE - 1, True), (9 * SIZE + 1, False)):
+        first.tokens = tokens  # its cached tokens are worth 9 blocks: the last token is computed
         route = routing.choose(routing.digests(prompt), len(prompt))
         assert route is not None and (route.replica is first) == same
 
