@@ -1,8 +1,8 @@
 """Several prompts on the command line: run them, show their answers as they grow, print them.
 
-Stages 03, 04 and 05 share this. What an engine does differs from stage to stage, so each stage
-draws its own lines. `Screen` shows them: one line each, cut to the width and height of the
-terminal. `Show` is a run in which prompts arrive over time, for engines with `add` and `step`.
+Stages 03, 04 and 05 share this. `view` draws the answers: one line each, cut to the width and
+height of the terminal, and `Screen` shows them. `Show` is a run in which prompts arrive over time,
+for engines with `add` and `step`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,9 +28,10 @@ FRAMES = 12  # per second at most: while one is drawn, for milliseconds, no toke
 BUDGET, EVERY = 64, 6  # defaults: tokens a step, steps from one arrival to the next
 PAUSE = 0.02  # seconds after a step: without it, the built-in prompts end before a reader sees them
 URGENT, NORMAL = 0, 1  # priorities
-MOST_NAMED = 50  # prompts in one line of the view
+WAITS = ("waits", "dim")
 
 Draw = Callable[[int, int], Sequence[Text]]
+State = tuple[str, str]  # what an answer's request does, and the style to show it in
 
 
 # ---- answers ------------------------------------------------------------------------------------
@@ -46,7 +47,7 @@ class Answer:
     """
 
     def __init__(self, number: int, prompt: str, loaded: cli.Loaded) -> None:
-        self.number = number
+        self.number, self.urgent = number, False
         self.output: Any = None
         self.ids: list[int] = []
         self._refusal: str | None = None
@@ -174,8 +175,8 @@ def scheduling(options: argparse.Namespace, rows: int) -> dict[str, Any]:
 class Show:
     """A run of several prompts that arrive over time: makes the steps, shows and prints answers.
 
-    A stage's subclass passes prompts to its engine (`add`), draws the engine's state (`view`), and
-    reports on the whole run (`report`).
+    A stage's subclass passes prompts to its engine (`add`), tells what they do (`head`, `states`),
+    and reports on the whole run (`report`).
 
     engine: has `step()`, a record of each step in `steps`, and unfinished `requests`.
     prompts: the text and the most tokens of each; each is answered `samples` times.
@@ -202,7 +203,6 @@ class Show:
             self.answers += group
             self.coming.append(group)
         self.arrived = 0  # prompts
-        self.requests: dict[str, Any] = {}  # of all answers that have one, by their number
         self.steps, self.seconds = 0, 0.0  # of the whole run; the engine keeps recent records only
         self.ended = False  # whether an answer ended in the last step
 
@@ -214,9 +214,23 @@ class Show:
         """
         raise NotImplementedError
 
+    def head(self) -> str:
+        """Lines on the engine's last step."""
+        raise NotImplementedError
+
+    def states(self) -> dict[str, State]:
+        """What the requests did in the last step, by their ids; the others wait."""
+        raise NotImplementedError
+
     def view(self, width: int, height: int) -> list[Text]:
         """Lines for the terminal; none before the first step."""
-        raise NotImplementedError
+        if not self.steps:
+            return []
+        answers = [answer for answer in self.answers if answer.error or answer.output]
+        tokens = sum(answer.tokens for answer in answers)
+        rate = f"{tokens / self.seconds:.1f} tok/s; {sum(map(len, self.coming))} still to come"
+        states = {int(id): state for id, state in self.states().items()}
+        return view(width, height, f"{self.head()}\n{rate}", answers, states)
 
     def report(self) -> str:
         """One line about the run, shown at its end."""
@@ -272,42 +286,20 @@ class Show:
         if answers[0].error:  # the tokenizer rejected it
             return
         params = [self.params[answer.number - 1] for answer in answers]
+        urgent = self.arrived % 3 == 0
         try:
-            requests = self.add(answers, params, NORMAL if self.arrived % 3 else URGENT)
+            requests = self.add(answers, params, URGENT if urgent else NORMAL)
         except UserError as error:
             for answer in answers:
                 answer.refuse(error)
             return
         for answer, request in zip(answers, requests, strict=True):
             answer.output = request.output
-            self.requests[request.id] = request
-
-    def rate(self) -> str:
-        """Tokens per second so far."""
-        return f"{sum(answer.tokens for answer in self.answers) / self.seconds:.1f} tok/s"
-
-    def name(self, request: Any) -> str:
-        """The number of a request's answer, marked if it is urgent and the policy heeds that."""
-        urgent = self.engine.scheduler.policy == "priority" and request.priority == URGENT
-        return f"{request.id}{'!' * urgent}"
-
-    def queues(self, width: int, waiting: Sequence[str]) -> list[Text]:
-        """The last two lines of a view: waiting prompts, then ended ones."""
-        named = ", ".join(waiting[:MOST_NAMED]) or "none"
-        ended = [
-            f"{done.number} {done.finish_reason}" for done in self.answers if done.finish_reason
-        ]
-        words = f"waiting: {named}; {sum(map(len, self.coming))} still to come"
-        return [
-            line(width, (words, width, "")),
-            line(width, ("ended: ", 7, ""), text=", ".join(ended[-MOST_NAMED:])),
-        ]
+            answer.urgent = urgent and self.engine.scheduler.policy == "priority"
 
 
-def state(record: Any) -> tuple[str, str]:
-    """What a request did in a step, by its record, and the style to show it in."""
-    if record.finish_reason:
-        return f"ended: {record.finish_reason}", "dim"
+def state(record: Any) -> State:
+    """What a request did in a step, by its record."""
     if record.prefill_tokens:
         return f"prefill {record.prefill_tokens}", "yellow"
     return "decode", "green"
@@ -397,11 +389,33 @@ def tail(text: str, width: int) -> str:
     return end
 
 
-def visible(answers: Sequence[Answer], room: int) -> list[Answer]:
-    """At most `room` answers, in order: ended ones are left out first, then those at the end."""
+def view(
+    width: int, height: int, head: str, answers: Sequence[Answer], states: Mapping[int, State]
+) -> list[Text]:
+    """`head`, and a line for each answer: its number, marked if it is urgent, state, tokens, and
+    newest text.
+
+    states: by number, of answers that do not wait. If not all fit, those that ended are left out
+    first, and the last line counts what is missing.
+    """
     ended = [answer for answer in answers if answer.finish_reason]
-    hidden = set(ended[: max(0, len(answers) - room)])
-    return [answer for answer in answers if answer not in hidden][: max(0, room)]
+    lines = [line(width, (words, width, "")) for words in head.split("\n")]
+    room = height - len(lines)
+    room -= len(answers) > room  # a line for the count
+    hidden = ended[: max(0, len(answers) - room)]
+    shown = [answer for answer in answers if answer not in hidden][: max(0, room)]
+    for answer in shown:
+        words, look = states.get(answer.number, WAITS)
+        if answer.finish_reason:
+            words, look = f"ended: {answer.finish_reason}", "dim"
+        cells = (f"{answer.number:>4}{'!' * answer.urgent}", 6, "bold"), (words, 24, look)
+        tokens, style = (f"{answer.tokens:>5}", 7, look), "dim" if look == "dim" else ""
+        lines.append(line(width, *cells, tokens, text=answer.error or answer.text(), style=style))
+    if len(shown) < len(answers):
+        gone = len(ended) - sum(answer.finish_reason is not None for answer in shown)
+        words = f"and {len(answers) - len(shown)} more, of which {gone} have ended"
+        lines.append(line(width, (words, width, "dim")))
+    return lines
 
 
 def _clean(text: str) -> str:

@@ -101,40 +101,18 @@ def waste(steps: Sequence[StepRecord]) -> str:
 
 
 def view(engine: Engine, answers: Sequence[live.Answer], width: int, height: int) -> list[Text]:
-    """The terminal's lines: one on the batch, and one per answer with its newest text."""
+    """The terminal's lines; none before the first step."""
     if not engine.steps:
         return []
-    seconds = sum(step.seconds for step in engine.steps)
-    newest = engine.steps[-1]
+    newest, seconds = engine.steps[-1], sum(step.seconds for step in engine.steps)
     idle = 0 if newest.prefill_tokens else newest.wasted_tokens  # rows that have ended
     tokens = sum(answer.tokens for answer in answers)
     head = (
         f"step {len(engine.steps)}: {newest.rows} of {newest.rows + idle} rows alive, "
         f"{tokens} tokens, {tokens / seconds:.1f} tok/s"
     )
-    shown = live.visible(answers, height - 1 if len(answers) < height else height - 2)
-    lines = [live.line(width, (head, width, ""))]
-    for answer in shown:
-        reason = answer.finish_reason
-        state = f"ended: {reason}" if reason else "decode" if answer.tokens else "waits"
-        look = "dim" if reason or not answer.tokens else ""
-        lines.append(
-            live.line(
-                width,
-                (f"{answer.number:>4}", 6, "bold"),
-                (state, 15, look or "green"),
-                (f"{answer.tokens:>5}", 7, look),
-                text=answer.error or answer.text(),
-                style=look,
-            )
-        )
-    if len(shown) < len(answers):
-        hidden = [answer for answer in answers if answer not in shown]
-        ended = sum(answer.finish_reason is not None for answer in hidden)
-        lines.append(
-            live.line(width, (f"and {len(hidden)} more, of which {ended} have ended", width, "dim"))
-        )
-    return lines
+    states = {answer.number: ("decode", "green") for answer in answers if answer.tokens}
+    return live.view(width, height, head, answers, states)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-from rich.text import Text
 
 from shared import cli, live
 from shared.errors import UserError
@@ -142,45 +141,23 @@ class Show(live.Show):
     def report(self) -> str:
         return f"[{self.slots} slots, {self.occupancy():.1f} % in use]"
 
-    def view(self, width: int, height: int) -> list[Text]:
-        """Lines on the step, each slot, the waiting prompts and the ended ones."""
-        if not self.steps:
-            return []
-        newest, scheduler = self.engine.steps[-1], self.engine.scheduler
-        head = (
+    def head(self) -> str:
+        newest = self.engine.steps[-1]
+        return (
             f"step {self.steps}: {newest.rows} of {self.slots} slots, {newest.prefill_tokens} "
-            f"prefill and {newest.decode_tokens} decode tokens; so far {self.rate()}, "
+            f"prefill and {newest.decode_tokens} decode tokens; "
             f"slots {self.occupancy():.0f} % in use"
         )
-        lines = [
-            live.line(width, (head, width, "")),
-            row(width, "slot", "prompt", "state", "tokens", "text", "bold"),
-        ]
-        tenants = {
-            request.slot: (request.id, ("no room in budget", "yellow"))
-            for request in scheduler.running
+
+    def states(self) -> dict[str, live.State]:
+        running = self.engine.scheduler.running
+        states = {
+            request.id: (f"slot {request.slot}: no room in budget", "yellow") for request in running
         }
-        tenants |= {used.slot: (used.request_id, live.state(used)) for used in newest.slots}
-        shown = self.slots if self.slots <= height - 4 else max(1, height - 5)
-        for slot in range(shown):
-            if slot in tenants:
-                name, (state, look) = tenants[slot]
-                answer = self.answers[int(name) - 1]
-                tokens = str(answer.tokens)
-                lines.append(row(width, str(slot), name, state, tokens, answer.text(), look))
-            else:
-                lines.append(row(width, str(slot), "", "free", "", "", "dim"))
-        if shown < self.slots:
-            lines.append(live.line(width, (f"and {self.slots - shown} more slots", width, "dim")))
-        waiting = scheduler.waiting[: live.MOST_NAMED]
-        return lines + self.queues(width, [self.name(request) for request in waiting])
-
-
-def row(width: int, slot: str, name: str, state: str, tokens: str, text: str, look: str) -> Text:
-    """A line of the table of slots."""
-    cells = ((f"{slot:>4}", 6, ""), (f"{name:>6}", 8, "bold"), (state, 19, look))
-    style = look if look in ("dim", "bold") else ""
-    return live.line(width, *cells, (f"{tokens:>6}", 8, ""), text=text, style=style)
+        for record in self.engine.steps[-1].slots:
+            words, look = live.state(record)
+            states[record.request_id] = f"slot {record.slot}: {words}", look
+        return states
 
 
 def write(engine: Engine, gantt: Path | None, trace: Path | None, slots: int) -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from array import array
-from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from shared import cli, live
 from shared.errors import UserError
@@ -314,10 +311,6 @@ class Show(live.Show):
 
     peak = 0  # most blocks owned in a step
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.marks = blockmap.Marks()
-
     def add(
         self, answers: list[live.Answer], params: list[SamplingParams], priority: int
     ) -> list[Request]:
@@ -347,91 +340,31 @@ class Show(live.Show):
             f"{counts.swapped_out} swapped"
         )
 
-    def view(self, width: int, height: int) -> list[Text]:
-        """Lines on the step and the counters, the map, one line per sequence, the queues."""
-        if not self.steps:
-            return []
-        newest, scheduler = self.engine.steps[-1], self.engine.scheduler
-        head = (
+    def head(self) -> str:
+        newest, pool = self.engine.steps[-1], self.engine.scheduler.pool
+        return (
             f"step {self.steps}: {newest.rows} sequences, {newest.prefill_tokens} prefill and "
-            f"{newest.decode_tokens} decode tokens, {newest.owned_blocks} of "
-            f"{scheduler.pool.count} blocks in use; so far {self.rate()}"
+            f"{newest.decode_tokens} decode tokens, {newest.owned_blocks} of {pool.count} blocks "
+            f"in use\n{self.counts()}"
         )
-        room = max(2, height - 6)  # for map and sequences
-        taking_part = [request.arrival for request in self.taking_part()]
-        states = self.marks.of(blockmap.blockmap(scheduler), taking_part)
-        blocks = blockmap.lines(states, width, max(1, room // 2))
-        room -= len(blocks)
-        sequences = self.sequences(width)
-        shown = len(sequences) if len(sequences) <= room else max(0, room - 1)
-        lines = [
-            live.line(width, (head, width, "")),
-            live.line(width, (self.counts(), width, "")),
-            *blocks,
-            live.line(width, (f"({blockmap.KEY})", width, "dim")),
-            row(width, (" ", ""), "prompt", ("state", "bold"), "tokens", "blocks", "text"),
-            *sequences[:shown],
-        ]
-        if shown < len(sequences):
-            words = f"and {len(sequences) - shown} more sequences"
-            lines.append(live.line(width, (words, width, "dim")))
-        # Empty lines keep those below in place as sequences come and go.
-        empty = min(room, scheduler.max_sequences) - len(sequences)
-        return lines + [Text()] * empty + self.queues(width, self.waiting())
 
-    def taking_part(self) -> list[Request]:
-        """The requests that run or took part in the last step, by arrival."""
-        names = {record.request_id for record in self.engine.steps[-1].sequences}
-        names |= {request.id for request in self.engine.scheduler.running}
-        return sorted((self.requests[name] for name in names), key=attrgetter("arrival"))
-
-    def sequences(self, width: int) -> list[Text]:
-        """A line for each request of `taking_part`."""
+    def states(self) -> dict[str, live.State]:
         scheduler = self.engine.scheduler
-        states = {request.id: ("no room in budget", "yellow") for request in scheduler.running}
-        for record in self.engine.steps[-1].sequences:
-            states[record.request_id] = live.state(record)
-        lines = []
-        for request in self.taking_part():
-            number = self.marks.numbers[request.arrival]
-            mark = blockmap.mark(number), blockmap.look(number)
-            table, answer = scheduler.tables.get(request), self.answers[int(request.id) - 1]
-            blocks = str(len(table.blocks)) if table else "-"
-            cells = mark, request.id, states[request.id], str(answer.tokens), blocks
-            lines.append(row(width, *cells, answer.text()))
-        return lines
-
-    def waiting(self) -> list[str]:
-        """The waiting requests, each with its reason for waiting."""
-        scheduler, names = self.engine.scheduler, []
-        for request in scheduler.waiting[: live.MOST_NAMED]:
-            why = ""
+        records = {record.request_id: record for record in self.engine.steps[-1].sequences}
+        states = {}
+        for request in scheduler.running:
+            words, look = "no room in budget", "yellow"
+            if request.id in records:
+                words, look = live.state(records[request.id])
+            states[request.id] = f"{len(scheduler.tables[request].blocks)} blocks: {words}", look
+        for request in scheduler.waiting:
             if request in scheduler.swapped:
-                why = " (swapped out)"
+                states[request.id] = "waits (swapped out)", "dim"
             elif request.parent:
-                why = f" (for {request.parent.id})"
+                states[request.id] = f"waits (for {request.parent.id})", "dim"
             elif request.output.token_ids:
-                why = " (again)"
-            names.append(self.name(request) + why)
-        return names
-
-
-def row(
-    width: int,
-    mark: tuple[str, str],
-    name: str,
-    state: tuple[str, str],
-    tokens: str,
-    blocks: str,
-    text: str,
-) -> Text:
-    """A line of the table of sequences; `mark` and `state` come with their styles."""
-    sign, colour = mark
-    words, look = state
-    cells = ((sign, 1, colour), (f"{name:>7}", 9, "bold"), (words, 19, look))
-    numbers = ((f"{tokens:>6}", 8, ""), (f"{blocks:>6}", 8, ""))
-    style = look if look in ("dim", "bold") else ""
-    return live.line(width, *cells, *numbers, text=text, style=style)
+                states[request.id] = "waits (again)", "dim"
+        return states
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The map of the blocks and their owners: in the terminal, and as a picture of a whole run.
+"""The map of the blocks and their owners, and a picture of it over a whole run.
 
 Both come from the scheduler's tables and the pool's lists alone: they show the state, not a plan.
 """
@@ -6,13 +6,10 @@ Both come from the scheduler's tables and the pool's lists alone: they show the 
 from __future__ import annotations
 
 import string
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.text import Text
 
 from .scheduler import Scheduler
 
@@ -23,19 +20,7 @@ if TYPE_CHECKING:  # takes a second to load, and only the picture needs it
 Fields = dict[str, Any]
 FREE, CACHED, SHARED = -1, -2, -3
 MARKS = {FREE: ".", CACHED: "+", SHARED: "#"}
-LETTERS = string.ascii_lowercase + string.ascii_uppercase  # they suffice without colours
-COLOURS = (
-    "green",
-    "yellow",
-    "blue",
-    "magenta",
-    "cyan",
-    "red",
-    "bright_green",
-    "bright_yellow",
-    "bright_blue",
-    "bright_magenta",
-)
+LETTERS = string.ascii_lowercase + string.ascii_uppercase
 KEY = (
     f"a letter: a sequence, {MARKS[SHARED]} shared by several, {MARKS[CACHED]} cached, "
     f"{MARKS[FREE]} free"
@@ -63,87 +48,14 @@ def blockmap(scheduler: Scheduler) -> list[int]:
     return states
 
 
-class Marks:
-    """Numbers for `mark` and `look`, so that no two sequences shown share both letter and colour.
-
-    That holds while there are no more sequences than pairs. Each sequence takes the next unused
-    number; a preempted one keeps its number until another takes it.
-    """
-
-    def __init__(self) -> None:
-        self.pairs = len(LETTERS) * len(COLOURS)
-        self.numbers: dict[int, int] = {}  # by arrival
-        self._turn = 0
-
-    def of(self, states: Iterable[int], more: Iterable[int] = ()) -> list[int]:
-        """The states with numbers in place of arrivals. `more`: arrivals that are shown too."""
-        states = list(states)
-        shown = {*more, *(state for state in states if state >= 0)}
-        taken = {self.numbers[arrival] for arrival in shown & self.numbers.keys()}
-        for arrival in sorted(shown - self.numbers.keys()):
-            while self._turn in taken and len(taken) < self.pairs:
-                self._turn = (self._turn + 1) % self.pairs
-            for gone in [holder for holder, number in self.numbers.items() if number == self._turn]:
-                if gone not in shown:
-                    del self.numbers[gone]
-            self.numbers[arrival] = self._turn
-            taken.add(self._turn)
-            self._turn = (self._turn + 1) % self.pairs
-        return [self.numbers.get(state, state) for state in states]
-
-
 def mark(state: int) -> str:
     """The character for a block: a letter for a sequence, taken in turn."""
     return LETTERS[state % len(LETTERS)] if state >= 0 else MARKS[state]
 
 
-def look(state: int) -> str:
-    """The style of that character, for rich: a colour for a sequence, taken in turn.
-
-    No two of 520 consecutive sequences share both letter and colour.
-    """
-    if state >= 0:
-        return f"reverse {COLOURS[colour(state, len(COLOURS))]}"
-    return "bold" if state == SHARED else "dim"
-
-
 def colour(state: int, count: int) -> int:
     """The place of a sequence's colour among `count`; each round of letters shifts it by one."""
     return (state + state // len(LETTERS)) % count
-
-
-def lines(states: Sequence[int], width: int, height: int) -> list[Text]:
-    """The map of `blockmap` as up to `height` lines of up to `width` characters, one per block.
-
-    A line begins with the number of its first block. If not all blocks fit, the last line counts
-    the remaining ones.
-    """
-    margin = len(str(len(states))) + 1
-    room = max(1, width - margin)
-    room = room - room % 10 or room  # round numbers make a block's number easy to read
-    starts = range(0, len(states), room)
-    cut = len(starts) > height
-    drawn = []
-    for start in starts[: max(0, height - cut)]:
-        line = Text(f"{start:>{margin - 1}} ", style="", no_wrap=True, overflow="crop")
-        for state, group in groupby(states[start : start + room]):
-            line.append(mark(state) * len(list(group)), look(state))
-        drawn.append(line)
-    if cut and height > 0:
-        words = _count(states[len(drawn) * room :])
-        drawn.append(Text(words, style="dim", no_wrap=True, overflow="crop"))
-    for line in drawn:
-        line.truncate(max(0, width))
-    return drawn
-
-
-def _count(states: Sequence[int]) -> str:
-    """The states of the blocks that are not drawn."""
-    count = Counter(min(state, 0) for state in states)
-    return (
-        f"and {len(states)} more blocks: {count[0]} of one sequence, {count[SHARED]} shared, "
-        f"{count[CACHED]} cached, {count[FREE]} free"
-    )
 
 
 def picture(frames: Sequence[Sequence[int]], title: str) -> Figure:

@@ -63,10 +63,26 @@ def test_a_line_is_harmless_and_never_wider_than_the_terminal():
         assert drawn.plain.startswith("7   [red]"[:width])  # a user's text is not markup
 
 
-def test_ended_answers_give_way_first():
-    answers = [answer(n, reason="stop" if n in (1, 3) else None) for n in range(1, 7)]
-    for room, left in ((9, "123456"), (6, "123456"), (5, "23456"), (4, "2456"), (1, "2"), (0, "")):
-        assert "".join(str(each.number) for each in live.visible(answers, room)) == left
+def test_ended_answers_give_way_first_and_are_counted():
+    answers = [answer(n, b"cd", reason="stop" if n in (1, 3) else None) for n in range(1, 7)]
+    answers[1].urgent, states = True, {2: ("decode", "green")}
+    for height, left, rest in (
+        *((9, "123456", ""), (8, "123456", ""), (7, "2456", "2 more, of which 2")),
+        *((6, "245", "3 more, of which 2"), (4, "2", "5 more, of which 2"), (3, "", "6 more")),
+    ):
+        lines = [
+            line.plain.rstrip()
+            for line in live.view(60, height, "step 1\n2 tok/s", answers, states)
+        ]
+        rows = [line for line in lines[2:] if not line.startswith("and")]
+        assert lines[:2] == ["step 1", "2 tok/s"] and len(lines) == 2 + len(rows) + bool(rest)
+        assert "".join(line[3] for line in rows) == left and rest in lines[-1]
+        for line in rows:
+            words = {"1": "ended: stop", "2": "decode", "3": "ended: stop"}.get(line[3], "waits")
+            assert (line[4] == "!") == (line[3] == "2") and line[6:].startswith(words)
+            assert line.endswith(" 2  abcd")
+    for width in (5, 30):
+        assert all(line.cell_len <= width for line in live.view(width, 9, "step", answers, states))
 
 
 def test_a_view_is_lower_than_the_terminal():

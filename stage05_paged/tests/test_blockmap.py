@@ -1,4 +1,4 @@
-"""The map shows the tables: every block, after every step, on every screen, and in the picture."""
+"""The map shows the tables: every block, after every step, and in the picture."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from shared import charts
 from stage01_forward.params import SamplingParams
 from stage04_continuous.engine import Engine
 from stage04_continuous.request import Request
-from stage05_paged import blockmap as maps
-from stage05_paged.blockmap import CACHED, FREE, SHARED, blockmap, lines, look, mark, picture
+from stage05_paged.blockmap import CACHED, FREE, SHARED, blockmap, mark, picture
 from stage05_paged.fork import add_samples
 from stage05_paged.tests.engines import engine_of
 
@@ -59,42 +58,6 @@ def test_every_block_is_in_the_state_of_tables_and_pool(tiny_model):
     assert seen == {0, FREE, CACHED, SHARED} and engine.scheduler.counts.preemptions > 0
     assert len(owners) == len(set(owners.values()))
     assert "abort" in {request.output.finish_reason for request in owners.values()}
-
-
-def test_no_letter_and_colour_repeat_and_letters_are_enough():
-    signs = [mark(state) for state in (FREE, CACHED, SHARED, *range(len(maps.LETTERS)))]
-    assert len(set(signs)) == len(signs) and all(len(s) == 1 and s.isprintable() for s in signs)
-    pairs = len(maps.LETTERS) * len(maps.COLOURS)
-    assert len({(mark(state), look(state)) for state in range(7, 7 + pairs)}) == pairs
-    assert "reverse" not in look(SHARED) + look(CACHED) + look(FREE)
-    marks = maps.Marks()
-    for state in range(1, 3 * pairs):  # beside two that stay
-        numbers = marks.of([0, FREE, state, pairs], [state + 1])
-        shown = [(mark(number), look(number)) for number in (*numbers, marks.numbers[state + 1])]
-        assert len(set(shown)) == len({0, FREE, state, pairs, state + 1}), state
-        assert shown[:2] == [(mark(0), look(0)), (mark(FREE), look(FREE))]
-
-
-def test_a_character_a_block_and_the_rest_is_counted():
-    states = [0, 0, 1, FREE, CACHED, SHARED, 53, FREE, FREE, 2] * 3 + [0]
-    ten = "aab.+#b..c"
-    for width, height, rows in (
-        (80, 5, [f" 0 {ten * 3}a"]),
-        (32, 2, [f" 0 {ten * 2}", f"20 {ten}a"]),  # round numbers
-        (13, 3, [f" 0 {ten}", f"10 {ten}", "and 11 more b"]),
-        (80, 1, [f" 0 {ten * 3}a"]),
-        (70, 0, []),
-    ):
-        drawn = lines(states, width, height)
-        assert [line.plain for line in drawn] == rows
-        styles = [s.style for line in drawn for s in line.spans for _ in range(s.start, s.end)]
-        assert styles == [look(state) for state in states[: len(styles)]]
-    (line,) = lines(states * 9, 80, 1)
-    words = "and 279 more blocks: 144 of one sequence, 27 shared, 27 cached, 81 free"
-    assert line.plain == words
-    for width, height in ((9, 1), (7, 2), (1, 2)):
-        drawn = lines(states, width, height)
-        assert len(drawn) <= height and all(line.cell_len <= width for line in drawn)
 
 
 def test_the_picture_shows_every_state_of_every_step(frames):

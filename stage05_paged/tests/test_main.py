@@ -6,12 +6,10 @@ import re
 from typing import Any
 from xml.etree import ElementTree
 
-from shared import live
 from stage01_forward.params import SamplingParams
 from stage03_batching.tests.commands import CommandContract, answers, check_error
-from stage04_continuous.tests.test_main import assert_fits, loaded
+from stage04_continuous.tests.test_main import loaded
 from stage05_paged import __main__ as stage
-from stage05_paged.blockmap import mark
 from stage05_paged.tests.engines import engine_of
 
 SMALL = ("--block-size", "4", "--kv-memory", "28KiB", "--every", "1")  # 14 blocks of 2 KiB
@@ -119,37 +117,21 @@ def show(
 def test_the_view_shows_records_and_tables(tiny_model):
     prompts = ["a" * 20, "b", "a" * 19 + "c", "d", "ab", "cd", "dd", "ac"]
     run = show(tiny_model, prompts, 16, 25, swap_blocks=16, budget=10, policy="priority")
-    assert run.view(110, 30) == []
     scheduler, seen = run.engine.scheduler, set()
     while run.step(1):
-        assert_fits(run, (60, 10), (30, 3), (5, 1), least=8)
-        text, newest = [line.plain for line in run.view(110, 30)], run.engine.steps[-1]
-        assert f"{newest.owned_blocks} of 16 blocks in use" in text[0]
-        assert f"{scheduler.counts.preemptions} preemptions" in text[1]
-        blocks = text[2].removeprefix(" 0 ").strip()
-        assert len(blocks) == 16 and text[4].split()[:2] == ["prompt", "state"]
-        records = {record.request_id: record for record in newest.sequences}
-        drawn = {*scheduler.running, *map(run.requests.__getitem__, records)}
-        rows = []
-        for request in sorted(drawn, key=lambda request: request.arrival):
-            record, table = records.get(request.id), scheduler.tables.get(request)
-            state = live.state(record)[0] if record else "no room in budget"
-            owned = len(table.blocks) if table else 0
-            sign, count = mark(request.arrival), len(request.output.token_ids)
-            assert blocks.count(sign) <= owned
-            rows.append(f"{sign} {request.id} {state} {count} {owned if table else '-'}".split())
+        newest, lines = run.engine.steps[-1], [line.plain for line in run.view(150, 30)]
+        assert f"{newest.owned_blocks} of 16 blocks in use" in lines[0]
+        assert f"{scheduler.counts.preemptions} preemptions" in lines[1]
+        states = {line[:4].strip(): " ".join(line[6:30].split()) for line in lines[3:]}
+        for request in scheduler.running:
+            owned, state = states[request.id].split(" blocks: ")
+            assert int(owned) == len(scheduler.tables[request].blocks)
             seen.add(state.split()[0])
-        lines = [line.split() for line in text[5:-2] if line]
-        assert [line[: len(row)] for line, row in zip(lines, rows, strict=True)] == rows
-        waiting, ended = text[-2:]
-        assert f"{len(run.coming)} still to come" in waiting and ended.startswith("ended: ")
-        assert ("waiting: none;" in waiting) == (newest.waiting == 0)
-        assert waiting.count("(swapped out)") == newest.swapped
-        seen.update(sign for sign in ("swapped out", "!") if sign in waiting)
-        seen.update(sign for sign in "#+." if sign in blocks)
+        waiting = [states[request.id] for request in scheduler.waiting]
+        assert waiting.count("waits (swapped out)") == newest.swapped
+        seen.update(waiting)
     assert run.peak == max(step.owned_blocks for step in run.engine.steps) > newest.owned_blocks
-    assert seen >= {"prefill", "decode", "ended:", "swapped out", "!", "#", "+", "."}
-    assert "1 length" in text[-1]
+    assert seen >= {"prefill", "decode", "waits", "waits (swapped out)"}
 
 
 def test_the_view_tells_samples_and_recomputed_requests(tiny_model):
@@ -160,13 +142,3 @@ def test_the_view_tells_samples_and_recomputed_requests(tiny_model):
         text = "\n".join(line.plain for line in run.view(100, 30))
         seen.update(word for word in words if word in text)
     assert seen == words and run.engine.scheduler.counts.recomputed
-
-
-def test_more_sequences_than_lines_are_counted(tiny_model):
-    run = show(tiny_model, ["ab"] * 12, sequences=12)
-    while run.coming:
-        run.arrive(run.coming.popleft())
-    assert run.step(1) and len(run.engine.steps[-1].sequences) == 12
-    text = [line.plain.strip() for line in run.view(80, 12)]
-    drawn = sum(bool(re.match(r"[a-z] ", line)) for line in text)
-    assert len(text) == 12 and 0 < drawn < 12 and f"and {12 - drawn} more sequences" in text
