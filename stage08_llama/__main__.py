@@ -11,6 +11,7 @@ from shared.errors import UserError
 if TYPE_CHECKING:
     from stage01_forward.params import SamplingParams
     from stage05_paged.engine import Engine
+    from stage06_serving.choice import Choice
 
 ABOUT = (
     "Stage 08, the Llama family: continue a text, or chat, on the fastest engine. The default is "
@@ -55,8 +56,9 @@ def main(argv: list[str] | None = None) -> int:
     return talk(options) if options.chat else speak(options, prompt)
 
 
-def load(options: argparse.Namespace) -> tuple[cli.Loaded, Engine, SamplingParams]:
-    """The model, an engine for one context of it, and the sampling options."""
+def load(options: argparse.Namespace) -> tuple[cli.Loaded, Engine, SamplingParams, Choice]:
+    """The model, an engine for one context of it and how it was chosen, and the sampling
+    options."""
     from stage01_forward import families
     from stage01_forward.params import SamplingParams
     from stage06_serving.choice import choose
@@ -67,11 +69,11 @@ def load(options: argparse.Namespace) -> tuple[cli.Loaded, Engine, SamplingParam
     chosen = choose(options.engine, cli.choose_dtype(options.dtype, device, stored), device)
     wanted, options.linear = options.linear, chosen.linear(options.linear)
     loaded = cli.load_model_from(options, families)
-    return loaded, chosen.make(loaded, wanted, contexts=1), sampling
+    return loaded, chosen.make(loaded, wanted, contexts=1), sampling, chosen
 
 
 def speak(options: argparse.Namespace, prompt: str) -> int:
-    loaded, engine, sampling = load(options)
+    loaded, engine, sampling, _ = load(options)
     cli.speak(engine, loaded, prompt, sampling)
     return 0
 
@@ -79,10 +81,12 @@ def speak(options: argparse.Namespace, prompt: str) -> int:
 def talk(options: argparse.Namespace) -> int:
     from shared import chat_template
     from shared.json_tokenizer import JsonTokenizer
+    from stage05_paged.memory import size
+    from stage06_serving.choice import faster
 
     from .chat import Chat
 
-    loaded, engine, sampling = load(options)
+    loaded, engine, sampling, chosen = load(options)
     tokenizer, template = loaded.tokenizer, None
     if isinstance(tokenizer, JsonTokenizer):
         template = chat_template.load(loaded.folder, tokenizer.control)
@@ -91,7 +95,15 @@ def talk(options: argparse.Namespace) -> int:
             f"{loaded.config.name} has no chat template and was not trained to chat: give it a "
             "prompt, or choose a model with one."
         )
-    return Chat(engine, loaded, template, sampling, options.system).run()
+    config = loaded.config
+    memory = size(config.n_positions * config.kv_bytes_per_token(loaded.dtype))
+    about = [
+        f"{config.name}, engine {chosen.name}, {loaded.machine}",
+        f"context of {config.n_positions:,} tokens, whose keys and values take {memory}",
+    ]
+    if hint := faster(chosen, loaded):
+        about.append(f"faster: {hint}")
+    return Chat(engine, loaded, template, sampling, options.system, about).run()
 
 
 if __name__ == "__main__":

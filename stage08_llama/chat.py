@@ -6,7 +6,7 @@ A conversation that no longer fits into the context loses its oldest turns, each
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shared.chat_template import FolderTemplate
@@ -26,7 +26,7 @@ class Chat:
     Every answer's prompt is the whole conversation; an engine with a prefix cache computes only the
     new part. `ask` raises UserError if the template or the engine refuses.
 
-    system: a message that begins every conversation; "" for none.
+    system: a message that begins every conversation; "" for none. about: lines for the start.
     """
 
     def __init__(
@@ -36,10 +36,11 @@ class Chat:
         template: FolderTemplate,
         sampling: Any,
         system: str = "",
+        about: Sequence[str] = (),
     ) -> None:
         assert isinstance(loaded.tokenizer, JsonTokenizer)  # others have no control tokens
         self.engine, self.loaded, self.tokenizer = engine, loaded, loaded.tokenizer
-        self.template, self.sampling = template, sampling
+        self.template, self.sampling, self.about = template, sampling, about
         self.system = [{"role": "system", "content": system}] if system else []
         self.messages: list[dict[str, str]] = []
 
@@ -91,7 +92,7 @@ class Chat:
 
     def run(self, read: Callable[[], str] = lambda: input("> ")) -> int:
         """Read questions until the end of the input, /quit, or Ctrl-C at the prompt."""
-        lines = [f"[{self.loaded}]", f"[{HELP}]"]
+        lines = [f"[{line}]" for line in (*self.about, HELP)]
         if self.loaded.config.name == "stories-chat":
             lines.append("[this small model knows only its own stories: ask it for one]")
         print("\n".join(lines), file=sys.stderr, flush=True)

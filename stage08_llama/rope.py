@@ -31,10 +31,8 @@ class Rope:
     trained: int = 0
     low_factor: float = 1.0  # llama3: wavelengths over trained / low_factor are stretched,
     high_factor: float = 4.0  # those below trained / high_factor are kept
-    slow: float = (
-        1.0  # yarn: pairs that turn less than `slow` times within `trained` are stretched,
-    )
-    fast: float = 32.0  # those that turn more than `fast` times are kept
+    slow: float = 1.0  # yarn: pairs that turn less often within `trained` are stretched,
+    fast: float = 32.0  # those that turn more often than `fast` are kept
     truncate: bool = True  # yarn: between the two, from a whole pair to a whole pair
     scale: float = 1.0  # yarn: cosines and sines are multiplied by it
 

@@ -80,7 +80,7 @@ def test_regenerate_and_stop(chat, capsys, monkeypatch):
 
     def interrupted(*args, **options):
         plain(*args, **options)
-        if next(printed) == 4:  # two lines at the start, then pieces
+        if next(printed) == 4:  # the start, then pieces
             raise KeyboardInterrupt
 
     monkeypatch.setattr(builtins, "print", interrupted)
@@ -123,6 +123,15 @@ def test_rows_without_a_token_are_never_sampled(loaded):
 def test_every_end_id_ends_an_answer(loaded):
     ends = loaded.tokenizer.encode_chat([(f"{END}<|endoftext|>", True)])
     assert set(loaded.config.eos_ids) == set(ends) and len(ends) == 2
+
+
+def test_a_chat_begins_with_what_runs(folder, capsys, monkeypatch):
+    monkeypatch.setattr(builtins, "input", Mock(side_effect=EOFError))
+    assert main(["--chat", "--model", str(folder), "--engine", "paged", "--dtype", "float32"]) == 0
+    first, second, third, *_ = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"[{folder.name}, engine paged, float32 on cpu, ")
+    assert second.startswith("[context of 512 tokens, whose keys and values take ")
+    assert third.startswith("[faster: --engine auto ")
 
 
 def test_the_command_line(folder, capsys):
