@@ -28,6 +28,7 @@ FRAMES = 12  # per second at most: while one is drawn, for milliseconds, no toke
 BUDGET, EVERY = 64, 6  # defaults: tokens a step, steps from one arrival to the next
 PAUSE = 0.02  # seconds after a step: without it, the built-in prompts end before a reader sees them
 URGENT, NORMAL = 0, 1  # priorities
+COLOURS = ("green", "yellow", "blue", "magenta", "cyan", "red")
 WAITS = ("waits", "dim")
 
 Draw = Callable[[int, int], Sequence[Text]]
@@ -376,6 +377,14 @@ def line(width: int, *cells: tuple[str, int, str], text: str = "", style: str = 
     for words, size, look in cells:
         drawn.append(set_cell_size(_clean(words), max(0, min(size, width - drawn.cell_len))), look)
     drawn.append(tail(text, width - drawn.cell_len), style)
+    return drawn
+
+
+def marks(states: Sequence[int], mark: Callable[[int], str]) -> Text:
+    """A character for each state, in a colour for each number that is not negative."""
+    drawn = Text(no_wrap=True, overflow="crop")
+    for state in states:
+        drawn.append(mark(state), f"reverse {COLOURS[state % 6]}" if state >= 0 else "dim")
     return drawn
 
 

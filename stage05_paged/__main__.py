@@ -8,6 +8,8 @@ from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.text import Text
+
 from shared import cli, live
 from shared.errors import UserError
 from stage01_forward.params import SamplingParams
@@ -348,6 +350,13 @@ class Show(live.Show):
             f"in use\n{self.counts()}"
         )
 
+    def view(self, width: int, height: int) -> list[Text]:
+        """The map of the blocks, as many as fit into a third of the lines, above the answers."""
+        states = blockmap.blockmap(self.engine.scheduler)
+        starts = range(0, len(states), max(1, width))[: height // 3]
+        rows = [live.marks(states[start : start + width], blockmap.mark) for start in starts]
+        return rows + super().view(width, height - len(rows)) if self.steps else []
+
     def states(self) -> dict[str, live.State]:
         scheduler = self.engine.scheduler
         records = {record.request_id: record for record in self.engine.steps[-1].sequences}
@@ -356,7 +365,10 @@ class Show(live.Show):
             words, look = "no room in budget", "yellow"
             if request.id in records:
                 words, look = live.state(records[request.id])
-            states[request.id] = f"{len(scheduler.tables[request].blocks)} blocks: {words}", look
+            blocks = (
+                f"{blockmap.mark(request.arrival)} {len(scheduler.tables[request].blocks)} blocks"
+            )
+            states[request.id] = f"{blocks}: {words}", look
         for request in scheduler.waiting:
             if request in scheduler.swapped:
                 states[request.id] = "waits (swapped out)", "dim"

@@ -10,6 +10,7 @@ from stage01_forward.params import SamplingParams
 from stage03_batching.tests.commands import CommandContract, answers, check_error
 from stage04_continuous.tests.test_main import loaded
 from stage05_paged import __main__ as stage
+from stage05_paged.blockmap import blockmap, mark
 from stage05_paged.tests.engines import engine_of
 
 SMALL = ("--block-size", "4", "--kv-memory", "28KiB", "--every", "1")  # 14 blocks of 2 KiB
@@ -117,21 +118,27 @@ def show(
 def test_the_view_shows_records_and_tables(tiny_model):
     prompts = ["a" * 20, "b", "a" * 19 + "c", "d", "ab", "cd", "dd", "ac"]
     run = show(tiny_model, prompts, 16, 25, swap_blocks=16, budget=10, policy="priority")
-    scheduler, seen = run.engine.scheduler, set()
+    scheduler, seen = run.engine.scheduler, set[str]()
     while run.step(1):
         newest, lines = run.engine.steps[-1], [line.plain for line in run.view(150, 30)]
+        blocks = lines.pop(0)
+        assert blocks == "".join(map(mark, blockmap(scheduler))) and len(blocks) == 16
         assert f"{newest.owned_blocks} of 16 blocks in use" in lines[0]
         assert f"{scheduler.counts.preemptions} preemptions" in lines[1]
         states = {line[:4].strip(): " ".join(line[6:30].split()) for line in lines[3:]}
+        assert [line.plain for line in run.view(10, 6)][:2] == [blocks[:10], blocks[10:]]
+        seen.update(blocks)
         for request in scheduler.running:
-            owned, state = states[request.id].split(" blocks: ")
+            words, state = states[request.id].split(" blocks: ")
+            sign, owned = words.split()
+            assert sign == mark(request.arrival) and blocks.count(sign) <= int(owned)
             assert int(owned) == len(scheduler.tables[request].blocks)
             seen.add(state.split()[0])
         waiting = [states[request.id] for request in scheduler.waiting]
         assert waiting.count("waits (swapped out)") == newest.swapped
         seen.update(waiting)
     assert run.peak == max(step.owned_blocks for step in run.engine.steps) > newest.owned_blocks
-    assert seen >= {"prefill", "decode", "waits", "waits (swapped out)"}
+    assert seen >= {"prefill", "decode", "waits", "waits (swapped out)", *"#+."}
 
 
 def test_the_view_tells_samples_and_recomputed_requests(tiny_model):
