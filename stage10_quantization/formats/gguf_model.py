@@ -23,6 +23,7 @@ from stage08_llama.config import LlamaConfig
 from stage08_llama.rope import Rope, frequencies
 
 from ..layers import QuantizedMatrix
+from .blocks import FORMATS
 from .gguf import GGUF
 
 LLAMA_NAMES = {
@@ -123,10 +124,15 @@ class GGUFModel:
         tensor = self.file.read(self._stored[name])
         if self.architecture == "llama" and re.search(r"\.[qk]_proj\.", name):
             heads = self.config.n_head if ".q_proj." in name else self.config.n_kv_head
-            tensor = rows(tensor, in_halves(heads, self.config.head_dim))
+            order = in_halves(heads, self.config.head_dim)
+            tensor = tensor[order] if isinstance(tensor, Tensor) else tensor.rows(order)
         if self._transposed(name) and isinstance(tensor, Tensor):
             tensor = tensor.t()
         return tensor
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether `read` returns a QuantizedMatrix."""
+        return self.file.infos[self._stored[name]].kind in FORMATS
 
     def _transposed(self, name: str) -> bool:
         return self.architecture == "gpt2" and name.endswith(PROJECTIONS)
@@ -234,16 +240,3 @@ def in_halves(heads: int, head_dim: int) -> Tensor:
     the architecture llama: head by head, channel i is at 2i and channel i + D/2 at 2i + 1."""
     order = torch.arange(heads * head_dim).view(heads, head_dim // 2, 2)
     return order.transpose(1, 2).flatten()
-
-
-def rows(tensor: Tensor | QuantizedMatrix, order: Tensor) -> Any:
-    """The tensor with these rows."""
-    if isinstance(tensor, Tensor):
-        return tensor[order]
-    minimum = None if tensor.minimum is None else tensor.minimum[order]
-    return replace(tensor, codes=tensor.codes[order], scale=tensor.scale[order], minimum=minimum)
-
-
-def open_gguf(path: str | Path) -> GGUFModel:
-    """The model in the file. Raises UserError."""
-    return GGUFModel(path)
