@@ -77,7 +77,7 @@ def load(
     else:
         folder = _find_folder(name)
         config = read_config(folder, name if _is_known(name) else None, readers)
-        tensors, declared = _checked(_read_tensors(folder), config, folder, conversion)
+        tensors, declared = _checked(read_tensors(folder), config, folder, conversion)
         checkpoint = Checkpoint(config, tensors, folder, declared=declared)
     checkpoint.conversion = conversion
     if dtype is not None:
@@ -181,7 +181,7 @@ def _download(name: str, repository: str) -> Path:
 # ---- the files ----
 
 
-def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors under the file's names, from one file or from the shards of an index."""
     if (folder / WEIGHTS).is_file():
         return read_file(folder / WEIGHTS)
