@@ -105,25 +105,27 @@ def convert(
     model: Any, conversion: Conversion, declared: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
     """Convert all linear layers of `model`, and its table of tokens, in place. declared: tensors by
-    layer. A head that is tied to a table in a format of its own is the table's."""
+    layer. A head that is tied to a table in a format of its own is the table's. At most one layer
+    exists in both formats."""
+    from tqdm import tqdm  # here, because few conversions take long
 
     def tensors(name: str) -> dict[str, Tensor]:
         return {kind: x.to(model.device) for kind, x in declared.get(name, {}).items()}
 
-    def plain(layer: Any, name: str) -> Any:
+    def plain(name: str) -> Any:
+        layer = model.get_submodule(name)
         return layer.to(model.dtype) if name in declared else layer
 
-    tables = ((name, x) for name, x in model.named_modules() if type(x) is nn.Embedding)
-    name, table = next(tables)  # of the tokens
-    converted = conversion.embedding(name, plain(table, name), tensors(name))
-    if not isinstance(converted, nn.Embedding):
-        model.set_submodule(name, converted)
+    tables = (name for name, x in model.named_modules() if type(x) is nn.Embedding)
+    name = next(tables)  # that of the tokens
+    table = conversion.embedding(name, plain(name), tensors(name))
+    if not isinstance(table, nn.Embedding):
+        model.set_submodule(name, table)
         if model.config.tied:
-            model.lm_head = converted.head()
-    for name, layer in list(model.named_modules()):
-        if type(layer) is nn.Linear:
-            layer = conversion.layer(name, plain(layer, name), tensors(name))
-            model.set_submodule(name, layer)
+            model.lm_head = table.head()
+    names = [name for name, x in model.named_modules() if type(x) is nn.Linear]
+    for name in tqdm(names, desc="converting", unit="layer", disable=None, delay=1):
+        model.set_submodule(name, conversion.layer(name, plain(name), tensors(name)))
 
 
 def pack(weight: Tensor) -> Tensor:
