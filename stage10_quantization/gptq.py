@@ -62,7 +62,7 @@ def gptq(
             g = column // group
             if not act_order and j % group == 0:
                 scale[:, g], low = fit(w[:, j : j + group], *kind)
-                if minimum is not None:
+                if minimum is not None and low is not None:
                     minimum[:, g] = low
             low = None if minimum is None else minimum[:, g]
             code = codes_of(w[:, j : j + 1], scale[:, g], low, format.bits)  # (N, 1)
@@ -84,7 +84,7 @@ def _upper(hessian: Tensor, damp: float, order: Tensor) -> Tensor:
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
             return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
-        damp *= 10
+        damp = 10 * damp or 1e-6
 
 
 @torch.inference_mode()
@@ -110,9 +110,14 @@ def calibrate(
         prefix = f"{stack_name}.{number}."
         layers = {n: m for n, m in linears.items() if n.startswith(prefix)}
         for name, hessian in _hessians(block, layers, passes).items():
+            if not hessian.isfinite().all():
+                raise UserError(
+                    f"The inputs of {name} are not finite on the calibration text: check the "
+                    "checkpoint, or quantize without calibration."
+                )
             matrix = gptq(layers[name].weight, hessian, format, **how)
-            layer = QuantizedLinear(matrix, layers[name].bias, activations)
-            model.set_submodule(name, layer)
+            bias = layers[name].bias
+            model.set_submodule(name, QuantizedLinear(matrix, bias, activations))
             bar.update()
         passes = [(block(*arguments), *arguments[1:]) for arguments in passes]
     convert(model, Quantize(weights, activations), {})  # the head, and the table of tokens

@@ -67,7 +67,7 @@ def quantize(
         some = slice(start, start + step)
         groups = weight[some].unflatten(1, (-1, group))
         scale[some], low = fit(groups, bits, minimum, dtype)
-        if minima is not None:
+        if minima is not None and low is not None:
             minima[some] = low
         codes[some] = codes_of(groups, scale[some], low, bits).flatten(1)
     return QuantizedMatrix(codes, scale, minima, bits)

@@ -60,7 +60,8 @@ def folds(model: Any) -> Iterator[Fold]:
     config = model.config
     every = torch.arange(config.n_embd)
     if isinstance(model, GPT2):
-        for block in model.h:
+        blocks: Any = model.h
+        for block in blocks:
             attn, mlp = block.attn, block.mlp
             yield Fold(block.ln_1, [attn.c_attn], every)
             yield Fold(attn.c_attn, [attn.c_proj], every, first=2 * config.n_embd)
