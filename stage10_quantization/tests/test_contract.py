@@ -21,10 +21,11 @@ from stage09_kernels import library
 from stage09_kernels.cache import KernelCache
 from stage09_kernels.runner import KernelRunner
 from stage10_quantization.convert import FORMATS, Quantize
+from stage10_quantization.layers import QuantizedLinear
 
 # Widths that groups of 32 divide, and an epsilon that no other test has.
 GPT2 = Config(101, 64, 64, 2, 2, name="wide", layer_norm_epsilon=3e-5)
-WIDTHS = {"n_embd": 64, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_inner": 96}
+WIDTHS: Any = {"n_embd": 64, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_inner": 96}
 LLAMA = replace(SHAPES["grouped"], **WIDTHS, layer_norm_epsilon=3e-5)
 CONVERSIONS = [(w, a) for w in FORMATS for a in ("int8", "float")]
 needs_kernels = pytest.mark.skipif(not library.compilers(), reason="no C compiler")
@@ -52,7 +53,7 @@ def test_every_engine_has_the_tokens_of_the_slow_one(config, conversion):
 class TestPaged(paged.TestPaged):
     """The whole contract of stage 05, over int4 weights and int8 activations."""
 
-    @pytest.fixture(scope="class", autouse=True)
+    @pytest.fixture(autouse=True)
     def quantized(self):
         def checkpoint(config: Any, **options: Any) -> Any:
             made = random_checkpoint(config, **options)
@@ -61,6 +62,7 @@ class TestPaged(paged.TestPaged):
 
         with pytest.MonkeyPatch.context() as patch, oracle.shape(GPT2):
             patch.setattr(oracle, "random_checkpoint", checkpoint)
+            assert isinstance(oracle.the_model().h[1].mlp.c_fc, QuantizedLinear)
             yield
 
 

@@ -28,7 +28,8 @@ def matrices(elements, rows=3, columns=64):
     return arrays.arrays(np.float32, (rows, columns), elements=elements)
 
 
-def quantized(w, bits, minimum, group, dtype=np.float16):
+def quantized(w, kind, group, dtype=np.float16):
+    bits, minimum = kind
     quantize = page.asymmetric if minimum else page.symmetric
     return quantize(w, bits, group, dtype)
 
@@ -37,7 +38,7 @@ def quantized(w, bits, minimum, group, dtype=np.float16):
 @pytest.mark.parametrize("bits,minimum", KINDS)
 @given(w=matrices(ordinary | st.just(0.0)), group=st.sampled_from([32, 64]))
 def test_no_weight_is_off_by_more_than_half_a_scale(bits, minimum, dtype, w, group):
-    codes, *scales = quantized(w, bits, minimum, group, dtype)
+    codes, *scales = quantized(w, (bits, minimum), group, dtype)
     assert all(np.array_equal(s, s.astype(dtype)) for s in scales)  # stored without rounding
     back = codes.reshape(3, -1, group) * scales[0].astype(float)[..., None]
     if minimum:
@@ -52,7 +53,7 @@ def test_no_weight_is_off_by_more_than_half_a_scale(bits, minimum, dtype, w, gro
 @pytest.mark.parametrize("bits,minimum", KINDS)
 def test_half_a_scale_is_nearly_reached(bits, minimum):
     w = np.random.default_rng(0).normal(size=(50, 640)).astype(np.float32)
-    codes, *scales = quantized(w, bits, minimum, 64)
+    codes, *scales = quantized(w, (bits, minimum), 64)
     error = np.abs(page.dequantize(codes, *scales) - w).reshape(50, -1, 64)
     assert 0.95 < (error.max(-1) / scales[0]).mean() * 2 <= page.ROUNDING
     rms = np.sqrt((error**2).mean() / (scales[0] ** 2).mean())
@@ -65,9 +66,9 @@ def test_half_a_scale_is_nearly_reached(bits, minimum):
 @given(matrices(ordinary, columns=32), st.sampled_from(KINDS), st.sampled_from(list(DTYPES)))
 def test_dequantized_weights_are_quantized_without_error(w, kind, dtype):
     """Whatever the scale: the second time each group has the same codes, or the same values."""
-    codes, *scales = quantized(w, *kind, 32, dtype)
+    codes, *scales = quantized(w, kind, 32, dtype)
     back = page.dequantize(codes, *scales)
-    again, *following = quantized(back, *kind, 32, dtype)
+    again, *following = quantized(back, kind, 32, dtype)
     if not kind[1]:
         assert np.array_equal(codes, again)
         np.testing.assert_allclose(following[0], scales[0], rtol=3e-3, atol=1e-7)
@@ -80,7 +81,7 @@ def test_dequantized_weights_are_quantized_without_error(w, kind, dtype):
 def test_unusual_groups_are_marked_or_right(bits, minimum, w, group):
     """Zeros, subnormals, extremes, NaN, infinity: NaN in the scale, or the bound."""
     with np.errstate(all="ignore"):
-        codes, *scales = quantized(w, bits, minimum, group, np.float32)
+        codes, *scales = quantized(w, (bits, minimum), group, np.float32)
     groups = w.reshape(2, -1, group).astype(float)
     finite = np.isfinite(groups).all(-1)
     assert np.isnan(scales[0][~finite]).all() and not codes.reshape(groups.shape)[~finite].any()
@@ -104,7 +105,7 @@ def test_unusual_groups_are_marked_or_right(bits, minimum, w, group):
 )
 def test_the_quantizer_of_models_has_the_bits_of_the_page(w, kind, group, dtype):
     with np.errstate(all="ignore"):
-        codes, *scales = quantized(w, *kind, group, dtype)
+        codes, *scales = quantized(w, kind, group, dtype)
     matrix = rounding.quantize(torch.tensor(w), kind[0], group, kind[1], DTYPES[dtype])
     assert np.array_equal(codes, matrix.codes.numpy())
     assert np.array_equal(scales[0], matrix.scale.numpy(), equal_nan=True)
@@ -144,7 +145,7 @@ def test_activations_are_those_of_the_page(x, group):
 
 @given(matrices(ordinary, rows=4), matrices(ordinary, rows=5), st.sampled_from(KINDS))
 def test_a_layer_errs_by_no_more_than_its_bound(x, w, kind):
-    codes, *scales = quantized(w, *kind, 32)
+    codes, *scales = quantized(w, kind, 32)
     exact = x.astype(float) @ w.astype(float).T
     rounding_of_sums = 1e-5 * (np.abs(x) @ np.abs(w).T) + 1e-5
     error = np.abs(page.multiply(x, codes, *scales) - exact)
@@ -160,7 +161,7 @@ def test_the_bound_of_a_layer_is_nearly_reached(bits, minimum):
     lowest, highest = (0, 2**bits - 1) if minimum else (1 - 2 ** (bits - 1), 2 ** (bits - 1) - 1)
     w = np.full((1, 64), (highest - 1 + 0.499) * scale, np.float32)
     w[0, :2] = lowest * scale, highest * scale
-    codes, *scales = quantized(w, bits, minimum, 64)
+    codes, *scales = quantized(w, (bits, minimum), 64)
     error = np.abs(page.multiply(x, codes, *scales) - x.astype(float) @ w.T.astype(float))
     ratio = error / page.bound(x, codes, *scales)
     assert 0.9 < ratio[0, 0] <= 1
