@@ -139,3 +139,31 @@ FORMATS = {
     "Q5_K": Format(256, 176, 5, q5_k),
     "Q6_K": Format(256, 210, 6, q6_k),
 }
+
+
+# ---- writing ----
+
+
+def write_q8_0(codes: Bytes, scale: Bytes, minimum: Bytes) -> Bytes:
+    return np.concatenate([scale, codes], 1)
+
+
+def write_q4_0(codes: Bytes, scale: Bytes, minimum: Bytes) -> Bytes:
+    """Codes from -8 on."""
+    return np.concatenate([scale, packed(codes + np.uint8(8))], 1)
+
+
+def write_q4_1(codes: Bytes, scale: Bytes, minimum: Bytes) -> Bytes:
+    return np.concatenate([scale, minimum, packed(codes)], 1)
+
+
+def packed(codes: Bytes) -> Bytes:
+    """Codes (B, 32) of four bits -> nibbles (B, 16)."""
+    return codes[:, :16] | codes[:, 16:] << np.uint8(4)
+
+
+WRITERS = {  # by the bits of a code, and whether there is a minimum
+    (8, False): ("Q8_0", write_q8_0),
+    (4, False): ("Q4_0", write_q4_0),
+    (4, True): ("Q4_1", write_q4_1),
+}

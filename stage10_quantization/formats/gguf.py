@@ -216,4 +216,6 @@ class _Header:
             return self.text()
         if kind not in VALUES:
             raise self.file.error(f"its header has a value of the unknown type {kind}")
-        return self.number(VALUES[kind])
+        number = self.number(VALUES[kind])
+        # Of float32 the shortest decimal: 1e-05 and not 9.99999974737875e-06.
+        return float(str(np.float32(number))) if VALUES[kind] == "f" else number

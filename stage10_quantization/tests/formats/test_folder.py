@@ -17,7 +17,7 @@ from stage08_llama.folder import to_fields
 from stage10_quantization.formats.folder import FolderModel
 from stage10_quantization.layers import QuantizedMatrix
 
-from .test_packed import config_groups, draw, expected, gptq_parts, words
+from .test_packed import config_groups, draw, expected, gptq_parts, values, words
 
 LLAMA = LlamaConfig(64, 32, 16, 2, 2, 1, n_inner=24, tied=False)
 READERS = {kind: read for family in families.families() for kind, read in family.readers.items()}
@@ -30,9 +30,9 @@ GPT2 |= {"n_head": 2}
 
 def packed_layer(method, name, shape):
     """The tensors of a layer (N, K), and its values."""
-    codes, scale, zeros = draw(len(name), *shape, shape[1] // 8, 4, None)
+    codes, scale, zeros = draw(len(name), shape[0], shape[1], shape[1] // 8, 4)
     if method == "gptq":
-        return gptq_parts(codes, scale, zeros, 4), expected(codes, scale, zeros)
+        return gptq_parts(codes, scale, zeros), expected(codes, scale, zeros)
     size = torch.tensor(shape)
     parts = {"weight_packed": words(codes, 4), "weight_scale": scale, "weight_shape": size}
     return parts, expected(codes, scale, torch.full_like(zeros, 8))
@@ -51,8 +51,8 @@ def write(folder, options, fields=None, **changes):
             stored[name] = tensor
             continue
         shape = tuple(tensor.t().shape if conv else tensor.shape)
-        parts, values = packed_layer(options["quant_method"], name, shape)
-        tensors[name] = values.t() if conv else values
+        parts, matrix = packed_layer(options["quant_method"], name, shape)
+        tensors[name] = matrix.t() if conv else matrix
         stored |= {f"{name.removesuffix('.weight')}.{kind}": part for kind, part in parts.items()}
     stored = {name: tensor for name, tensor in (stored | changes).items() if tensor is not None}
     prefix = "model." if isinstance(config, LlamaConfig) else ""
@@ -81,11 +81,12 @@ def test_a_model(tmp_path, options, fields):
     quantized = {name for name, tensor in read.items() if isinstance(tensor, QuantizedMatrix)}
     assert quantized == {name for name in model.names if model.is_quantized(name)}
     assert len(quantized) == (4 if fields else 14)
-    for name in quantized:
-        values = read[name].dequantized()
-        read[name] = values.t() if fields else values
-    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
-    assert torch.equal(logits(model.config, read), logits(model.config, tensors))
+    plain = {
+        name: values(tensor).t() if fields and name in quantized else values(tensor)
+        for name, tensor in read.items()
+    }
+    assert all(torch.equal(plain[name], tensors[name]) for name in tensors)
+    assert torch.equal(logits(model.config, plain), logits(model.config, tensors))
 
 
 def refused(folder, name=None):

@@ -65,7 +65,7 @@ def unpack(method, parts, shape, **options):
     return METHODS[method][0](parts, shape, options)
 
 
-def gptq_parts(codes, scale, zeros, bits, less=1, index=None):
+def gptq_parts(codes, scale, zeros, bits=4, less=1, index=None):
     stored = (zeros - less) % 2**bits
     parts = {
         "qweight": words(codes, bits).t().contiguous(),
@@ -83,7 +83,7 @@ shapes = st.tuples(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 3), 
 def test_gptq_in_both_versions(drawn, bits, less, symmetric, ordered):
     seed, height, count, wide = drawn
     rows, columns, middle = 8 * height, 8 * wide * count, 2 ** (bits - 1)
-    matrix = draw(seed, rows, columns, count, bits, middle if symmetric else None)
+    codes, scale, zeros = draw(seed, rows, columns, count, bits, middle if symmetric else None)
     index = torch.arange(columns) // (8 * wide)
     if not ordered:
         index = index[torch.randperm(columns, generator=torch.Generator().manual_seed(seed))]
@@ -91,17 +91,17 @@ def test_gptq_in_both_versions(drawn, bits, less, symmetric, ordered):
     version = "gptq_v2" if bool(less) == symmetric else "gptq"
     ours = unpack(
         "gptq",
-        gptq_parts(*matrix, bits, less, None if ordered and seed % 2 else index),
+        gptq_parts(codes, scale, zeros, bits, less, None if ordered and seed % 2 else index),
         (rows, columns),
         bits=bits,
         group_size=8 * wide,
         checkpoint_format=version,
         sym=symmetric,
     )
-    stored = matrix[2] - less
+    stored = zeros - less
     if not symmetric and (stored == stored[0, 0]).all() and stored[0, 0] in (middle - 1, middle):
         return  # a single zero, which looks symmetric
-    assert torch.equal(values(ours), expected(*matrix, index))
+    assert torch.equal(values(ours), expected(codes, scale, zeros, index))
     neighbours = bool((index.diff() >= 0).all())
     assert isinstance(ours, QuantizedMatrix) == (neighbours and (bits == 4 or symmetric))
 
@@ -110,7 +110,7 @@ def test_gptq_adds_one_within_a_field():
     """A zero of 0 is stored as 15; one more must not reach the field beside it."""
     codes, scale, zeros = draw(0, 16, 8, 1, 4)
     zeros[::3] = 0
-    ours = unpack("gptq", gptq_parts(codes, scale, zeros, 4), (16, 8), bits=4, group_size=8)
+    ours = unpack("gptq", gptq_parts(codes, scale, zeros), (16, 8), bits=4, group_size=8)
     assert torch.equal(values(ours), expected(codes, scale, zeros))
 
 
@@ -214,7 +214,7 @@ def test_nf4_of_bitsandbytes(nested):
         largest = [float(table[p] * factors[i // outer] + 0.25) for i, p in enumerate(places)]
     parts[NF4] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     ours = unpack("bitsandbytes", parts, (rows, columns))
-    theirs = [float(NORMAL[c] * np.float32(largest[i // size])) for i, c in enumerate(flat)]
+    theirs = [float(NORMAL[c]) * largest[i // size] for i, c in enumerate(flat)]
     assert torch.equal(ours, torch.tensor(theirs).view(rows, columns))
 
 
@@ -235,7 +235,8 @@ def test_int8_of_bitsandbytes():
 
 def gptq_case(**changes):
     options = {"bits": 4, "group_size": 8, "sym": True}
-    parts = gptq_parts(*draw(3, 8, 16, 2, 4, 8), 4, index=torch.arange(16) // 8)
+    codes, scale, zeros = draw(3, 8, 16, 2, 4, 8)
+    parts = gptq_parts(codes, scale, zeros, index=torch.arange(16) // 8)
     for name, change in changes.items():
         (options if name in options else parts)[name] = change
     return {name: part for name, part in parts.items() if part is not None}, options
