@@ -37,6 +37,7 @@ NAMES = (  # of the types, by number
     "Q4_0_8_8 TQ1_0 TQ2_0 IQ4_NL_4_4 IQ4_NL_4_8 IQ4_NL_8_8 MXFP4 NVFP4 Q1_0"
 )
 TYPES = dict(enumerate(NAMES.split()))
+NUMBERS = {name: number for number, name in TYPES.items()}
 VALUES = dict(enumerate("BbHhIif?", 0)) | {10: "Q", 11: "q", 12: "d"}  # of metadata, as in struct
 TEXT, ARRAY = 8, 9
 MOST_ENTRIES = 2**20  # values, tensors, or texts in an array: the largest have half of that

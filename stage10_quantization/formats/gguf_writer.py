@@ -28,10 +28,9 @@ from ..layers import QuantizedMatrix
 from . import gguf_model as names
 from .blocks import WRITERS
 from .files import whole
-from .gguf import ARRAY, FLOATS, TEXT, TYPES, VALUES
+from .gguf import ARRAY, FLOATS, NUMBERS, TEXT, VALUES
 
 ALIGNMENT, BLOCK = 32, 32
-NUMBERS = {name: number for number, name in TYPES.items()}
 CODES = {code: number for number, code in VALUES.items()}
 KINDS = {dtype: name for name, dtype in FLOATS.items()}
 Tensors = Iterable[tuple[str, Tensor | QuantizedMatrix]]
