@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_LAYERS, MOST_SIZE = 2**12, 2**24
+SCALE_BYTES = 2  # of a cached key or value in whole numbers
 ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
 # Options that change the arithmetic, with the one value that our model implements.
 FIXED_OPTIONS = {
@@ -62,8 +63,10 @@ class Config:
         return sum(math.prod(shape) for shape in self.shapes().values())
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes that one cached position takes: a key and a value for each head of each layer."""
-        return 2 * self.n_layer * self.n_kv_head * self.head_dim * dtype.itemsize
+        """Bytes that one cached position takes: a key and a value for each head of each layer. In
+        whole numbers, such as int8, each of them has a scale."""
+        scale = 0 if dtype.is_floating_point else SCALE_BYTES
+        return 2 * self.n_layer * self.n_kv_head * (self.head_dim * dtype.itemsize + scale)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of each tensor, the embedding first, in the model's order. A tied output

@@ -80,6 +80,14 @@ def kv_formats() -> list[str]:
     return [AUTO, *KV_DTYPES, *dict.fromkeys(value for offer in offers() for value in offer.caches)]
 
 
+def caches_of(dtype: Any) -> ModuleType | None:
+    """The module with the caches that a stage offers for this dtype of PyTorch; None: the caches of
+    stages 05 and 09 keep it."""
+    name = str(dtype).removeprefix("torch.")
+    brought = [offer for offer in offers() if name in offer.caches]
+    return brought[-1].load(brought[-1].caches[name]) if brought else None
+
+
 ABOUT_WEIGHTS = (
     "format of the weights; auto is that of the file; a number format is also the --dtype, and "
     "computes what whole numbers in the file stand for; others round while the model loads"

@@ -11,6 +11,8 @@ from stage01_forward.offer import Offer
 QUESTION: str = "A decode step waits for the weights: how few bytes do they need, and what is lost?"
 FIRST_FILE: str = "numpy_quant.py"
 WEIGHTS = "float32", "bfloat16"
-OFFER = Offer(__name__, formats="files", weights=dict.fromkeys(WEIGHTS, "stored"))
+OFFER = Offer(
+    __name__, formats="files", weights=dict.fromkeys(WEIGHTS, "stored"), caches={"int8": "cache"}
+)
 
 openmp.choose()  # before PyTorch is loaded
