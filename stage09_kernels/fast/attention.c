@@ -28,9 +28,6 @@
 #ifndef PREFETCH
 #define PREFETCH (CACHE == 2)
 #endif
-#ifndef AHEAD
-#define AHEAD 1 /* blocks whose values are prefetched */
-#endif
 #if BYTES == 64
 #define ACCUMULATORS 16 /* sums to keep in registers */
 #else
@@ -147,8 +144,7 @@ weigh_values(const struct attention *a, const struct tile *tile, int64_t d,
     for (int64_t b = 0; key < tile->end; b++) { /* begin: the first key of block b */
         const cached *values = tile->blocks[b] + keys + d - begin * row;
         int64_t stop = begin + a->block < tile->end ? begin + a->block : tile->end;
-        int64_t ahead = tile->end - 1 - begin < AHEAD * a->block ? (tile->end - 1 - begin) / a->block : AHEAD;
-        const cached *next = tile->blocks[b + ahead] + keys + d - begin * row;
+        const cached *next = tile->blocks[stop < tile->end ? b + 1 : b] + keys + d - begin * row;
         for (; key < stop; key += PAIR) {
             const cached *even = key < tile->start ? nothing : values + key * row, *odd = nothing;
             if (key + 1 < stop) odd = values + (key + 1) * row;
