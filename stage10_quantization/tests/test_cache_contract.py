@@ -126,7 +126,7 @@ def test_prefixes_on_a_disk_come_back_with_their_scales(kind, tmp_path):
         engine = engine_of(**options)
         store = attach(engine, tmp_path, "1MiB", loaded)
         (output,) = engine.generate([prompt], oracle.greedy(8))
-        until(lambda store=store: store._offers.empty() and store._works)
+        until(store._offers.empty)
         until(lambda: len(list(tmp_path.glob("*.kv"))) >= 10)
         hits.append(store.counts.hits)
         tokens.append(output.token_ids)
