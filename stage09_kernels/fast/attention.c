@@ -26,7 +26,7 @@
 #define UNROLL 4 /* vectors of keys at a time, at most: an addition takes 4 cycles or more */
 #endif
 #ifndef PREFETCH
-#define PREFETCH (CACHE == 2)
+#define PREFETCH (CACHE <= 2)
 #endif
 #if BYTES == 64
 #define ACCUMULATORS 16 /* sums to keep in registers */
