@@ -2,7 +2,8 @@
 
    REAL, WEIGHT and CACHE are sizes in bytes. REAL is 4 or 8; WEIGHT and CACHE equal REAL, or are 2
    for bfloat16 if REAL is 4. Numbers that are multiplied in bfloat16 lie in pairs, as processors
-   with an instruction for it expect them. */
+   with an instruction for it expect them. CACHE 1 is for a later stage: whole numbers, with a scale
+   for each key and each value. */
 
 #pragma once
 
@@ -18,10 +19,13 @@ typedef uint16_t weight, operand; /* operand: what a weight multiplies */
 #else
 typedef real weight, operand;
 #endif
-#if CACHE == 2
-typedef uint16_t cached;
+#if CACHE == 1
+typedef int8_t cached;
+typedef real factor; /* what a cached number is multiplied by */
+#elif CACHE == 2
+typedef uint16_t cached, factor;
 #else
-typedef real cached;
+typedef real cached, factor;
 #endif
 
 #define PAD 16   /* rows in memory are padded to a multiple of it */
@@ -29,6 +33,7 @@ typedef real cached;
 #define K_STEP (WEIGHT == 2 ? 2 : 1) /* inputs whose weights are interleaved */
 #define PAIR (CACHE == 2 ? 2 : 1)    /* channels of keys that are interleaved */
 #define MAX_HEAD_DIM 512
+#define SCALES (CACHE == 1 ? 4 : 0) /* bytes of a token's two scales, behind the values */
 
 static inline int64_t padded(int64_t count) { return (count + PAD - 1) / PAD * PAD; }
 
@@ -113,7 +118,7 @@ static inline int64_t rows_of(const struct operation *o) {
 static inline cached *keys_of(const struct attention *a, int64_t block, int64_t head) {
     int64_t keys = (a->head_dim + a->head_dim % 2) * padded(a->block);
     return a->cache + block * a->block_stride +
-           head * (keys + a->block * padded(a->head_dim));
+           head * (keys + a->block * padded(a->head_dim) + SCALES * padded(a->block));
 }
 
 static inline cached *values_of(const struct attention *a, int64_t block, int64_t head) {

@@ -1,0 +1,113 @@
+"""Checkpoints whose matrices are stored as whole numbers, for `checkpoint.load`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shared.checkpoint import Checkpoint, Opened
+from shared.config import Config, Reader
+
+from .formats.folder import FolderModel
+from .formats.gguf_model import PROJECTIONS, GGUFModel
+from .gguf_tokenizer import tokenizer_folder
+from .layers import QuantizedEmbedding, QuantizedLinear, QuantizedMatrix
+
+POSITIONS = "wpe.weight"  # GPT-2's: a table that is added, and never a matrix of whole numbers
+
+
+class Model(Protocol):
+    """A model in files, one tensor at a time. names: those of config.shapes."""
+
+    config: Config
+    names: list[str]
+
+    def is_quantized(self, name: str) -> bool: ...
+
+    def read(self, name: str) -> Tensor | QuantizedMatrix: ...
+
+
+class Stored:
+    """The Conversion of a `Model`: layers over the matrices that it stores as whole numbers. Each
+    is read when its layer is made, so that no other copy of the file is in memory."""
+
+    def __init__(self, model: Model, activations: str) -> None:
+        self.model, self.activations = model, activations
+
+    def declares(self, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        return {"weight": shape} if self.declared(f"{name}.weight") else {}
+
+    def declared(self, name: str) -> bool:
+        return self.model.is_quantized(name) and name != POSITIONS
+
+    def tensors(self, plain: bool = False) -> dict[str, Tensor]:
+        """All tensors of the model; those that are declared are only a shape, unless all are to be
+        `plain` ones."""
+        tensors = {}
+        for name, shape in self.model.config.shapes().items():
+            if self.declared(name) and not plain:
+                tensors[name] = torch.zeros((), dtype=torch.int8).expand(shape)
+                continue
+            tensor = self.model.read(name)
+            if isinstance(tensor, QuantizedMatrix):
+                weight = tensor.dequantized()
+                tensor = weight.t() if name.endswith(PROJECTIONS) else weight
+            tensors[name] = tensor
+        return tensors
+
+    def matrix(self, name: str) -> QuantizedMatrix:
+        matrix = self.model.read(f"{name}.weight")
+        assert isinstance(matrix, QuantizedMatrix)
+        return matrix
+
+    def layer(self, name: str, plain: nn.Linear, tensors: Mapping[str, Tensor]) -> nn.Module:
+        if not tensors:
+            return plain
+        return QuantizedLinear(self.matrix(name), plain.bias, self.activations)
+
+    def embedding(
+        self, name: str, plain: nn.Embedding, tensors: Mapping[str, Tensor]
+    ) -> nn.Embedding | QuantizedEmbedding:
+        if not tensors:
+            return plain
+        return QuantizedEmbedding(self.matrix(name), plain.weight.dtype, self.activations)
+
+
+def keep(checkpoint: Checkpoint, weights: str) -> None:
+    """Change the checkpoint so that its model has `weights`, of --weights, whatever its own are.
+    Whole numbers are replaced by what they stand for."""
+    if isinstance(checkpoint.conversion, Stored):
+        checkpoint.tensors = checkpoint.conversion.tensors(plain=True)
+        checkpoint.declared, checkpoint.conversion = {}, None
+
+
+@cache
+def notice(text: str) -> None:
+    """Print a line on standard error, once."""
+    print(f"[{text}]", file=sys.stderr, flush=True)
+
+
+def open_file(path: Path) -> Opened:
+    """The model in a GGUF file. Raises UserError."""
+    model = GGUFModel(path)
+    metadata = model.metadata
+    folder = tokenizer_folder(metadata, model.file.error)
+    if license := metadata.get("general.license"):
+        maker = metadata.get("general.organization")
+        notice(f"{path.name}{f', by {maker}' if maker else ''}: license {license}")
+    stored = Stored(model, "int8")
+    return Opened(model.config, stored.tensors(), folder, [path], stored)
+
+
+def open_folder(path: Path, readers: Mapping[str, Reader]) -> Opened:
+    """The quantized model in a folder. Raises UserError."""
+    model = FolderModel(path, readers)
+    files = sorted(path.glob("*.safetensors"))
+    stored = Stored(model, "int8")
+    return Opened(model.config, stored.tensors(), path, files, stored)
