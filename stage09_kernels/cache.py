@@ -74,12 +74,11 @@ class KernelCache:
         self.real = torch.float64 if dtype == torch.float64 else torch.float32
         self.library(dtype)  # compiled now, not during the first request
 
-    def library(self, weights: torch.dtype, source: Path | None = None) -> ctypes.CDLL:
-        """The kernels for this cache and for weights of this dtype; or another C file that goes
-        with them."""
+    def library(self, weights: torch.dtype) -> ctypes.CDLL:
+        """The kernels for this cache and for weights of this dtype."""
         sizes = {"REAL": self.real, "WEIGHT": weights, "CACHE": self.kv.dtype}
         defines = tuple(f"{name}={SIZES[dtype]}" for name, dtype in sizes.items())
-        return library.load(source or self.source, defines + self.defines, self.level)
+        return library.load(self.source, defines + self.defines, self.level)
 
     def attention(self, layer: int) -> Attention:
         """The fields of `Attention` that depend on `layer` and the cache."""

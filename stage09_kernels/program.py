@@ -108,10 +108,10 @@ class Product(Protocol):
 
     linear: Linear  # its product, format, inputs, outputs and epilogue
     bias: Tensor | None  # (panels * 64)
-    layers: Sequence[nn.Module]  # in the place of those of a model that is released
+    scratch: int  # bytes of memory that it needs for each row of a pass
 
-    def make_room(self, rows: int) -> None:
-        """Be ready for passes of `rows` rows."""
+    def release(self, model: nn.Module) -> None:
+        """Let `model` drop its own copy of the weights."""
 
 
 class Program:
@@ -134,11 +134,8 @@ class Program:
         self.library = cache.library(self.dtype)
         self.kept: list[Tensor] = []  # tensors that operations point to
         named = model.named_modules() if release else ()
-        self.names = {
-            layer: name
-            for name, layer in named
-            if type(layer) is nn.Linear or hasattr(layer, "product")
-        }
+        self.names = {layer: name for name, layer in named if type(layer) is nn.Linear}
+        self.release = release
         self.formats: list[Product] = []
         self.operations: list[Operation] = []
         self.products: dict[int, tuple[list[Any], int]] = {}  # layers of an operation in Python
@@ -230,9 +227,8 @@ class Program:
         product: Product | None = layers[0].product(layers, epilogue, self.cache, self.dtype)
         if product is not None:
             self.formats.append(product)
-            for layer, replacement in zip(layers, product.layers, strict=True):
-                if layer in self.names:
-                    self.model.set_submodule(self.names.pop(layer), replacement)
+            if self.release:
+                product.release(self.model)
         return product
 
     def _laid_out(self, layers: Sequence[Any], epilogue: int) -> Linear:
@@ -321,8 +317,8 @@ class Program:
         if rows <= self.room:
             return
         self.room = max(rows, 2 * self.room)
-        for product in self.formats:
-            product.make_room(self.room)
+        scratch = self.room * max((product.scratch for product in self.formats), default=0)
+        self.scratch = torch.empty(scratch, dtype=torch.uint8)
         for name, width in self.widths.items():
             dtype = self.dtype if name in self.operands else self.real
             line = LINE // dtype.itemsize
@@ -350,6 +346,7 @@ class Program:
                 body.x, body.x_stride = start, x.stride(0)
                 if operation.kind == LINEAR:
                     body.x_is_operand = places["x"] in self.operands
+                    body.scratch = self.scratch.data_ptr()
                 if "residual" in places:
                     residual = self.buffers[places["residual"]]
                     body.residual, body.residual_stride = residual.data_ptr(), residual.stride(0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,24 +16,25 @@ from torch import Tensor, nn
 
 from shared.paths import ROOT
 from stage09_kernels import library
-from stage09_kernels.cache import NAIVE, SIZES, KernelCache
+from stage09_kernels.cache import KernelCache
 from stage09_kernels.operations import PANEL, SILU_MUL, Linear
-from stage09_kernels.program import interleave
+from stage09_kernels.program import LINE, interleave
 
-from .layers import QuantizedMatrix
+from .layers import QuantizedLinear, QuantizedMatrix
 
 FOLDER = ROOT / "stage10_quantization"
+NAIVE, FAST = FOLDER / "naive.c", FOLDER / "fast" / "linear.c"
 STEP = 8  # inputs to whose multiple a group is padded
-SLACK = 64  # bytes behind the codes of a row of x, which the last vector may overwrite
+GROUP_BYTES = 12  # struct group
 
 
 class Quantized(ctypes.Structure):
     """`struct quantized` of quantized.h."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("panels", "codes", "groups")),
-        *((name, ctypes.c_int64) for name in ("stride", "count", "group", "bits", "offset")),
-        *((name, ctypes.c_int64) for name in ("scale_bytes", "minimum", "floats")),
+        *((name, ctypes.c_void_p) for name in ("panels",)),
+        *((name, ctypes.c_int64) for name in ("row_bytes", "code_bytes", "count", "group", "bits")),
+        *((name, ctypes.c_int64) for name in ("offset", "scale_bytes", "minimum", "floats")),
     ]
 
 
@@ -65,9 +66,8 @@ class Panels:
             parts.insert(0, turned.view(torch.uint8))
         return torch.cat(parts, 2)
 
-    def matrix(self, rows: Tensor | None = None) -> QuantizedMatrix:
-        """The rows `rows` (R,) of the matrix, or all: a copy."""
-        rows = torch.arange(self.rows) if rows is None else rows
+    def matrix(self, rows: Tensor) -> QuantizedMatrix:
+        """The rows `rows` (R,) of the matrix: a copy."""
         panel, place = rows // PANEL, rows % PANEL
         width = PANEL * self.scale_dtype.itemsize
         count = 2 if self.minimum else 1
@@ -75,85 +75,119 @@ class Panels:
             self.bytes[..., i * width : (i + 1) * width].view(self.scale_dtype)[panel, :, place]
             for i in range(count)
         ]  # (R, G)
+        minimum = scales[1].float() if self.minimum else None
         codes = self.bytes[..., count * width :].unflatten(2, (-1, PANEL, 4))
         codes = codes[panel, :, :, place]  # (R, G, steps, 4)
         if self.stored_bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), 3)
         codes = codes.flatten(2)[..., : self.group].flatten(1)
         signed = (codes.int() - self.offset).to(torch.int8)
-        return QuantizedMatrix(signed, *(x.float() for x in scales), bits=self.bits)
+        return QuantizedMatrix(signed, scales[0].float(), minimum, self.bits)
+
+
+class PanelMatrix:
+    """The rows `columns` (N,) of a matrix in panels: a QuantizedMatrix that is put together again
+    whenever it is read."""
+
+    def __init__(self, panels: Panels, columns: Tensor) -> None:
+        self.panels, self.columns = panels, columns
+        self.bits, self.group = panels.bits, panels.group
+
+    @property
+    def bytes(self) -> int:
+        return self.panels.bytes.nbytes * len(self.columns) // self.panels.rows
+
+    def rows(self, index: Tensor) -> QuantizedMatrix:
+        return self.panels.matrix(self.columns[index])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.panels.matrix(self.columns), name)
 
 
 class PanelProduct:
-    """`stage09_kernels.program.Product` of quantized layers side by side.
+    """`stage09_kernels.program.Product` of QuantizedLinears side by side.
 
-    layers: with `matrix`, `activations` and `bias`. Their matrices must have one group, as many
-    bits, and all minimums or none.
+    function: the address of the C function.
     """
 
     def __init__(
-        self, layers: Sequence[Any], epilogue: int, cache: KernelCache, dtype: torch.dtype
+        self, layers: Sequence[QuantizedLinear], epilogue: int, function: int | None
     ) -> None:
-        matrices = [layer.matrix for layer in layers]
-        gated = epilogue == SILU_MUL
-        join = _interleaved if gated else torch.cat
-        minimums = [m.minimum for m in matrices if m.minimum is not None]
-        self.panels = Panels(
-            QuantizedMatrix(
-                join([m.codes for m in matrices]),
-                join([m.scale for m in matrices]),
-                join(minimums) if minimums else None,
-                matrices[0].bits,
-            )
-        )
+        self.matrices = [layer.matrix for layer in layers]
+        counts = [layer.out_features for layer in layers]
+        joined = partial(_joined, gated=epilogue == SILU_MUL)
+        codes = joined([matrix.codes for matrix in self.matrices])
+        scale = joined([matrix.scale for matrix in self.matrices])
+        minimums = [m.minimum for m in self.matrices if m.minimum is not None]
+        minimum = joined(minimums) if minimums else None
+        self.panels = p = Panels(QuantizedMatrix(codes, scale, minimum, self.matrices[0].bits))
+        numbers = joined([torch.arange(1, n + 1) + sum(counts[:i]) for i, n in enumerate(counts)])
+        self.places = numbers.argsort(stable=True)[numbers.eq(0).sum() :].split(counts)
         self.bias = None
         if any(layer.bias is not None for layer in layers):
-            biases = [_bias(layer) for layer in layers]
-            bias = join(biases)
+            bias = joined([zeros_or(layer.bias, layer.out_features) for layer in layers])
             self.bias = nn.functional.pad(bias, (0, -len(bias) % PANEL))
-        p = self.panels
+        floats = layers[0].activations == "float"
+        groups = scale.shape[1]
+        x_bytes = groups * (p.group + -p.group % STEP) * (4 if floats else 1)
+        code_bytes = x_bytes + -x_bytes % LINE + LINE  # the last vector may write one line more
+        group_bytes = groups * GROUP_BYTES
+        self.scratch = code_bytes + group_bytes + -group_bytes % LINE
         self.format = Quantized(
             panels=p.bytes.data_ptr(),
-            count=p.bytes.shape[1],
+            row_bytes=self.scratch,
+            code_bytes=code_bytes,
+            count=groups,
             group=p.group,
             bits=p.stored_bits,
             offset=p.offset,
             scale_bytes=p.scale_dtype.itemsize,
             minimum=p.minimum,
-            floats=layers[0].activations == "float",
+            floats=floats,
         )
-        outputs = len(matrices[0].codes) if gated else sum(len(m.codes) for m in matrices)
         self.linear = Linear(
-            inputs=matrices[0].codes.shape[1],
-            outputs=outputs,
+            inputs=layers[0].in_features,
+            outputs=counts[0] if epilogue == SILU_MUL else sum(counts),
             epilogue=epilogue,
-            product=_function(cache, dtype),
+            product=function,
             format=ctypes.addressof(self.format),
         )
-        self.layers = list(layers)
 
-    def make_room(self, rows: int) -> None:
-        """Memory for `rows` rows of x: codes, or numbers, and what belongs to a group."""
-        f = self.format
-        f.stride = -(-(f.count * (f.group + -f.group % STEP)) // SLACK) * SLACK + SLACK
-        size = 4 if f.floats else 1
-        self.codes = torch.empty(rows, f.stride * size, dtype=torch.uint8)
-        self.groups = torch.empty(rows, f.count, 3, dtype=torch.int32)
-        f.codes, f.groups = self.codes.data_ptr(), self.groups.data_ptr()
-
-
-def _interleaved(pair: Sequence[Tensor]) -> Tensor:
-    return interleave(*pair)
+    def release(self, model: nn.Module) -> None:
+        """The layers of `model`, and a table that shares a matrix with one, drop it: they read the
+        panels."""
+        for matrix, places in zip(self.matrices, self.places, strict=True):
+            module: Any
+            for module in model.modules():
+                if getattr(module, "matrix", None) is matrix:
+                    module.matrix = PanelMatrix(self.panels, places)
+        self.matrices = []
 
 
-def _bias(layer: Any) -> Tensor:
-    bias: Tensor | None = layer.bias
-    return torch.zeros(layer.out_features) if bias is None else bias.detach()
+def zeros_or(bias: Tensor | None, outputs: int) -> Tensor:
+    return torch.zeros(outputs) if bias is None else bias
 
 
-def _function(cache: KernelCache, dtype: torch.dtype) -> int | None:
-    """The address of the C function for the kernels of `cache` and operands of `dtype`."""
-    naive = cache.source == NAIVE
-    source = FOLDER / "naive.c" if naive else FOLDER / "fast" / "linear.c"
-    loaded = cache.library(dtype, source)
-    return ctypes.cast(loaded.product if naive else loaded.add_product, ctypes.c_void_p).value
+def _joined(parts: Sequence[Tensor], gated: bool) -> Tensor:
+    return interleave(*parts) if gated else torch.cat(list(parts))
+
+
+def product_of(
+    layers: Sequence[Any], epilogue: int, cache: KernelCache, dtype: torch.dtype
+) -> PanelProduct | None:
+    """The product of `layers` side by side for kernels with this cache and with operands of
+    `dtype`. None if they differ in format, or read their input in float64."""
+    if not all(isinstance(layer, QuantizedLinear) for layer in layers):
+        return None
+    formats = {
+        (layer.matrix.group, layer.matrix.bits, layer.matrix.minimum is None, layer.activations)
+        for layer in layers
+    }
+    if len(formats) > 1 or layers[0].activations == "float" and cache.real == torch.float64:
+        return None
+    naive = cache.source.name.startswith("naive")
+    sizes = {"REAL": cache.real, "WEIGHT": dtype, "CACHE": cache.real}
+    defines = tuple(f"{name}={dtype.itemsize}" for name, dtype in sizes.items())
+    loaded = library.load(NAIVE if naive else FAST, defines, cache.level)
+    function = loaded.product if naive else loaded.add_product
+    return PanelProduct(layers, epilogue, ctypes.cast(function, ctypes.c_void_p).value)

@@ -28,7 +28,7 @@ static float rounded(float x) {
     return stored;
 }
 
-/* Output n of a row before bias and epilogue. */
+/* Output n of a row before the epilogue. */
 real product(const struct linear *l, int64_t row, int64_t n) {
     const struct quantized *q = l->format;
     const int size = l->x_is_operand ? WEIGHT : REAL;
@@ -41,8 +41,7 @@ real product(const struct linear *l, int64_t row, int64_t n) {
             float magnitude = fabsf((float)load(x, k, size));
             if (magnitude > largest || isnan(magnitude)) largest = magnitude;
         }
-        int usable = largest > 0 && isfinite(largest);
-        float factor = usable ? fminf(127 / largest, FLT_MAX) : 0;
+        int usable = largest >= SMALLEST && isfinite(largest);
         if (q->floats) {
             for (int64_t k = 0; k < q->group; k++) {
                 total += (float)load(x, k, size);
@@ -51,11 +50,11 @@ real product(const struct linear *l, int64_t row, int64_t n) {
         } else {
             int32_t whole_sum = 0, whole_total = 0;
             for (int64_t k = 0; k < q->group && usable; k++) {
-                int32_t rounded_x = (int32_t)rintf((float)load(x, k, size) * factor);
+                int32_t rounded_x = (int32_t)rintf((float)load(x, k, size) * (127 / largest));
                 whole_total += rounded_x;
                 whole_sum += rounded_x * code(q, codes, n % PANEL, k);
             }
-            float x_scale = isfinite(largest) ? largest / 127 : NAN;
+            float x_scale = usable ? largest / 127 : isfinite(largest) ? 0 : NAN;
             sum = whole_sum;
             total = rounded(whole_total * x_scale);
             scale = rounded(scale * x_scale);
@@ -64,5 +63,5 @@ real product(const struct linear *l, int64_t row, int64_t n) {
         if (q->minimum)
             y += rounded(load_scale(q, group + PANEL * q->scale_bytes, n % PANEL) * total);
     }
-    return y;
+    return l->bias ? y + l->bias[n] : y;
 }

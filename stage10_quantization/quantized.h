@@ -9,8 +9,9 @@
 
 #include "../stage09_kernels/operations.h"
 
-#include <float.h>
 #include <math.h>
+
+#define SMALLEST 0x1p-119f /* a group of x with smaller numbers alone has codes of 0 */
 
 struct group { /* of a row of x */
     float scale, total; /* total: of the numbers that the codes stand for */
@@ -19,9 +20,8 @@ struct group { /* of a row of x */
 
 struct quantized {
     const uint8_t *panels;
-    int8_t *codes;        /* of x; or x itself, in float32 */
-    struct group *groups; /* of x: (rows, count) */
-    int64_t stride;       /* codes from one row of x to the next */
+    int64_t row_bytes;    /* of a row of x in `scratch`: its codes, or x in float32, ... */
+    int64_t code_bytes;   /* ... and behind these bytes its groups */
     int64_t count, group; /* groups, and inputs in one */
     int64_t bits, offset; /* bits: 4 or 8 */
     int64_t scale_bytes;  /* 2: float16, or 4 */
@@ -31,6 +31,14 @@ struct quantized {
 
 /* Steps of 4 inputs in a group, which is padded with zeros to a multiple of 8. */
 static inline int64_t steps_of(const struct quantized *q) { return (q->group + 7) / 8 * 2; }
+
+/* What is known of a row of x. */
+static inline int8_t *x_codes(const struct linear *l, int64_t row) {
+    return (int8_t *)l->scratch + row * ((const struct quantized *)l->format)->row_bytes;
+}
+static inline struct group *x_groups(const struct linear *l, int64_t row) {
+    return (void *)(x_codes(l, row) + ((const struct quantized *)l->format)->code_bytes);
+}
 
 /* Group g of a panel. */
 static inline const uint8_t *group_of(const struct quantized *q, int64_t panel, int64_t g) {

@@ -137,12 +137,13 @@ static void round_group(const struct linear *l, int64_t row, int64_t first, int8
     int32_t bits = most(top);
     float largest;
     memcpy(&largest, &bits, sizeof largest);
-    if (bits == 0 || bits >= 0x7f800000) { /* codes of 0; the scale shows infinity and NaN */
+    if (!(largest >= SMALLEST && largest < INFINITY)) {
+        float scale = largest < SMALLEST ? 0 : NAN; /* shows infinity and NaN */
         memset(codes, 0, steps_of(q) * 4);
-        *group = (struct group){bits ? NAN : 0, bits ? NAN : 0, 0};
+        *group = (struct group){scale, scale, 0};
         return;
     }
-    const float factor = fminf(127 / largest, FLT_MAX);
+    const float factor = 127 / largest;
     const floats magic = (floats){0} + 12582912.0f; /* 1.5 * 2^23: its last bits are a number's */
     for (int64_t k = 0; k < steps_of(q) * 4; k += F_LANES) {
         floats x = rounded(load_x(l, row, first + k, q->group - k) * factor);
@@ -160,32 +161,34 @@ static void round_rows(int64_t first, int64_t last, void *context) {
     const struct quantized *q = l->format;
     for (int64_t row = first; row < last; row++)
         for (int64_t g = 0; g < q->count; g++)
-            round_group(l, row, g * q->group, q->codes + row * q->stride + g * steps_of(q) * 4,
-                        q->groups + row * q->count + g);
+            round_group(l, row, g * q->group, x_codes(l, row) + g * steps_of(q) * 4,
+                        x_groups(l, row) + g);
 }
 
 /* ---- the product */
 
 /* The outputs of `rows` rows for a panel whose codes have `bits` bits. */
 static inline __attribute__((always_inline)) void
-multiply(const struct quantized *q, int64_t panel, int64_t row, float (*out)[PANEL],
+multiply(const struct linear *l, int64_t panel, int64_t row, float (*out)[PANEL],
          const int rows, const int bits) {
+    const struct quantized *q = l->format;
     const int64_t steps = steps_of(q);
     for (int first = 0; first < F_VECTORS; first += NR) {
         const int32_t *x[MR];
+        const struct group *of_x[MR];
         floats y[MR][NR];
         for (int i = 0; i < rows; i++) {
-            x[i] = (const int32_t *)(q->codes + (row + i) * q->stride);
+            x[i] = (const int32_t *)x_codes(l, row + i);
+            of_x[i] = x_groups(l, row + i);
             for (int j = 0; j < NR; j++) y[i][j] = (floats){0};
         }
         for (int64_t g = 0; g < q->count; g++) {
             const uint8_t *group = group_of(q, panel, g);
             const uint8_t *codes = codes_of(q, group) + first * BYTES;
-            const struct group *of_x = q->groups + row * q->count + g;
             words tile[MR][NR];
             for (int i = 0; i < rows; i++)
                 for (int j = 0; j < NR; j++)
-                    tile[i][j] = (words){0} - of_x[i * q->count].sum * (int32_t)q->offset;
+                    tile[i][j] = (words){0} - of_x[i][g].sum * (int32_t)q->offset;
             for (int64_t k = 0; k < steps; k += 8 / bits) {
                 for (int j = 0; j < NR; j++) {
                     words w = *(const words *)(codes + j * BYTES);
@@ -201,13 +204,13 @@ multiply(const struct quantized *q, int64_t panel, int64_t row, float (*out)[PAN
             for (int j = 0; j < NR; j++) {
                 floats scale = load_scales(q, group, (first + j) * F_LANES);
                 for (int i = 0; i < rows; i++) {
-                    floats both = rounded(scale * of_x[i * q->count].scale);
+                    floats both = rounded(scale * of_x[i][g].scale);
                     y[i][j] += rounded(as_floats(tile[i][j]) * both);
                 }
                 if (!q->minimum) continue;
                 scale = load_scales(q, group + PANEL * q->scale_bytes, (first + j) * F_LANES);
                 for (int i = 0; i < rows; i++)
-                    y[i][j] += rounded(scale * of_x[i * q->count].total);
+                    y[i][j] += rounded(scale * of_x[i][g].total);
             }
             for (int i = 0; i < rows; i++) x[i] += steps;
         }
@@ -217,12 +220,13 @@ multiply(const struct quantized *q, int64_t panel, int64_t row, float (*out)[PAN
 }
 
 /* Constant numbers of rows and bits keep the sums in registers. */
-static void multiply_rows(const struct quantized *q, int64_t panel, int64_t row, int64_t rows,
+static void multiply_rows(const struct linear *l, int64_t panel, int64_t row, int64_t rows,
                           float (*out)[PANEL]) {
+    const int bits = ((const struct quantized *)l->format)->bits;
 #define CASE(ROWS) \
     case ROWS: \
-        if (q->bits == 4) multiply(q, panel, row, out, ROWS, 4); \
-        else multiply(q, panel, row, out, ROWS, 8); \
+        if (bits == 4) multiply(l, panel, row, out, ROWS, 4); \
+        else multiply(l, panel, row, out, ROWS, 8); \
         break
     switch (rows) { CASE(1); CASE(2); CASE(3); CASE(4); CASE(5); CASE(6); }
 }
@@ -235,7 +239,7 @@ static void product(int64_t first, int64_t last, void *context) { /* panels */
     for (int64_t panel = first; panel < last; panel++)
         for (int64_t row = 0; row < rows; row += MR) {
             int64_t count = rows - row < MR ? rows - row : MR;
-            multiply_rows(l->format, panel, row, count, out);
+            multiply_rows(l, panel, row, count, out);
             for (int64_t i = 0; i < count; i++) {
                 sums_of sums;
                 for (int n = 0; n < PANEL; n++)
