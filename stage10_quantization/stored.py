@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shared.checkpoint import Checkpoint, Opened
 from shared.config import Config, Reader
 
+from .convert import FORMATS, Quantize
 from .formats.folder import FolderModel
 from .formats.gguf_model import PROJECTIONS, GGUFModel
 from .gguf_tokenizer import tokenizer_folder
@@ -81,10 +82,13 @@ class Stored:
 
 def keep(checkpoint: Checkpoint, weights: str) -> None:
     """Change the checkpoint so that its model has `weights`, of --weights, whatever its own are.
-    Whole numbers are replaced by what they stand for."""
+    Whole numbers are replaced by what they stand for, and rounded anew if `weights` are of
+    others."""
     if isinstance(checkpoint.conversion, Stored):
         checkpoint.tensors = checkpoint.conversion.tensors(plain=True)
         checkpoint.declared, checkpoint.conversion = {}, None
+    if weights in FORMATS:
+        checkpoint.conversion = Quantize(weights)
 
 
 @cache
