@@ -105,7 +105,7 @@ def quantize(options: argparse.Namespace) -> None:
     from shared.linear import convert
     from stage01_forward import families
 
-    from .convert import Quantize
+    from .convert import FORMATS, INT4_ZERO, Quantize
     from .gptq import calibrate, windows_of
     from .quality import WINDOW, text_ids
     from .smoothquant import smooth
@@ -113,7 +113,9 @@ def quantize(options: argparse.Namespace) -> None:
     plain = {"linear": "plain", "dtype": "float32", "weights": "float32"}
     loaded = cli.load_model_from(argparse.Namespace(**{**vars(options), **plain}), families)
     model, config = loaded.model, loaded.config
-    steps, weights = options.method.split("+"), options.weights
+    steps, format = options.method.split("+"), FORMATS[options.weights]
+    if format.minimum and options.out.suffix != GGUF:
+        format = INT4_ZERO
     windows: list[Tensor] = []
     if steps != ["round"]:
         size, end = min(WINDOW, config.n_positions), next(iter(config.eos_ids), 0)
@@ -122,9 +124,9 @@ def quantize(options: argparse.Namespace) -> None:
     if "smoothquant" in steps:
         smooth(model, windows)
     if "gptq" in steps:
-        calibrate(model, windows, weights)
+        calibrate(model, windows, format)
     else:
-        convert(model, Quantize(weights), {})
+        convert(model, Quantize(format), {})
     names = tqdm(config.shapes(), desc="writing", unit="tensor", disable=None)
     write(options, loaded, ((name, tensor_of(model, name)) for name in names))
 

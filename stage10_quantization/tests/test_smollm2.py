@@ -60,9 +60,17 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def theirs(file):
     import transformers
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    return load(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    fields = load_gguf_checkpoint(str(file))["config"]
+    config = transformers.LlamaConfig(**fields)
+    with torch.device("meta"):
+        empty = transformers.LlamaForCausalLM(config)
+    loaded = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=empty)
+    model = transformers.LlamaForCausalLM(config)
+    missing = model.load_state_dict(loaded["tensors"], strict=False)
+    assert missing.missing_keys == ["lm_head.weight"] and not missing.unexpected_keys  # tied
+    return model.eval()
 
 
 @torch.inference_mode()
