@@ -150,7 +150,8 @@ def write(options: argparse.Namespace, loaded: cli.Loaded, tensors: Tensors) -> 
 
     config, folder, path = loaded.config, loaded.folder, options.out
     if path.suffix == GGUF:
-        tokenizer = tokenizer_metadata(folder, config) if has_tokenizer(folder) else None
+        known = folder if has_tokenizer(folder) else None
+        tokenizer = tokenizer_metadata(known, config) if known else None
         write_gguf(path, config, tensors, tokenizer)
         return
     copies = [folder / name for name in TOKENIZER if (folder / name).exists()] if folder else []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from types import SimpleNamespace
+from argparse import Namespace
+from typing import Any
 
 import openai
 import pytest
@@ -96,7 +97,8 @@ def test_files_are_small(chatty, written):
 @pytest.mark.parametrize(("weights", "target"), TARGETS)
 def test_tokenizer_and_template_travel(chatty, written, weights, target):
     loaded = families.load(str(written[weights, target]))
-    theirs, ours = load_tokenizer(chatty), load_tokenizer(loaded.folder)
+    tokenizers: list[Any] = [load_tokenizer(folder) for folder in (chatty, loaded.folder)]
+    theirs, ours = tokenizers
     for text in TEXTS:
         assert ours.encode(text) == theirs.encode(text)
         assert ours.decode(ours.encode(text)) == text
@@ -113,7 +115,7 @@ def test_server_chats_with_the_official_client(written, target):
     with own_server(["--model", str(name), "--kv-dtype", "int8"], quiet=True) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
         assert [model.id for model in client.models.list()] == [shown]
-        options = {"model": shown, "messages": TALK, "max_tokens": 12, "temperature": 0}
+        options: Any = {"model": shown, "messages": TALK, "max_tokens": 12, "temperature": 0}
         whole = client.chat.completions.create(**options)
         pieces = client.chat.completions.create(**options, stream=True)
         streamed = "".join(piece.choices[0].delta.content or "" for piece in pieces)
@@ -215,7 +217,7 @@ def test_the_command_line_and_the_server_offer_the_same_values():
     fields = Settings.model_fields
     for name in ("weights", "kv_dtype"):
         assert "int8" in str(fields[name].description)
-    options = SimpleNamespace(**{name: field.default for name, field in fields.items()}, seed=0)
+    options = Namespace(**{name: field.default for name, field in fields.items()}, seed=0)
     options.weights, options.kv_dtype, options.linear, options.threads = (
         "int4",
         "int8",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import unicodedata
 
 import pytest
-import regex
+import regex  # type: ignore[import-untyped]
 import torch
 
 from shared import models
