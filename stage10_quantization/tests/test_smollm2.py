@@ -11,6 +11,7 @@ import torch
 
 from shared import models
 from shared.cli import run
+from shared.peers import transformers_greedy
 from shared.spelling import byte_alphabet
 from shared.tokenizer import load_tokenizer
 from stage01_forward import families
@@ -106,10 +107,7 @@ def test_greedy_answers_are_those_of_transformers(ours, theirs, tokenizer):
     outputs = engine.generate(prompts, SamplingParams(max_tokens=32, ignore_eos=True))
     assert tokenizer.decode(outputs[0].token_ids).startswith(" Paris")
     for prompt, output in zip(prompts, outputs, strict=True):
-        ids = theirs.generate(
-            torch.tensor([prompt]), max_new_tokens=32, min_new_tokens=32, do_sample=False
-        )
-        assert output.token_ids == ids[0, len(prompt) :].tolist()
+        assert output.token_ids == transformers_greedy(theirs, prompt, 32)
 
 
 def test_products_in_whole_numbers_stay_near(ours, tokenizer):
