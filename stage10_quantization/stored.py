@@ -67,14 +67,6 @@ class StoredLinear(QuantizedLinear):
         keep([self])
         return super().forward(x)
 
-    def product(self, layers: Sequence[Any], *arguments: Any) -> Any:
-        keep(layers)
-        product = super().product(layers, *arguments)
-        for layer in layers:
-            if isinstance(layer.matrix, FileMatrix):
-                layer.matrix.forget()
-        return product
-
 
 class StoredTable(QuantizedEmbedding):
     """A table over a FileMatrix, which it keeps in memory unless the kernels have laid it out."""
@@ -155,14 +147,14 @@ def notice(text: str) -> None:
 
 
 def open_file(path: Path) -> Opened:
-    """The model in a GGUF file. Raises UserError."""
+    """The model in a GGUF file, whose activations stay floats. Raises UserError."""
     model = GGUFModel(path)
     metadata = model.metadata
     folder = tokenizer_folder(metadata, model.file.error)
     if license := metadata.get("general.license"):
         maker = metadata.get("general.organization")
         notice(f"{path.name}{f', by {maker}' if maker else ''}: license {license}")
-    stored = Stored(model, "int8")
+    stored = Stored(model, "float")
     return Opened(model.config, stored.tensors(), folder, [path], stored)
 
 
@@ -170,5 +162,13 @@ def open_folder(path: Path, readers: Mapping[str, Reader]) -> Opened:
     """The quantized model in a folder. Raises UserError."""
     model = FolderModel(path, readers)
     files = sorted(path.glob("*.safetensors"))
-    stored = Stored(model, "int8")
+    stored = Stored(model, activations_of(model.options))
     return Opened(model.config, stored.tensors(), path, files, stored)
+
+
+def activations_of(options: Mapping[str, Any]) -> str:
+    """How layers read their input: rounded to int8 only if the quantization_config says so."""
+    groups = options.get("config_groups")
+    schemes = list(groups.values()) if isinstance(groups, dict) else []
+    rounded = [isinstance(scheme, dict) and scheme.get("input_activations") for scheme in schemes]
+    return "int8" if rounded and all(rounded) else "float"
