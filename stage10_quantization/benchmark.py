@@ -173,9 +173,9 @@ def judged(subject: Subject, plan: Any) -> Iterator[Group]:
 
     for how in QUALITY:
         model = changed(how)
-        whole = partial(Rounded) if how.startswith("keys") else None
-        nats = quality.held_out(float_model, model, words, plan.stories, whole)
-        divergence = quality.divergence(float_model, model, ids, whole=whole)
+        with_keys: dict[str, Any] = {"attention": Rounded} if how.startswith("keys") else {}
+        nats = quality.held_out(float_model, model, words, plan.stories, **with_keys)
+        divergence = quality.divergence(float_model, model, ids, **with_keys)
         yield {"how": how, "nats": asdict(nats), "divergence": asdict(divergence)}
 
 
@@ -201,7 +201,7 @@ def cost(row: Row) -> Cost:
     read = (block_weights(config) * BITS[weights] + head * head_bits) / 8
     cached = config.kv_bytes_per_token(torch.float32 if weights == F32 else torch.bfloat16)
     seen = count * (new * context + new * (new + 1) / 2)
-    flops = 2 * block_weights(config) * count * new + 2 * head * count
+    flops = 2.0 * block_weights(config) * count * new + 2 * head * count
     flops += 4 * config.n_head * config.head_dim * config.n_layer * seen
     return Cost(flops, read + count * context * cached)
 

@@ -12,7 +12,7 @@ Two protocols, each printed with its figures:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,26 +85,31 @@ class Divergence:
 
 
 @torch.inference_mode()
-def logprobs(model: Any, ids: Tensor, first: int = 0) -> Tensor:
-    """Log probabilities (T - first, V) in float32 behind each of `ids` (T,) from `first` on."""
-    hidden = model(ids, torch.arange(len(ids)), attention_of(model.config).attend)
+def logprobs(
+    model: Any, ids: Tensor, first: int = 0, attention: Callable[..., Any] = lambda whole: whole
+) -> Tensor:
+    """Log probabilities (T - first, V) in float32 behind each of `ids` (T,) from `first` on.
+    attention: takes that of a pass and returns another, such as cache.Rounded."""
+    attend = attention(attention_of(model.config)).attend
+    hidden = model(ids, torch.arange(len(ids)), attend)
     parts = [model.logits(rows).float().log_softmax(-1) for rows in hidden[first:].split(ROWS)]
     return torch.cat(parts)
 
 
-def _nats(model: Any, ids: Tensor) -> float:
-    """-ln p of ids[1:]."""
-    return -logprobs(model, ids[:-1]).gather(1, ids[1:, None]).double().sum().item()
+def _nats(model: Any, ids: Tensor, **how: Any) -> float:
+    """-ln p of ids[1:]. how: see `logprobs`."""
+    return -logprobs(model, ids[:-1], **how).gather(1, ids[1:, None]).double().sum().item()
 
 
-def held_out(reference: Any, model: Any, tokenizer: Any, count: int) -> Nats:
-    """Both models on the same `count` stories. The tokenizer is that of a stories model."""
+def held_out(reference: Any, model: Any, tokenizer: Any, count: int, **how: Any) -> Nats:
+    """Both models on the same `count` stories. The tokenizer is that of a stories model. how: of
+    `model`, see `logprobs`."""
     rows: list[tuple[float, ...]] = []
     stories = itertools.islice(grammar.stories("held out"), count)
     for story in tqdm(stories, total=count, unit="story", desc="held out", disable=None):
         end = reference.config.eos_ids[0]
         ids = torch.tensor([end, *tokenizer.encode(story.text), end])
-        nats = _nats(reference, ids), _nats(model, ids)
+        nats = _nats(reference, ids), _nats(model, ids, **how)
         rows.append((len(ids) - 1, -story.log_probability, *nats))
     table = torch.tensor(rows, dtype=torch.float64)  # (S, 4)
     tokens, floor, before, after = table.sum(0).tolist()
@@ -116,8 +121,11 @@ def held_out(reference: Any, model: Any, tokenizer: Any, count: int) -> Nats:
     return Nats(count, int(tokens), *shares, low, high)
 
 
-def divergence(reference: Any, model: Any, ids: Sequence[int], window: int = WINDOW) -> Divergence:
-    """llama.cpp's protocol over a text's token ids. Raises UserError for less than a window."""
+def divergence(
+    reference: Any, model: Any, ids: Sequence[int], window: int = WINDOW, **how: Any
+) -> Divergence:
+    """llama.cpp's protocol over a text's token ids. how: of `model`, see `logprobs`. Raises
+    UserError for less than a window."""
     windows = torch.tensor(ids[: len(ids) // window * window]).split(window)
     if len(ids) < window:
         raise UserError(
@@ -125,7 +133,8 @@ def divergence(reference: Any, model: Any, ids: Sequence[int], window: int = WIN
         )
     sums, same = [], 0
     for part in tqdm(windows, unit="window", desc="KL", disable=None):
-        p, q = (logprobs(m, part[:-1], window // 2).double() for m in (reference, model))
+        p = logprobs(reference, part[:-1], window // 2).double()
+        q = logprobs(model, part[:-1], window // 2, **how).double()
         sums.append((p.exp() * (p - q)).sum(-1))  # (T,)
         same += int((p.argmax(-1) == q.argmax(-1)).sum())
     kl = torch.cat(sums)

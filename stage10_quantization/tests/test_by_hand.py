@@ -47,6 +47,7 @@ def test_blocks_of_q4_k_by_their_definition():
     block = np.random.default_rng(0).integers(0, 256, (50, 144), dtype=np.uint8)
     block[:, [1, 3]] &= 0x3B  # finite, and not below 0
     codes, scale, minimum = blocks.q4_k(block)
+    assert minimum is not None
     assert codes.shape == (50, 256) and codes.dtype == np.int8
     assert scale.shape == minimum.shape == (50, 8) and scale.dtype == minimum.dtype == np.float32
     for b, row in enumerate(block):
