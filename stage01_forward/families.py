@@ -97,7 +97,7 @@ def load(
     loaded = checkpoint.load(name, *args)
     if weights != AUTO:
         brought = next(offer for offer in offers() if weights in offer.weights)
-        brought.load(brought.weights[weights]).keep(loaded, weights)
+        brought.load(brought.weights[weights]).change(loaded, weights)
     return loaded
 
 

@@ -36,8 +36,8 @@ class Offer:
     family: has FAMILY: models, for all engines.
     backends: kernels by type of device; each module has a BACKEND.
     formats: further files and names of models: a `shared.models.Format`.
-    weights: values of --weights, and the module with keep(checkpoint, value), which changes a
-        loaded checkpoint so that its model has such weights.
+    weights: values of --weights, and the module with change(checkpoint, value), which changes
+        a loaded checkpoint so that its model has such weights.
     caches: caches by their dtype, such as "int8"; each module has a CACHE for stage 05's engine,
         and KERNEL_CACHES for stage 09's, by type of device.
     """

@@ -7,7 +7,7 @@ shared.linear.convert(model, Quantize("int8"), {})
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,14 @@ from .rounding import quantize
 
 @dataclass(frozen=True)
 class Format:
-    """How a weight is stored. group: None for a whole row. dtype: of the values of the scales."""
+    """How a weight is stored. group: None for a whole row. dtype: of the values of the scales.
+    zero: minima are whole multiples of scales, as compressed-tensors stores them."""
 
     bits: int
     group: int | None = None
     minimum: bool = False
     dtype: torch.dtype = torch.float32
+    zero: bool = False
 
     def check(self, name: str, weight: Tensor) -> None:
         """Raise UserError unless `weight` (N, K), called `name`, fits the format and is finite."""
@@ -48,7 +50,7 @@ class Format:
     def quantized(self, name: str, weight: Tensor) -> QuantizedMatrix:
         """Raises UserError for a weight that does not fit, or is not finite."""
         self.check(name, weight)
-        matrix = quantize(weight, self.bits, self.group, self.minimum, self.dtype)
+        matrix = quantize(weight, self.bits, self.group, self.minimum, self.dtype, self.zero)
         dtype = str(self.dtype).removeprefix("torch.")
         self._refuse(name, matrix.scale.isnan().any(1), f"numbers too large for a scale in {dtype}")
         return matrix
@@ -56,17 +58,19 @@ class Format:
 
 INT8 = Format(8)
 INT4 = Format(4, group=32, minimum=True, dtype=torch.float16)
+INT4_ZERO = replace(INT4, zero=True)
 FORMATS = {"int8": INT8, "int4": INT4}  # of the layers; the table of tokens and the head are int8
 
 
 class Quantize:
     """A shared.linear.Conversion: the nearest codes for each weight.
 
-    weights: a key of FORMATS. activations: see QuantizedLinear.
+    weights: a key of FORMATS, or the format itself. activations: see QuantizedLinear.
     """
 
-    def __init__(self, weights: str, activations: str = "int8") -> None:
-        self.format, self.activations = FORMATS[weights], activations
+    def __init__(self, weights: str | Format, activations: str = "int8") -> None:
+        self.format = FORMATS[weights] if isinstance(weights, str) else weights
+        self.activations = activations
 
     def declares(self, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         return {}

@@ -50,7 +50,7 @@ def gptq(
     order = diagonal.argsort(descending=True) if act_order else torch.arange(inputs)
     upper = _upper(h, damp, order).to(w.dtype)
 
-    kind = format.bits, format.minimum, format.dtype
+    kind = format.bits, format.minimum, format.dtype, format.zero
     scale, minimum = fit(w.unflatten(1, (-1, group)), *kind)  # (N, G)
     codes = torch.empty_like(w, dtype=torch.int8)
     w = w[:, order]
@@ -89,14 +89,18 @@ def _upper(hessian: Tensor, damp: float, order: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def calibrate(
-    model: Any, windows: Sequence[Tensor], weights: str = "int4", activations: str = "int8", **how
+    model: Any,
+    windows: Sequence[Tensor],
+    weights: str | Format = "int4",
+    activations: str = "int8",
+    **how,
 ) -> None:
     """Quantize all layers of `model` in place, in its order: each layer is calibrated on what the
     quantized layers before it make of the token ids `windows`, each (T,). how: act_order, damp.
 
     Raises UserError for weights that do not fit, before any is changed.
     """
-    format = FORMATS[weights]
+    format = FORMATS[weights] if isinstance(weights, str) else weights
     stack_name, stack = next(
         (name, m) for name, m in model.named_children() if isinstance(m, nn.ModuleList)
     )

@@ -23,14 +23,21 @@ def up(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fit(
-    groups: Tensor, bits: int, minimum: bool, dtype: torch.dtype
+    groups: Tensor, bits: int, minimum: bool, dtype: torch.dtype, zero: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Scales and minima (...), float32 with values of `dtype`, for groups (..., group)."""
+    """Scales and minima (...), float32 with values of `dtype`, for groups (..., group). zero:
+    minima are whole multiples of the scales instead, so that 0 is exact."""
     low, high = (x.double() for x in groups.float().aminmax(dim=-1))  # NaN if one is
     if not minimum:
         largest = torch.maximum(-low, high)
         scale = up(largest / (2 ** (bits - 1) - 1), dtype).float()
         return torch.where(scale.isfinite(), scale, torch.nan), None
+    if zero:
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        scale = up((high - low) / (2**bits - 1), dtype).float()
+        code = (-low / torch.where(scale > 0, scale, 1)).round().float()
+        scale = torch.where(scale.isfinite(), scale, torch.nan)
+        return scale, torch.where(scale.isfinite(), -(scale * code), 0)
     floor = -up(-low, dtype).double()
     scale = up((high - floor) / (2**bits - 1), dtype).float()
     usable = scale.isfinite() & floor.isfinite()
@@ -54,9 +61,11 @@ def quantize(
     group: int | None = None,
     minimum: bool = False,
     dtype: torch.dtype = torch.float32,
+    zero: bool = False,
 ) -> QuantizedMatrix:
     """weight (N, K) -> `symmetric` of the page, or with a `minimum` its `asymmetric`. group: None
-    for a whole row; it must divide K. dtype: of the values of scales and minima."""
+    for a whole row; it must divide K. dtype: of the values of scales and minima. zero: see
+    `fit`."""
     outputs, inputs = weight.shape
     group = group or inputs
     codes = torch.empty(outputs, inputs, dtype=torch.int8, device=weight.device)
@@ -66,7 +75,7 @@ def quantize(
     for start in range(0, outputs, step):
         some = slice(start, start + step)
         groups = weight[some].unflatten(1, (-1, group))
-        scale[some], low = fit(groups, bits, minimum, dtype)
+        scale[some], low = fit(groups, bits, minimum, dtype, zero)
         if minima is not None and low is not None:
             minima[some] = low
         codes[some] = codes_of(groups, scale[some], low, bits).flatten(1)
