@@ -11,6 +11,7 @@ Two protocols, each printed with its figures:
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -203,8 +204,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     cli.add_model_options(parser)
     options = parser.parse_args(argv)
-    options.linear, options.dtype = "plain", "float32"
-    reference, loaded = (cli.load_model_from(options, families) for _ in range(2))
+    floats = {"linear": "plain", "dtype": "float32", "weights": "float32"}  # quantized below
+    plain = argparse.Namespace(**{**vars(options), **floats})
+    reference, loaded = (cli.load_model_from(plain, families) for _ in range(2))
     tokenizer, model = reference.tokenizer, loaded.model
     end = reference.config.eos_ids[0] if reference.config.eos_ids else 0
     learnt = max(options.gptq or 0, options.smooth or 0) * WINDOW

@@ -107,7 +107,7 @@ class GGUFModel:
         if missing := [name for name in shapes if name not in names]:
             raise self.file.error(f"it has no tensor for {missing[0]}")
         if odd := [name for name in names if name not in shapes]:
-            raise self.file.error(f"the tensor {names[odd[0]]!r} is none of its architecture")
+            raise self.file.error(f"the tensor {names[odd[0]][:99]!r} is none of its architecture")
         for name, shape in shapes.items():
             stored = self.file.infos[names[name]].shape
             if stored != (shape[::-1] if self._transposed(name) else shape):
@@ -203,7 +203,8 @@ class GGUFModel:
         for key, value in options.items():
             known = key in names or key in REPEATED or key in HARMLESS or "rope.scaling." in key
             if not known and not (type(value) is int and value == 0):
-                raise self.file.error(f"it sets {prefix}{key}, which our model does not implement")
+                name = f"{prefix}{key}"[:99]
+                raise self.file.error(f"it sets {name!r}, which our model does not implement")
         return fields, options
 
     def _ends(self) -> list[int]:

@@ -263,7 +263,8 @@ def changed(path, change):
         ((b"llama", b"mamba"), "its architecture is 'mamba', not gpt2, llama"),
         ((b"blk.1.attn_q.", b"blk.7.attn_q."), "it has no tensor for layers.1.self_attn.q_proj"),
         ((b"output_norm.weight", b"output_nor!.weight"), "it has no tensor for norm.weight"),
-        ((b"rope.freq_base", b"rope.freq_bass"), "it sets llama.rope.freq_bass, which our model"),
+        ((b"llama.rope.freq_base", b"llama.rope.\nreq_base"), r"it sets 'llama.rope.\\nreq_base'"),
+        ((b"rope.freq_base", b"rope.freq_bass"), "it sets 'llama.rope.freq_bass', which our model"),
         (
             (b"key_length" + struct.pack("<II", 4, 16), b"key_length" + struct.pack("<II", 4, 18)),
             "attention.value_length is 16, not the heads' width, 18",
