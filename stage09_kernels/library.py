@@ -41,7 +41,11 @@ FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-Wno-psabi")
 WIDE = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mprefer-vector-width=512"
 WIDE_NEEDS = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx2", "fma3")
 LEVELS = {  # by level: flags that turn its instructions on, and what the processor must have
-    "avx512_bf16": (f"{WIDE} -mavx512bf16", (*WIDE_NEEDS, "avx512_bf16")),
+    "avx512_bf16": (
+        f"{WIDE} -mavx512vnni -mavx512bf16",
+        (*WIDE_NEEDS, "avx512_vnni", "avx512_bf16"),
+    ),
+    "avx512_vnni": (f"{WIDE} -mavx512vnni", (*WIDE_NEEDS, "avx512_vnni")),
     "avx512": (WIDE, WIDE_NEEDS),
     "avx2": ("-mavx2 -mfma", ("avx2", "fma3")),
     "plain": ("", ()),

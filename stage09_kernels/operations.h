@@ -57,6 +57,10 @@ struct linear {
     const real *residual;  /* or none; may be `out` itself */
     int64_t x_stride, out_stride, residual_stride, inputs, outputs, epilogue, out_is_operand;
     int64_t residual_of_all; /* residual has a row for each token, out only the wanted ones */
+    int64_t x_is_operand;    /* x: operand instead of real; only `product` reads the latter */
+    void *product;           /* or none: the function of a stage with weights in its own format */
+    const void *format;      /* what that function reads */
+    void *scratch;      /* where it may write, `scratch` of its Product bytes a row */
 };
 enum { PLAIN, GELU, SILU_MUL }; /* SILU_MUL: a panel has 32 gates and the 32 numbers they scale */
 

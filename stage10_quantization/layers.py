@@ -6,13 +6,18 @@ files make it, `QuantizedLinear` and the kernels multiply by it, the writers sto
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared.errors import UserError
+
+if TYPE_CHECKING:
+    from .kernels import PanelProduct
 
 ACTIVATIONS = ("int8", "float")  # how a layer reads its input: rounded to int8, or as it is
 SMALLEST = 2.0**-119  # of a group of activations: then its scale is a normal number, 127 / x finite
@@ -148,6 +153,14 @@ class QuantizedLinear(nn.Module):
 
     def pack(self) -> nn.Module:
         return self
+
+    def product(
+        self, layers: Sequence[Any], epilogue: int, cache: Any, dtype: torch.dtype
+    ) -> PanelProduct | None:
+        """The product of `layers`, this one first, by the kernels (`Product` of stage 09)."""
+        from .kernels import product_of  # here: it imports this module
+
+        return product_of(layers, epilogue, cache, dtype)
 
     def shard(self, rows: Tensor | None, columns: Tensor | None) -> QuantizedLinear:
         if columns is not None:
