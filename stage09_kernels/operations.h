@@ -60,7 +60,7 @@ struct linear {
     int64_t x_is_operand;    /* x: operand instead of real; only `product` reads the latter */
     void *product;           /* or none: the function of a stage with weights in its own format */
     const void *format;      /* what that function reads */
-    void *scratch;      /* where it may write, `scratch` of its Product bytes a row */
+    void *scratch;           /* where it may write */
 };
 enum { PLAIN, GELU, SILU_MUL }; /* SILU_MUL: a panel has 32 gates and the 32 numbers they scale */
 
