@@ -181,10 +181,14 @@ static void round_rows(int64_t first, int64_t last, void *context) {
 
 /* ---- the product */
 
-/* `sum` plus code b of each place times x, in float32. */
-static inline floats madd_floats(floats sum, words w, int b, const struct quantized *q, float x) {
-    words code = (words)((bits32)w >> 8 * b & 255) - (int32_t)q->offset;
-    return sum + as_floats(code) * x;
+/* Code b of each place in float32. With 4 bits AVX-512 looks it up among `all` 16. */
+static inline floats code_of(words w, int b, const int bits, const struct quantized *q, floats all) {
+    int shift = bits == 8 ? 8 * b : b % 4 * 8 + b / 4 * 4;
+#if BYTES == 64
+    if (bits == 4) return (floats)_mm512_permutexvar_ps((__m512i)((bits32)w >> shift), (__m512)all);
+#endif
+    (void)all;
+    return as_floats((words)((bits32)w >> shift & (bits == 8 ? 255 : 15)) - (int32_t)q->offset);
 }
 
 /* The outputs of `rows` rows for a panel whose codes have `bits` bits, `wide` vectors at a time. x
@@ -194,6 +198,8 @@ multiply(const struct linear *l, int64_t panel, int64_t row, float (*out)[PANEL]
          const int rows, const int bits, const int wide, const int as_it_is) {
     const struct quantized *q = l->format;
     const int64_t steps = steps_of(q);
+    floats all;
+    for (int i = 0; i < F_LANES; i++) all[i] = (float)(i - q->offset);
     for (int first = 0; first < F_VECTORS; first += wide) {
         const int32_t *x[MR];
         const struct group *of_x[MR];
@@ -218,10 +224,11 @@ multiply(const struct linear *l, int64_t panel, int64_t row, float (*out)[PANEL]
                     words w = *(const words *)(codes + j * BYTES);
                     words low = bits == 8 ? w : w & 0x0f0f0f0f;
                     words high = (words)((bits32)w >> 4) & 0x0f0f0f0f;
-                    for (int b = 0; b < 32 / bits && as_it_is; b++)
+                    for (int b = 0; b < 32 / bits && as_it_is; b++) {
+                        floats code = code_of(w, b, bits, q, all);
                         for (int i = 0; i < rows; i++)
-                            sums[i][j] = madd_floats(sums[i][j], b < 4 ? low : high, b % 4, q,
-                                                     ((const float *)x[i])[4 * k + b]);
+                            sums[i][j] += code * ((const float *)x[i])[4 * k + b];
+                    }
                     for (int i = 0; i < rows && !as_it_is; i++) {
                         tile[i][j] = madd_codes(tile[i][j], low, x[i][k]);
                         if (bits == 4) tile[i][j] = madd_codes(tile[i][j], high, x[i][k + 1]);
