@@ -113,8 +113,9 @@ static void linear(int64_t first, int64_t last, void *context) { /* panels */
 }
 
 static void add_linear(struct loops *list, struct operation *o) {
-    if (o->of.linear.product) {
-        ((void (*)(struct loops *, struct operation *))o->of.linear.product)(list, o);
+    void (*product)(struct loops *, struct operation *) = o->of.linear.product;
+    if (product) {
+        product(list, o);
         return;
     }
     int64_t size = o->of.linear.epilogue == SILU_MUL ? PANEL / 2 : PANEL;

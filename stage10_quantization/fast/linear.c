@@ -182,7 +182,8 @@ static void round_rows(int64_t first, int64_t last, void *context) {
 /* ---- the product */
 
 /* Code b of each place in float32. With 4 bits AVX-512 looks it up among `all` 16. */
-static inline floats code_of(words w, int b, const int bits, const struct quantized *q, floats all) {
+static inline floats code_of(const struct quantized *q, words w, int b, const int bits,
+                             floats all) {
     int shift = bits == 8 ? 8 * b : b % 4 * 8 + b / 4 * 4;
 #if BYTES == 64
     if (bits == 4) return (floats)_mm512_permutexvar_ps((__m512i)((bits32)w >> shift), (__m512)all);
@@ -225,7 +226,7 @@ multiply(const struct linear *l, int64_t panel, int64_t row, float (*out)[PANEL]
                     words low = bits == 8 ? w : w & 0x0f0f0f0f;
                     words high = (words)((bits32)w >> 4) & 0x0f0f0f0f;
                     for (int b = 0; b < 32 / bits && as_it_is; b++) {
-                        floats code = code_of(w, b, bits, q, all);
+                        floats code = code_of(q, w, b, bits, all);
                         for (int i = 0; i < rows; i++)
                             sums[i][j] += code * ((const float *)x[i])[4 * k + b];
                     }
