@@ -61,7 +61,8 @@ static void attend(const struct operation *o, int64_t row) {
 
 /* Output n of a row before the epilogue. */
 static real dot(const struct linear *l, int64_t row, int64_t n) {
-    if (l->product) return ((real(*)(const struct linear *, int64_t, int64_t))l->product)(l, row, n);
+    real (*product)(const struct linear *, int64_t, int64_t) = l->product;
+    if (product) return product(l, row, n);
     const operand *x = l->x + row * l->x_stride;
     int64_t inputs = l->inputs + l->inputs % K_STEP;
     const weight *column = l->weights + n / PANEL * inputs * PANEL + n % PANEL * K_STEP;

@@ -60,7 +60,7 @@ struct linear {
     int64_t x_is_operand;    /* x: operand instead of real; only `product` reads the latter */
     void *product;           /* or none: the function of a stage with weights in its own format */
     const void *format;      /* what that function reads */
-    void *scratch;      /* where it may write, `scratch` of its Product bytes a row */
+    void *scratch;           /* where it may write */
 };
 enum { PLAIN, GELU, SILU_MUL }; /* SILU_MUL: a panel has 32 gates and the 32 numbers they scale */
 
@@ -113,7 +113,7 @@ struct operation {
     const struct pass *pass; /* set by `step` */
 };
 enum { NORM, LINEAR, ROPE, ATTEND };
-enum { ALL_ROWS, OUT_ROWS }; /* gain of OUT_ROWS in the last layer: 1.47x, bfloat16 1.45x */
+enum { ALL_ROWS, OUT_ROWS };
 
 static inline int64_t rows_of(const struct operation *o) {
     return o->rows == ALL_ROWS ? o->pass->n_rows : o->pass->n_out_rows;

@@ -156,79 +156,123 @@ static void round_group(const struct linear *l, int64_t row, int64_t first, int8
     group->total = (float)group->sum * group->scale;
 }
 
+/* Copy a group of x that is not rounded. */
+static void copy_group(const struct linear *l, int64_t row, int64_t first, float *x,
+                       struct group *group) {
+    const struct quantized *q = l->format;
+    for (int64_t k = 0; k < steps_of(q) * 4; k += F_LANES)
+        *(floats *)(x + k) = load_x(l, row, first + k, q->group - k);
+    *group = (struct group){1, 0, 0};
+    for (int64_t k = 0; k < q->group && q->minimum; k++) group->total += x[k];
+}
+
 static void round_rows(int64_t first, int64_t last, void *context) {
     const struct linear *l = &((const struct operation *)context)->of.linear;
     const struct quantized *q = l->format;
     for (int64_t row = first; row < last; row++)
-        for (int64_t g = 0; g < q->count; g++)
-            round_group(l, row, g * q->group, x_codes(l, row) + g * steps_of(q) * 4,
-                        x_groups(l, row) + g);
+        for (int64_t g = 0; g < q->count; g++) {
+            int64_t place = g * steps_of(q) * 4;
+            struct group *group = x_groups(l, row) + g;
+            if (q->floats)
+                copy_group(l, row, g * q->group, (float *)x_codes(l, row) + place, group);
+            else round_group(l, row, g * q->group, x_codes(l, row) + place, group);
+        }
 }
 
 /* ---- the product */
 
-/* The outputs of `rows` rows for a panel whose codes have `bits` bits. */
+/* Code b of each place in float32. With 4 bits AVX-512 looks it up among `all` 16. */
+static inline floats code_of(const struct quantized *q, words w, int b, const int bits,
+                             floats all) {
+    int shift = bits == 8 ? 8 * b : b % 4 * 8 + b / 4 * 4;
+#if BYTES == 64
+    if (bits == 4) return (floats)_mm512_permutexvar_ps((__m512i)((bits32)w >> shift), (__m512)all);
+#endif
+    (void)all;
+    return as_floats((words)((bits32)w >> shift & (bits == 8 ? 255 : 15)) - (int32_t)q->offset);
+}
+
+/* The outputs of `rows` rows for a panel whose codes have `bits` bits, `wide` vectors at a time. x
+   is rounded, or `as_it_is`. */
 static inline __attribute__((always_inline)) void
 multiply(const struct linear *l, int64_t panel, int64_t row, float (*out)[PANEL],
-         const int rows, const int bits) {
+         const int rows, const int bits, const int wide, const int as_it_is) {
     const struct quantized *q = l->format;
     const int64_t steps = steps_of(q);
-    for (int first = 0; first < F_VECTORS; first += NR) {
+    floats all;
+    for (int i = 0; i < F_LANES; i++) all[i] = (float)(i - q->offset);
+    for (int first = 0; first < F_VECTORS; first += wide) {
         const int32_t *x[MR];
         const struct group *of_x[MR];
         floats y[MR][NR];
         for (int i = 0; i < rows; i++) {
             x[i] = (const int32_t *)x_codes(l, row + i);
             of_x[i] = x_groups(l, row + i);
-            for (int j = 0; j < NR; j++) y[i][j] = (floats){0};
+            for (int j = 0; j < wide; j++) y[i][j] = (floats){0};
         }
         for (int64_t g = 0; g < q->count; g++) {
             const uint8_t *group = group_of(q, panel, g);
             const uint8_t *codes = codes_of(q, group) + first * BYTES;
             words tile[MR][NR];
+            floats sums[MR][NR];
             for (int i = 0; i < rows; i++)
-                for (int j = 0; j < NR; j++)
+                for (int j = 0; j < wide; j++) {
+                    sums[i][j] = (floats){0};
                     tile[i][j] = (words){0} - of_x[i][g].sum * (int32_t)q->offset;
+                }
             for (int64_t k = 0; k < steps; k += 8 / bits) {
-                for (int j = 0; j < NR; j++) {
+                for (int j = 0; j < wide; j++) {
                     words w = *(const words *)(codes + j * BYTES);
                     words low = bits == 8 ? w : w & 0x0f0f0f0f;
                     words high = (words)((bits32)w >> 4) & 0x0f0f0f0f;
-                    for (int i = 0; i < rows; i++) {
+                    for (int b = 0; b < 32 / bits && as_it_is; b++) {
+                        floats code = code_of(q, w, b, bits, all);
+                        for (int i = 0; i < rows; i++)
+                            sums[i][j] += code * ((const float *)x[i])[4 * k + b];
+                    }
+                    for (int i = 0; i < rows && !as_it_is; i++) {
                         tile[i][j] = madd_codes(tile[i][j], low, x[i][k]);
                         if (bits == 4) tile[i][j] = madd_codes(tile[i][j], high, x[i][k + 1]);
                     }
                 }
                 codes += PANEL * 4;
             }
-            for (int j = 0; j < NR; j++) {
+            for (int j = 0; j < wide; j++) {
                 floats scale = load_scales(q, group, (first + j) * F_LANES);
                 for (int i = 0; i < rows; i++) {
                     floats both = rounded(scale * of_x[i][g].scale);
-                    y[i][j] += rounded(as_floats(tile[i][j]) * both);
+                    y[i][j] += rounded((as_it_is ? sums[i][j] : as_floats(tile[i][j])) * both);
                 }
                 if (!q->minimum) continue;
                 scale = load_scales(q, group + PANEL * q->scale_bytes, (first + j) * F_LANES);
                 for (int i = 0; i < rows; i++)
                     y[i][j] += rounded(scale * of_x[i][g].total);
             }
-            for (int i = 0; i < rows; i++) x[i] += steps;
+            for (int i = 0; i < rows; i++) x[i] += as_it_is ? steps * 4 : steps;
         }
         for (int i = 0; i < rows; i++)
-            for (int j = 0; j < NR; j++) *(floats *)(out[i] + (first + j) * F_LANES) = y[i][j];
+            for (int j = 0; j < wide; j++) *(floats *)(out[i] + (first + j) * F_LANES) = y[i][j];
     }
 }
 
-/* Constant numbers of rows and bits keep the sums in registers. */
+/* Constants keep the sums in registers. Sums of a group and of all groups take twice as many. */
 static void multiply_rows(const struct linear *l, int64_t panel, int64_t row, int64_t rows,
                           float (*out)[PANEL]) {
-    const int bits = ((const struct quantized *)l->format)->bits;
+    const struct quantized *q = l->format;
+    const int kind = (q->bits == 4) + 2 * (q->count > 1) + 4 * (int)q->floats;
+#define KIND(ROWS, NUMBER) \
+    case NUMBER: \
+        multiply(l, panel, row, out, ROWS, NUMBER % 2 ? 4 : 8, \
+                 NUMBER / 2 % 2 && ROWS > 3 ? NR / 2 : NR, NUMBER / 4); \
+        break;
 #define CASE(ROWS) \
     case ROWS: \
-        if (bits == 4) multiply(l, panel, row, out, ROWS, 4); \
-        else multiply(l, panel, row, out, ROWS, 8); \
-        break
-    switch (rows) { CASE(1); CASE(2); CASE(3); CASE(4); CASE(5); CASE(6); }
+        switch (kind) { \
+            KIND(ROWS, 0) KIND(ROWS, 1) KIND(ROWS, 2) KIND(ROWS, 3) \
+            KIND(ROWS, 4) KIND(ROWS, 5) KIND(ROWS, 6) KIND(ROWS, 7) \
+        } \
+        break;
+    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 }
 
 static void product(int64_t first, int64_t last, void *context) { /* panels */

@@ -150,6 +150,21 @@ def expected(layers, x, epilogue, residual, chosen):
     return y + residual[: len(x)] if chosen is None else y + residual[chosen]
 
 
+@pytest.mark.parametrize("level", [pytest.param(e.values[1], marks=e.marks) for e in EACH[1:]])
+def test_inputs_that_are_not_rounded(level):
+    """fast/ has the bits of naive.c, and both are near the product with the dequantized matrix."""
+    torch.manual_seed(3)
+    for number, (groups, group, outputs, rows) in enumerate(cases()):
+        x = torch.randn(rows, groups * group).to((F32, BF16)[number % 2])
+        for code_bits, minimum in ((8, False), (4, False), (4, True), (5, True)):
+            matrix = a_matrix(outputs, groups, group, code_bits, minimum)
+            layer = a_layer(matrix, activations="float")
+            naive, fast = (run(source, level, x, [layer]) for source in (NAIVE, FAST))
+            assert torch.equal(naive, fast), (groups, group, outputs, rows)
+            size = x.float().abs() @ matrix.dequantized().abs().t()
+            assert ((fast - layer(x.float())).abs() <= 1e-5 * (1 + size)).all()
+
+
 @pytest.mark.parametrize(("source", "level"), EACH)
 def test_what_follows_a_product(source, level):
     """Layers side by side, biases, residuals, gates, and inputs and outputs in bfloat16."""
