@@ -177,15 +177,17 @@ def test_every_pair_of_nibbles_is_packed_and_unpacked():
 
 
 def test_sums_of_whole_numbers_are_exact_at_both_ends():
-    """Codes -128 and -8 occur in files; a row of 6,400 of them, and one of an odd length."""
+    """Codes -128 and -8 occur in files; a row of 6,400 large ones, and one of an odd length."""
+    torch.manual_seed(0)
     for columns, group, bits in ((6400, 6400, 8), (77, 77, 8), (96, 32, 4)):
-        codes = torch.full((2, columns), -(2 ** (bits - 1)), dtype=torch.int8)
-        codes[1] = 2 ** (bits - 1) - 1
-        matrix = layers.QuantizedMatrix(codes, torch.ones(2, columns // group), bits=bits)
-        x = torch.full((1, columns), 127.0)
-        x[0, ::3] = -127
-        want = x.long() @ codes.long().t()
-        assert torch.equal(layers.multiply(matrix, x), want.float())
+        lowest = -(2 ** (bits - 1))
+        codes = torch.randint(-lowest - 4, -lowest, (9, columns), dtype=torch.int8)
+        codes[0], codes[1] = lowest, -1 - lowest
+        matrix = layers.QuantizedMatrix(codes, torch.ones(9, columns // group), bits=bits)
+        x = torch.randint(120, 128, (3, columns))
+        x[0, ::3], x[:, :: matrix.group] = -127, 127
+        want = (x @ codes.long().t()).float()  # rounded once
+        assert torch.equal(layers.multiply(matrix, x.float()), want)
     w = np.linspace(-1, 1, 64, dtype=np.float32)[None]
     assert page.symmetric(w, 8, 64)[0].min() == -127  # ours keep to both sides
 
