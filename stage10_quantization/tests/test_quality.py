@@ -55,6 +55,7 @@ def test_stories_are_read_as_the_model_learnt_them(name):
     checkpoint = load(name)
     model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint.folder)
     nats = quality.held_out(model, model, tokenizer, 10)
+    assert checkpoint.folder
     card = json.loads((checkpoint.folder / "evaluation.json").read_text())["held_out"]
     assert abs((nats.float_model - nats.floor) - (card["cross_entropy"] - card["floor"])) < 2e-3
 
