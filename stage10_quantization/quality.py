@@ -22,6 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from shared import cli
+from shared.config import Config
 from shared.errors import UserError
 from shared.linear import convert
 from shared.stories import grammar
@@ -85,6 +86,11 @@ class Divergence:
         )
 
 
+def end_of_text(config: Config) -> int:
+    """The token between two texts: the last end id, because a chat model's first ends a turn."""
+    return config.eos_ids[-1] if config.eos_ids else 0
+
+
 @torch.inference_mode()
 def logprobs(
     model: Any, ids: Tensor, first: int = 0, attention: Callable[..., Any] = lambda whole: whole
@@ -108,7 +114,7 @@ def held_out(reference: Any, model: Any, tokenizer: Any, count: int, **how: Any)
     rows: list[tuple[float, ...]] = []
     stories = itertools.islice(grammar.stories("held out"), count)
     for story in tqdm(stories, total=count, unit="story", desc="held out", disable=None):
-        end = reference.config.eos_ids[0]
+        end = end_of_text(reference.config)
         ids = torch.tensor([end, *tokenizer.encode(story.text), end])
         nats = _nats(reference, ids), _nats(model, ids, **how)
         rows.append((len(ids) - 1, -story.log_probability, *nats))
@@ -208,7 +214,7 @@ def main(argv: list[str] | None = None) -> None:
     plain = argparse.Namespace(**{**vars(options), **floats})
     reference, loaded = (cli.load_model_from(plain, families) for _ in range(2))
     tokenizer, model = reference.tokenizer, loaded.model
-    end = reference.config.eos_ids[0] if reference.config.eos_ids else 0
+    end = end_of_text(reference.config)
     learnt = max(options.gptq or 0, options.smooth or 0) * WINDOW
     judged = options.windows * WINDOW
     if options.text:  # the beginning to calibrate on, what follows to judge

@@ -49,6 +49,17 @@ def test_nats_are_the_cross_entropy_of_each_story_and_their_floor_the_grammars(m
     assert f"difference {nats.difference:+.5f}" in str(nats)
 
 
+@pytest.mark.parametrize("name", ["stories", "stories-chat"])
+def test_stories_are_read_as_the_model_learnt_them(name):
+    """In float it is as near to the floor as its card says."""
+    checkpoint = load(name)
+    model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint.folder)
+    nats = quality.held_out(model, model, tokenizer, 10)
+    assert checkpoint.folder
+    card = json.loads((checkpoint.folder / "evaluation.json").read_text())["held_out"]
+    assert abs((nats.float_model - nats.floor) - (card["cross_entropy"] - card["floor"])) < 2e-3
+
+
 def test_the_divergence_is_that_of_the_second_half_of_whole_windows(models):
     model, quantized, tokenizer, _ = models
     ids = quality.text_ids(tokenizer, 2047, 2 * 512 + 300, None, "judged")
