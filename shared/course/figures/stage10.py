@@ -36,7 +36,7 @@ def grid() -> Figure:
         for code, place in zip(range(first, last + 1), ticks, strict=True):
             line(axes, (across(place), y - 0.6), (across(place), y + 0.6))
             if last < 100 or code in (first, 0, last):
-                words(axes, across(place), y + 1.9, str(code), fontsize=7)
+                words(axes, across(place), y + 1.9, str(code))
         for weight in WEIGHTS:
             near = minimum + scale * round((weight - minimum) / scale)
             arrow(axes, (across(weight), y - 3.2), (across(near), y - 0.7), colour=ORANGE)
