@@ -81,7 +81,11 @@ def norms(draw: Random) -> Any:
 def config_of(draw: Random) -> LlamaConfig:
     heads, kv = draw.choice([(6, 2), (4, 4), (4, 1), (6, 3)])
     flags = {name: draw.random() < 0.5 for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm")}
-    sizes = {"head_dim": draw.choice([4, 8]), "n_inner": draw.choice([4, 10]), **flags}
+    sizes: dict[str, Any] = {
+        "head_dim": draw.choice([4, 8]),
+        "n_inner": draw.choice([4, 10]),
+        **flags,
+    }
     return LlamaConfig(11, 32, 24, 2, heads, kv, name="small", **sizes)
 
 

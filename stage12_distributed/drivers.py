@@ -92,7 +92,12 @@ def config_of(draw: Random) -> Config:
         return Config(101, 64, heads * width, 2, heads, name="odd")
     kv = draw.choice([count for count in (1, 2, 3, 6) if heads % count == 0])
     biases = {name: draw.random() < 0.5 for name in ("qkv_bias", "o_bias", "mlp_bias")}
-    sizes = {"n_kv_head": kv, "head_dim": width, "n_inner": draw.choice([16, 41]), **biases}
+    sizes: dict[str, Any] = {
+        "n_kv_head": kv,
+        "head_dim": width,
+        "n_inner": draw.choice([16, 41]),
+        **biases,
+    }
     return LlamaConfig(101, 64, 24, 2, heads, name="llama", **sizes)
 
 

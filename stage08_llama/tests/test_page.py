@@ -84,7 +84,7 @@ def test_a_layer_adds_twice():
         layer.get_submodule(name).weight.data.zero_()
         x = torch.randn(5, 24, dtype=torch.float64)
         turn = torch.ones(5, 1, 4), torch.zeros(5, 1, 4)
-        calls = []
+        calls: list[Any] = []
 
         def attend(number: int, q: Any, k: Any, v: Any, calls: Any = calls) -> Any:
             calls.append((number, q.shape, k.shape, v.shape))

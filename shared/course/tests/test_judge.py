@@ -13,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -183,9 +184,12 @@ def test_a_grader_that_is_killed_takes_the_judged_process_with_it(tmp_path):
 
 def test_a_difference_is_one_line():
     tensor = {"dtype": "float64", "shape": [2, 2], "values": [1.0, 2.0, 3.0, 4.0]}
-    right = [{"call": "f(3)", "a": [1, 2], "t": tensor}, {"call": "g", "b": 0.5, "c": None}]
+    right: list[Any] = [
+        {"call": "f(3)", "a": [1, 2], "t": tensor},
+        {"call": "g", "b": 0.5, "c": None},
+    ]
 
-    def changed(**new: object) -> list[object]:
+    def changed(**new: Any) -> list[Any]:
         return [
             {**right[0], **{k: v for k, v in new.items() if k in "at"}},
             {**right[1], **{k: v for k, v in new.items() if k not in "at"}},
