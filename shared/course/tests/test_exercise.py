@@ -126,7 +126,7 @@ def test_bad_wrong_solutions_are_found(monkeypatch):
     line, entry = "self.length = length", "task 1: {}\n- {}\n+ {}".format
 
     def problems(*entries: str) -> str:
-        monkeypatch.setattr(wrong, "text", lambda stage: "\n\n".join(entries))
+        monkeypatch.setattr(wrong, "text", lambda stage, file="": "\n\n".join(entries))
         return "\n".join(wrong.check(STAGE))
 
     edits = {  # (name, old text, new text): the problem

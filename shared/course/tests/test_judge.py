@@ -106,6 +106,20 @@ def test_the_reference_passes_with_fifty_seeds(stage):
             assert made.why(stage, task, mine.emptied(source, stage, task).encode())
 
 
+@contained
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", WITH_TASKS)
+def test_wrong_solutions_get_nothing_and_right_ones_all(stage):
+    """Those of wrong.txt and of right.txt, each in place of its task."""
+    with Judge() as made:
+        for file in ("wrong.txt", "right.txt"):
+            for solution in wrong.read(stage, file):
+                reference = mine.read(paths.ROOT / stage / solution.task.file)
+                source = wrong.applied(reference, stage, solution).encode()
+                why = made.why(stage, solution.task, source)
+                assert bool(why) == (file == "wrong.txt"), f"{solution.name}: {why}"
+
+
 LOOK = """
 import json, os, pathlib, socket
 tried = {}
