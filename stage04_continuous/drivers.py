@@ -96,7 +96,7 @@ def attend(draw: Random) -> Any:
         slots = cache.SlotCache(GROUPED, 5, dtype=kind)
         heads = GROUPED.n_head
         kv_heads = heads // group
-        slots.kv = tensors(draw, 2, 2, 5, kv_heads, 64, 4, dtype=kind) * 100
+        slots.kv = tensors(draw, 2, 2, 5, kv_heads, 64, 4, dtype=kind)
         lengths = [0] * 5
         for _ in range(4):
             shares = shares_of(draw, 5, lengths, 64)

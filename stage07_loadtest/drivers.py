@@ -8,7 +8,7 @@ from collections import Counter
 from random import Random
 from typing import Any
 
-from shared.course.driver import outcome
+from shared.course.driver import Clock, outcome
 
 from . import client, load, metrics, schedule
 from .client import Record
@@ -158,25 +158,6 @@ def event_of(draw: Random) -> dict[str, Any]:
     if draw.random() < 0.1:
         event.pop("choices")
     return event
-
-
-class Clock(asyncio.SelectorEventLoop):
-    """An event loop whose time passes only while all tasks wait."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        selector: Any = self._selector  # type: ignore[attr-defined]
-        select = selector.select
-
-        def at_once(timeout: float | None) -> Any:
-            self.now += timeout or 0.0
-            return select(0)
-
-        selector.select = at_once
-
-    def time(self) -> float:
-        return self.now
 
 
 def loops(draw: Random) -> Any:

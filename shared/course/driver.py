@@ -11,6 +11,7 @@ Dictionaries with the key "call" say which call their other entries belong to: f
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import json
@@ -121,6 +122,25 @@ def tensors(draw: random.Random, *shape: int, dtype: torch.dtype = torch.float64
 def arrays(draw: random.Random, *shape: int, kind: str = "float64") -> Any:
     """The same as a NumPy array."""
     return tensors(draw, *shape).numpy().astype(kind)
+
+
+class Clock(asyncio.SelectorEventLoop):
+    """An event loop whose time passes only while all tasks wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        selector: Any = self._selector  # type: ignore[attr-defined]
+        select = selector.select
+
+        def at_once(timeout: float | None) -> Any:
+            self.now += timeout or 0.0
+            return select(0)
+
+        selector.select = at_once
+
+    def time(self) -> float:
+        return self.now
 
 
 def main() -> None:
