@@ -38,8 +38,8 @@ def prompt_of(draw: Random, longest: int = 20) -> list[int]:
     return [draw.randrange(100) for _ in range(draw.randint(1, longest))]
 
 
-def queued(draw: Random, id: str, **more: Any) -> Request:
-    return Request(prompt_of(draw), options_of(draw), id, draw.randint(-1, 2), **more)
+def queued(draw: Random, id: str, longest: int = 9) -> Request:
+    return Request(prompt_of(draw), options_of(draw, longest), id, draw.randint(-1, 2))
 
 
 # ---- tasks ----
@@ -128,20 +128,26 @@ def settings(draw: Random) -> dict[str, Any]:
     }
 
 
-def lives(draw: Random, chosen: Any, shown: Callable[[Any, Plan], Any]) -> Any:
+def lives(
+    draw: Random,
+    chosen: Any,
+    shown: Callable[[Any, Plan], Any],
+    longest: int = 9,
+    often: float = 0.35,
+) -> Any:
     """A scheduler with requests that come, get tokens and end; some are aborted. Without a model:
     each request that asks for a row gets a token. `shown` describes a step."""
     seen, requests = list[Any](), list[Request]()
     for number in range(draw.randint(10, 40)):
-        while draw.random() < 0.35:
+        while draw.random() < often:
             parents = [r for r in requests if r.state.name == "RUNNING"]
-            request = queued(draw, f"r{len(requests)}")
+            request = queued(draw, f"r{len(requests)}", longest)
             if hasattr(chosen, "tables") and parents and draw.random() < 0.4:
                 request = Request(parents[0].output.prompt_ids, request.sampling, request.id, 0)
                 request.parent = parents[0]
             if len(request.prompt_ids) > chosen.token_budget and not chosen.chunked:
                 continue
-            if isinstance(outcome(chosen.check, len(request.prompt_ids), 9), Exception):
+            if isinstance(outcome(chosen.check, len(request.prompt_ids), longest), Exception):
                 continue
             requests.append(request)
             chosen.add(request)

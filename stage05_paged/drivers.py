@@ -80,7 +80,7 @@ def blocks(draw: Random, make: Callable[..., BlockPool] = BlockPool) -> Any:
 
 def names(draw: Random) -> Any:
     seen: list[Any] = []
-    for _ in range(5):
+    for number in range(5):
         size = draw.choice([1, 2, 4])
         pool = BlockPool(12, size)
         tables = [BlockTable(pool, draw.choice([b"", b"a"])) for _ in range(3)]
@@ -211,17 +211,17 @@ class Labels:
 def life(draw: Random, make: Callable[..., Scheduler] = Scheduler) -> Any:
     """Schedulers that share, preempt and swap, in a memory of labels."""
     seen: list[Any] = []
-    for _ in range(5):
+    for number in range(5):
         size = draw.choice([1, 2, 4])
-        pool = BlockPool(draw.randint(32, 90) // size, size)
-        swap = BlockPool(draw.randint(1, 40), size) if draw.random() < 0.6 else None
-        sequences = draw.randint(1, 8)
-        often = draw.choice(["recompute", "auto", "auto"] + ["swap"] * (swap is not None))
+        pool = BlockPool(draw.choice([30, 36, 44, 80]) // size, size)
+        swap = BlockPool(draw.randint(2, 40), size) if draw.random() < 0.6 else None
+        sequences = draw.randint(2, 8)
+        often = draw.choice(["recompute", "auto"] + ["swap"] * 2 * (swap is not None))
         options: dict[str, Any] = {
             "max_sequences": sequences,
-            "token_budget": max(sequences, draw.choice([8, 25, 100])),
+            "token_budget": max(sequences, draw.choice([8, 8, 25, 100])),
             "policy": draw.choice(POLICIES),
-            "max_chunk": draw.choice([None, 4, 3]),
+            "max_chunk": draw.choice([None, 3, 3]),
             "chunked": draw.random() < 0.7,
             "patience": draw.choice([2, 256]),
             "prefix_caching": draw.random() < 0.8,
@@ -229,6 +229,10 @@ def life(draw: Random, make: Callable[..., Scheduler] = Scheduler) -> Any:
             "preemption": often,
             "cheaper": lambda tokens: "swap" if tokens % 3 else "recompute",
         }
+        if number == 0:  # prompts are cut into chunks, and swapped between them
+            options |= {"token_budget": 8, "max_chunk": 3, "chunked": True, "preemption": "swap"}
+            options |= {"max_sequences": 6, "prefix_caching": False, "watermark": 0.0}
+            swap = BlockPool(60, size)
         chosen = make(pool, swap_pool=swap, **options)
         labels, preempted = Labels(chosen), list[Any]()
         make_room = chosen._make_room
@@ -262,7 +266,8 @@ def life(draw: Random, make: Callable[..., Scheduler] = Scheduler) -> Any:
             }
 
         call = f"Scheduler({pool.count} blocks of {size}, {options})"
-        steps = lives(draw, chosen, shown)
+        crowd = draw.choice([(9, 0.35), (30, 0.5), (30, 0.6)])
+        steps = lives(draw, chosen, shown, *crowd)
         seen.append({"call": call, "steps": steps})
     return seen
 

@@ -98,3 +98,7 @@ def test_a_layer_adds_twice():
         else:
             want = x + layer.mlp(layer.post_attention_layernorm(x))
         torch.testing.assert_close(got, want, msg=f"{name} is zero, and the layer is wrong")
+    layer = filled(Layer(small(), 3))  # the MLP sees what attention has added
+    added = x + layer.self_attn.o_proj(layer.self_attn.q_proj(layer.input_layernorm(x)))
+    want = added + layer.mlp(layer.post_attention_layernorm(added))
+    torch.testing.assert_close(layer(x, turn, attend), want)
