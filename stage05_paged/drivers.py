@@ -80,7 +80,7 @@ def blocks(draw: Random, make: Callable[..., BlockPool] = BlockPool) -> Any:
 
 def names(draw: Random) -> Any:
     seen: list[Any] = []
-    for number in range(5):
+    for _ in range(5):
         size = draw.choice([1, 2, 4])
         pool = BlockPool(12, size)
         tables = [BlockTable(pool, draw.choice([b"", b"a"])) for _ in range(3)]
