@@ -7,7 +7,7 @@ request its place, and a request that is preempted has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -16,8 +16,9 @@ from stage04_continuous.request import Request
 from stage05_paged.blocks import Move
 from stage05_paged.scheduler import Scheduler
 
+from .lengths import Fixed, Lengths
+
 Drafts = list[int]  # ids that may follow a request's tokens, in order
-Lengths = Callable[[Sequence[Request], Sequence[int], int], list[int]]
 
 
 class Proposer(Protocol):
@@ -81,23 +82,22 @@ class Counts:
         return 1 + self.accepted / self.passes if self.passes else 1.0
 
 
-def all_of(requests: Sequence[Request], proposed: Sequence[int], rows: int) -> list[int]:
-    """Lengths that keep every draft."""
-    return list(proposed)
-
-
 class DraftScheduler:
     """Stage 05's scheduler, which plans as without drafts, and then adds those of `proposer`.
 
-    most: of one request in a pass. lengths: takes requests, how many drafts each has, and how many
-        tokens the pass computes without any; returns how many to keep of each.
+    most: of one request in a pass. lengths: chooses how many of them are kept; None: all.
     Everything else is the scheduler's own.
     """
 
     def __init__(
-        self, scheduler: Scheduler, proposer: Proposer, most: int = 4, lengths: Lengths = all_of
+        self,
+        scheduler: Scheduler,
+        proposer: Proposer,
+        most: int = 4,
+        lengths: Lengths | None = None,
     ) -> None:
-        self.inner, self.proposer, self.most, self.lengths = scheduler, proposer, most, lengths
+        self.inner, self.proposer, self.most = scheduler, proposer, most
+        self.lengths = lengths or Fixed()
         self.draft_counts = Counts()
         self.histories: dict[Request, Counts] = {}  # of each request that had drafts
 
@@ -133,6 +133,7 @@ class DraftScheduler:
         self.inner.advance(Plan(plan.started, work))
         for request, drafts in plan.drafts.items():
             count = plan.accepted.get(request, 0)
+            self.lengths.note(request, len(drafts), count)
             self.draft_counts.add(len(drafts), count)
             self.histories.setdefault(request, Counts()).add(len(drafts), count)
             table = self.inner.tables[request]
@@ -142,6 +143,7 @@ class DraftScheduler:
     def finish(self, request: Request) -> None:
         self.inner.finish(request)
         self.proposer.forget(request)
+        self.lengths.forget(request)
         self.histories.pop(request, None)
 
     def _drafts(self, plan: Plan) -> dict[Request, Drafts]:
@@ -153,7 +155,7 @@ class DraftScheduler:
             for drafts, count in zip(self.proposer.propose(requests, most), most, strict=True)
         ]
         rows = sum(work.count for work in plan.work)
-        lengths = self.lengths(requests, list(map(len, proposed)), rows)
+        lengths = self.lengths.choose(requests, list(map(len, proposed)), rows)
         budget, free = self.inner.token_budget - rows, len(self.inner.pool.free)
         kept: dict[Request, Drafts] = {}
         for request, drafts, length in zip(requests, proposed, lengths, strict=True):

@@ -8,12 +8,15 @@ from typing import Any
 from stage04_continuous.make import answer as answer
 from stage09_kernels.make import make as make_plain
 
-from .drafts import DraftScheduler, Lengths, Proposer, all_of
+from .drafts import DraftScheduler, Proposer
 from .engine import Engine
+from .lengths import Lengths
 from .records import Recorder
 
 
-def with_drafts(plain: Any, proposer: Proposer, most: int = 4, lengths: Lengths = all_of) -> Engine:
+def with_drafts(
+    plain: Any, proposer: Proposer, most: int = 4, lengths: Lengths | None = None
+) -> Engine:
     """The engine that verifies drafts, with the parts of `plain`, which stage 05's `make` or a
     later one made. most, lengths: see DraftScheduler."""
     scheduler = DraftScheduler(plain.scheduler, proposer, most, lengths)
