@@ -27,10 +27,13 @@ from stage04_continuous.runner import AnyRunner
 
 from .drafts import DraftPlan, DraftScheduler
 
+# A plan, the wave, its requests, their logits (R, V), end ids -> tokens of those that have one.
+Verifier = Callable[[DraftPlan, int, Sequence[Request], Tensor, Sequence[int]], list[Sampled]]
+
 
 class Engine:
     """Generates with the logits of `runner`, in the steps that `scheduler` plans: as stage 04's
-    engine, whose arguments these are."""
+    engine, whose arguments these are. verify: takes the tokens of a wave; None: sample_tokens."""
 
     def __init__(
         self,
@@ -40,9 +43,11 @@ class Engine:
         recorder: Any,
         observers: Sequence[Observer],
         sample_tokens: Callable[..., list[Sampled]],
+        verify: Verifier | None = None,
     ) -> None:
         self.runner, self.scheduler, self.config = runner, scheduler, runner.config
         self.sample_tokens, self.eos_ids = sample_tokens, tuple(eos_ids)
+        self.verify = verify or (lambda plan, wave, *row: sample_tokens(*row))
         self.recorder = recorder
         self.steps, self.observers = self.recorder.steps, [self.recorder, *observers]
         self.requests: dict[str, Request] = {}  # those that wait or run
@@ -130,7 +135,7 @@ class Engine:
         tokens, wave, going = [], 0, list(first)
         while going:
             rows = logits[[first[request] + wave for request in going]]
-            sampled = self.sample_tokens(going, rows, self.eos_ids)
+            sampled = self.verify(plan, wave, going, rows, self.eos_ids)
             going = []
             for request, id, logprobs in sampled:
                 reason = finish_reason(id, request.row, self.config, self.eos_ids)
