@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -66,6 +68,23 @@ class StoredLinear(QuantizedLinear):
     def forward(self, x: Tensor) -> Tensor:
         keep([self])
         return super().forward(x)
+
+    def product(self, layers: Sequence[Any], *arguments: Any) -> Any:
+        keep(layers)
+        slow: Any = super()
+        product = slow.product(layers, *arguments)
+        for layer in layers:
+            if isinstance(layer.matrix, FileMatrix):
+                layer.matrix.forget()
+        trim()
+        return product
+
+
+def trim() -> None:
+    """Give memory that is free back to the system: glibc keeps what lies between blocks in use,
+    which would be as much as the model once all its layers are laid out."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class StoredTable(QuantizedEmbedding):
@@ -154,6 +173,8 @@ def open_file(path: Path) -> Opened:
     if license := metadata.get("general.license"):
         maker = metadata.get("general.organization")
         notice(f"{path.name}{f', by {maker}' if maker else ''}: license {license}")
+    for key in [key for key in metadata if key.startswith("tokenizer.")]:
+        del metadata[key]  # megabytes, in the files now
     stored = Stored(model, "float")
     return Opened(model.config, stored.tensors(), folder, [path], stored)
 

@@ -3,6 +3,8 @@ its own means, with `gguf` from requirements-formats.txt."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import unicodedata
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from shared import models
 from shared.cli import run
+from shared.paths import ROOT
 from shared.peers import transformers_greedy
 from shared.spelling import byte_alphabet
 from shared.tokenizer import load_tokenizer
@@ -163,6 +166,30 @@ def test_it_chats(monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert ended.value.code == 0 and "Paris" in out
     assert err.count("apache-2.0") <= 1  # once in a process
+
+
+MEMORY = """
+import sys, threading, psutil, torch
+from stage01_forward import families
+small = families.load_model(families.load("stories", weights="int4"))
+process, peak, done = psutil.Process(), 0, threading.Event()
+start = process.memory_info().rss
+def watch():
+    global peak
+    while not done.wait(0.001):
+        peak = max(peak, process.memory_info().rss)
+thread = threading.Thread(target=watch)
+thread.start()
+model = families.load_model(families.load("smollm2"), dtype=torch.float32)
+done.set()
+thread.join()
+print(peak - start)
+"""
+
+
+def test_loading_takes_no_more_memory_than_the_file(file):
+    child = subprocess.run([sys.executable, "-c", MEMORY], cwd=ROOT, capture_output=True, text=True)
+    assert int(child.stdout) < 1.1 * file.stat().st_size
 
 
 def test_the_server_knows_its_name():
