@@ -29,7 +29,7 @@ BUDGET, EVERY = 64, 6  # defaults: tokens a step, steps from one arrival to the 
 PAUSE = 0.02  # seconds after a step: without it, the built-in prompts end before a reader sees them
 URGENT, NORMAL = 0, 1  # priorities
 COLOURS = ("green", "yellow", "blue", "magenta", "cyan", "red")
-WAITS = ("waits", "dim")
+WAITS, UNPLANNED = ("waits", "dim"), ("no budget left", "yellow")
 
 Draw = Callable[[int, int], Sequence[Text]]
 State = tuple[str, str]  # what an answer's request does, and the style to show it in
@@ -417,7 +417,7 @@ def view(
         words, look = states.get(answer.number, WAITS)
         if answer.finish_reason:
             words, look = f"ended: {answer.finish_reason}", "dim"
-        cells = (f"{answer.number:>4}{'!' * answer.urgent}", 6, "bold"), (words, 24, look)
+        cells = (f"{answer.number:>4}{'!' * answer.urgent}", 6, "bold"), (words, 28, look)
         tokens, style = (f"{answer.tokens:>5}", 7, look), "dim" if look == "dim" else ""
         lines.append(line(width, *cells, tokens, text=answer.error or answer.text(), style=style))
     if len(shown) < len(answers):

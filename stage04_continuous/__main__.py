@@ -151,13 +151,10 @@ class Show(live.Show):
 
     def states(self) -> dict[str, live.State]:
         running = self.engine.scheduler.running
-        states = {
-            request.id: (f"slot {request.slot}: no room in budget", "yellow") for request in running
-        }
-        for record in self.engine.steps[-1].slots:
-            words, look = live.state(record)
-            states[record.request_id] = f"slot {record.slot}: {words}", look
-        return states
+        states = {request.id: (request.slot, live.UNPLANNED) for request in running}
+        records = self.engine.steps[-1].slots
+        states |= {record.request_id: (record.slot, live.state(record)) for record in records}
+        return {id: (f"slot {slot}: {words}", look) for id, (slot, (words, look)) in states.items()}
 
 
 def write(engine: Engine, gantt: Path | None, trace: Path | None, slots: int) -> None:

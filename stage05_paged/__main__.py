@@ -352,17 +352,22 @@ class Show(live.Show):
 
     def view(self, width: int, height: int) -> list[Text]:
         """The map of the blocks, as many as fit into a third of the lines, above the answers."""
+        if not self.steps:
+            return []
         states = blockmap.blockmap(self.engine.scheduler)
         starts = range(0, len(states), max(1, width))[: height // 3]
         rows = [live.marks(states[start : start + width], blockmap.mark) for start in starts]
-        return rows + super().view(width, height - len(rows)) if self.steps else []
+        missing = max(0, len(states) - len(starts) * width)
+        key = f"({blockmap.KEY}{f'; {missing} blocks more' * bool(missing)})"
+        rows.append(live.line(width, (key, width, "dim")))
+        return rows + super().view(width, height - len(rows))
 
     def states(self) -> dict[str, live.State]:
         scheduler = self.engine.scheduler
         records = {record.request_id: record for record in self.engine.steps[-1].sequences}
         states = {}
         for request in scheduler.running:
-            words, look = "no room in budget", "yellow"
+            words, look = live.UNPLANNED
             if request.id in records:
                 words, look = live.state(records[request.id])
             blocks = (

@@ -110,13 +110,16 @@ def test_the_view_shows_the_records(tiny_model):
         assert head.startswith(f"step {run.steps}: {newest.rows} of 4 slots")
         assert f"{len(run.coming)} still to come" in coming and len(lines) == run.arrived
         records = {record.request_id: record for record in newest.slots}
+        slots = {request.id: str(request.slot) for request in run.engine.scheduler.running}
         for answer, line in zip(run.answers, lines, strict=False):
-            state, words = " ".join(line[6:30].split()), "waits"
+            state, words = " ".join(line[6:34].split()), "waits"
             if answer.finish_reason:
                 words = f"ended: {answer.finish_reason}"
             elif record := records.get(str(answer.number)):
                 words = f"slot {record.slot}: {live.state(record)[0]}"
-            assert state == words or state.endswith("no room in b")
+            elif slot := slots.get(str(answer.number)):
+                words = f"slot {slot}: no budget left"
+            assert state == words
             assert line.startswith(f"{answer.number:>4}{'!' * (answer.number % 3 == 0)} ")
             seen.update(state.split())
     assert seen >= {"waits", "prefill", "decode", "ended:"}

@@ -10,7 +10,7 @@ from stage01_forward.params import SamplingParams
 from stage03_batching.tests.commands import CommandContract, answers, check_error
 from stage04_continuous.tests.test_main import loaded
 from stage05_paged import __main__ as stage
-from stage05_paged.blockmap import blockmap, mark
+from stage05_paged.blockmap import KEY, blockmap, mark
 from stage05_paged.tests.engines import engine_of
 
 SMALL = ("--block-size", "4", "--kv-memory", "28KiB", "--every", "1")  # 14 blocks of 2 KiB
@@ -121,12 +121,17 @@ def test_the_view_shows_records_and_tables(tiny_model):
     scheduler, seen = run.engine.scheduler, set[str]()
     while run.step(1):
         newest, lines = run.engine.steps[-1], [line.plain for line in run.view(150, 30)]
-        blocks = lines.pop(0)
+        blocks, key = lines.pop(0), lines.pop(0)
+        assert key.rstrip() == f"({KEY})"
         assert blocks == "".join(map(mark, blockmap(scheduler))) and len(blocks) == 16
         assert f"{newest.owned_blocks} of 16 blocks in use" in lines[0]
         assert f"{scheduler.counts.preemptions} preemptions" in lines[1]
-        states = {line[:4].strip(): " ".join(line[6:30].split()) for line in lines[3:]}
+        states = {line[:4].strip(): " ".join(line[6:34].split()) for line in lines[3:]}
         assert [line.plain for line in run.view(10, 6)][:2] == [blocks[:10], blocks[10:]]
+        few = [line.plain.rstrip() for line in run.view(100, 3)]
+        assert few[:2] == [blocks, f"({KEY})"]
+        few = [line.plain for line in run.view(8, 5)]
+        assert few[0] == blocks[:8] and all(len(line) <= 8 for line in few)
         seen.update(blocks)
         for request in scheduler.running:
             words, state = states[request.id].split(" blocks: ")
