@@ -193,9 +193,12 @@ class WindowedScheduler(Scheduler):
             self.unread = None
 
     def _parents_blocks(self, request: Request, known: int) -> list[int]:
-        """Only if the parent still has the blocks that `request` will see."""
-        blocks = super()._parents_blocks(request, known)
-        return [] if self.unread in blocks[self.out_of_window(known) :] else blocks
+        """Only if the parent has given back none of the blocks that `request` will see. Those that
+        it gave back before a swap are its own again, but without their tokens."""
+        parent = request.parent
+        if parent is None or self.out_of_window(parent.computed) > self.out_of_window(known):
+            return []
+        return super()._parents_blocks(request, known)
 
 
 def organs(config: LlamaConfig) -> Mapping[str, Callable]:

@@ -14,6 +14,7 @@ from shared.course.testing import random_checkpoint
 from stage02_kv_cache import make as stage02
 from stage03_batching import make as stage03
 from stage04_continuous import make as stage04
+from stage04_continuous.request import Request
 from stage04_continuous.tests import oracle
 from stage04_continuous.tests.lives import live
 from stage04_continuous.tests.oracle import ask, assert_answered, finish
@@ -134,4 +135,20 @@ def test_preemption_behind_the_window(swap_blocks):
     assert (engine.steps[-1].prefill_tokens == 0) == bool(swap_blocks)
     finish(engine)
     assert_answered(request)
+    assert_idle(engine)
+
+
+def test_a_sample_inherits_nothing_that_its_parent_gave_back_before_a_swap():
+    """What the parent gave back comes from the swap pool as a block of its own, without its
+    tokens. The sample sees further back than the parent does by now."""
+    engine = engine_of(size=2, swap_blocks=64, prefix_caching=False)
+    parent = ask(engine, 10, 12)
+    for _ in range(4):
+        engine.step()
+    assert engine.scheduler.out_of_window(parent.computed) == 2
+    sample = engine.add(Request(parent.prompt_ids, oracle.greedy(4), parent=parent))
+    preempt(engine, parent)
+    finish(engine)
+    assert engine.scheduler.counts.swapped_in == 1
+    assert_answered(parent, sample)
     assert_idle(engine)
