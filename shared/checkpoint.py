@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,8 @@ from . import models
 from .config import READERS, Config, Reader, read_config
 from .errors import UserError
 from .files import read_json
-from .models import EMBEDDED, PRESETS
+from .models import EMBEDDED as EMBEDDED
+from .models import PRESETS, Found
 from .tokenizer import has_tokenizer
 
 if TYPE_CHECKING:
@@ -38,11 +39,25 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
 
 
+@dataclass(frozen=True)
+class Opened:
+    """The files of a checkpoint. folder: of the tokenizer's files; None without any. tensors: under
+    the names of the model's family. conversion: if matrices are stored in a format of their own.
+    files: with the weights."""
+
+    config: Config
+    tensors: dict[str, torch.Tensor]
+    folder: Path | None
+    files: Sequence[Path]
+    conversion: Conversion | None = None
+
+
 @dataclass
 class Checkpoint:
     """A config and its tensors by name. folder: where the tokenizer's files are; None without any.
     unused: rows of the vocabulary without a token, if the tokenizer tells. conversion: of the
-    linear layers, once the model is made. declared: the tensors that it declares, by layer."""
+    linear layers, once the model is made. declared: the tensors that it declares, by layer. files:
+    with the weights; none for random ones."""
 
     config: Config
     tensors: dict[str, torch.Tensor]
@@ -50,6 +65,7 @@ class Checkpoint:
     unused: Sequence[int] = ()
     conversion: Conversion | None = None
     declared: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    files: Sequence[Path] = ()
 
 
 def load(
@@ -61,7 +77,8 @@ def load(
     presets: Mapping[str, Config] = PRESETS,
     conversion: Conversion | None = None,
 ) -> Checkpoint:
-    """Load a model by name: an embedded one, a folder, or a hub name: "gpt2", "owner/name".
+    """Load a model by name: an embedded one, a folder, a file in a format that `models` knows, or a
+    hub name: "gpt2", "owner/name".
 
     The names in `presets` mean the presets; write "./gpt2" for a folder of that name. `readers`
     read config.json, by its model_type: stage01_forward/families.py passes those of all stages.
@@ -75,10 +92,11 @@ def load(
     if random_weights:
         checkpoint = _random_checkpoint(name, seed, dtype, readers, presets)
     else:
-        folder = _find_folder(name)
-        config = read_config(folder, name if _is_known(name) else None, readers)
-        tensors, declared = _checked(_read_tensors(folder), config, folder, conversion)
-        checkpoint = Checkpoint(config, tensors, folder, declared=declared)
+        opened = _open(name, _find(name), readers)
+        conversion = opened.conversion or conversion
+        tensors, declared = _checked(opened, conversion)
+        checkpoint = Checkpoint(opened.config, tensors, opened.folder, declared=declared)
+        checkpoint.files = opened.files
     checkpoint.conversion = conversion
     if dtype is not None:
         checkpoint.tensors = {key: tensor.to(dtype) for key, tensor in checkpoint.tensors.items()}
@@ -133,23 +151,29 @@ def check_vocabulary(tokenizer: AnyTokenizer, config: Config) -> None:
 # ---- the folder ----
 
 
-def _is_known(name: str) -> bool:
-    return name in PRESETS or name in EMBEDDED
-
-
-def _find_folder(name: str) -> Path:
-    """The folder with the checkpoint's files, downloaded first if the name is a hub name."""
-    folder = models.local_folder(name)
-    if folder is not None:
-        return folder
+def _find(name: str) -> Found:
+    """Where the checkpoint is, downloaded first if the name is a hub name."""
+    if found := models.find(name):
+        return found
     if name == "tiny":
         raise UserError(
             "The model tiny exists only with random weights: add --random-weights, or choose "
             "another model."
         )
     if name in PRESETS:
-        return _download(name, f"openai-community/{name}")
-    return _download(name, models.checked(name))
+        return Found(_download(name, f"openai-community/{name}"))
+    return Found(_download(name, models.checked(name)))
+
+
+def _open(name: str, found: Found, readers: Mapping[str, Reader], weights: bool = True) -> Opened:
+    """The files. weights: of a plain folder, too."""
+    known = name if models.is_known(name) else None
+    if found.format:
+        opened = found.format.open(found.path, readers)
+        return replace(opened, config=replace(opened.config, name=known or opened.config.name))
+    config = read_config(found.path, known, readers)
+    tensors = read_tensors(found.path) if weights else {}
+    return Opened(config, tensors, found.path, sorted(found.path.glob("*.safetensors")))
 
 
 def _download(name: str, repository: str) -> Path:
@@ -181,7 +205,7 @@ def _download(name: str, repository: str) -> Path:
 # ---- the files ----
 
 
-def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors under the file's names, from one file or from the shards of an index."""
     if (folder / WEIGHTS).is_file():
         return read_file(folder / WEIGHTS)
@@ -245,13 +269,15 @@ def _is_pointer(path: Path) -> bool:
 
 
 def _checked(
-    raw: dict[str, torch.Tensor], config: Config, folder: Path, conversion: Conversion | None
+    opened: Opened, conversion: Conversion | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
     """The tensors under their canonical names, in the model's order; and by layer those that
     `conversion` declares.
 
     Raises UserError if they are not exactly the model's and the declared ones.
     """
+    raw, config = opened.tensors, opened.config
+    folder = opened.files[0].parent if opened.files else opened.folder
     names = {old: new for old in raw if (new := config.tensor_name(old)) is not None}
     doubled = [new for new, count in Counter(names.values()).items() if count > 1]
     if doubled:
@@ -326,9 +352,10 @@ def _random_checkpoint(
     readers: Mapping[str, Reader],
     presets: Mapping[str, Config],
 ) -> Checkpoint:
-    folder = models.local_folder(name)
-    if folder is not None:
-        config = read_config(folder, name if _is_known(name) else None, readers)
+    folder, found = None, models.find(name)
+    if found:
+        opened = _open(name, found, readers, weights=False)
+        config, folder = opened.config, opened.folder
     elif name in presets:
         config = presets[name]
     else:

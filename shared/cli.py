@@ -75,7 +75,23 @@ class Loaded:
     linear: str  # "packed" or "plain"
     device: torch.device
     dtype: torch.dtype
-    folder: Path | None = None  # of the checkpoint's files
+    folder: Path | None = None  # of the tokenizer's files
+    files: Sequence[Path] = ()  # with the weights; none for random ones
+    weights: str = "auto"  # --weights
+    kv: str = "auto"  # --kv-dtype
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The dtype of keys and values."""
+        dtype: torch.dtype = cache_options(self.kv).get("dtype", self.dtype)
+        return dtype
+
+    @property
+    def formats(self) -> str:
+        """What --weights and --kv-dtype say, if they do."""
+        words = [] if self.weights == "auto" else [f"{self.weights} weights"]
+        words += [] if self.kv == "auto" else [f"keys and values in {self.kv}"]
+        return "".join(f", {word}" for word in words)
 
     @property
     def machine(self) -> str:
@@ -85,7 +101,7 @@ class Loaded:
         count = torch.get_num_threads()
         threads = f", {count} thread{'s' if count > 1 else ''}" if self.device.type == "cpu" else ""
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype} on {self.device.type}{threads}"
+        return f"{dtype} on {self.device.type}{threads}{self.formats}"
 
     def __str__(self) -> str:
         return f"{self.config.name}, {self.machine}, {self.linear} linear layers"
@@ -248,8 +264,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default="stories",
         metavar="NAME",
         help="stories or stories-chat (embedded, work offline), a folder with config.json and "
-        "safetensors, or a name on the Hugging Face hub such as gpt2 or gpt2-medium, downloaded "
-        "once",
+        f"safetensors{models.others()}, or a name on the Hugging Face hub such as gpt2 or "
+        "gpt2-medium, downloaded once",
     )
     group.add_argument(
         "--random-weights",
@@ -572,10 +588,20 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def choose_dtype(name: str, device: torch.device, model: str | None = None) -> torch.dtype:
-    """The dtype for --dtype. "auto" is bfloat16 where the weights of `model` are stored so and the
-    device has instructions for it, else float32. Raises UserError if `device` lacks such numbers.
+def choose_dtype(
+    name: str, device: torch.device, model: str | None = None, weights: str = "auto"
+) -> torch.dtype:
+    """The dtype for --dtype and --weights, which may name one, too. "auto" is bfloat16 where the
+    weights of `model` are stored so and the device has instructions for it, else float32. Raises
+    UserError if `device` lacks such numbers, or if the options name two dtypes.
     """
+    if weights in DTYPES:
+        if name not in ("auto", weights):
+            raise UserError(
+                f"--dtype {name} and --weights {weights} are two formats for one model: leave one "
+                "of them out."
+            )
+        name = weights
     if name == "float64" and device.type == "mps":
         raise UserError("Apple GPUs have no float64: use --dtype float32, or --device cpu.")
     import torch
@@ -583,8 +609,15 @@ def choose_dtype(name: str, device: torch.device, model: str | None = None) -> t
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
-    stored = model is not None and models.stored_dtype(model) == "BF16"
+    stored = model is not None and weights == "auto" and models.stored_dtype(model) == "BF16"
     return torch.bfloat16 if stored and has_bfloat16(device) else torch.float32
+
+
+def cache_options(kv_dtype: str) -> dict[str, Any]:
+    """--kv-dtype as an option of stage 05's `make`, or of a later one; none for "auto"."""
+    import torch
+
+    return {} if kv_dtype == "auto" else {"dtype": getattr(torch, kv_dtype)}
 
 
 def has_bfloat16(device: torch.device) -> bool:
@@ -600,11 +633,21 @@ def has_bfloat16(device: torch.device) -> bool:
 class Families(Protocol):
     """What loads a checkpoint and makes its model: the module stage01_forward.families."""
 
-    def load(self, name: str, random_weights: bool, seed: int) -> checkpoint.Checkpoint: ...
+    def load(
+        self, name: str, random_weights: bool, seed: int, *, weights: str
+    ) -> checkpoint.Checkpoint: ...
 
     def load_model(
         self, loaded: checkpoint.Checkpoint, device: torch.device, dtype: torch.dtype
     ) -> Any: ...
+
+
+def device_and_dtype(options: Any) -> tuple[torch.device, torch.dtype]:
+    """For --device, --dtype, --weights and the model. Raises UserError."""
+    device = choose_device(options.device)
+    stored = None if options.random_weights else options.model
+    weights = getattr(options, "weights", "auto")
+    return device, choose_dtype(options.dtype, device, stored, weights)
 
 
 def load_model_from(options: argparse.Namespace, families: Families) -> Loaded:
@@ -618,12 +661,14 @@ def load_model_from(options: argparse.Namespace, families: Families) -> Loaded:
 
     from . import checkpoint, linear
 
-    device = choose_device(options.device)
-    dtype = choose_dtype(options.dtype, device, None if options.random_weights else options.model)
+    device, dtype = device_and_dtype(options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     loaded = families.load(
-        options.model, random_weights=options.random_weights, seed=options.seed or 0
+        options.model,
+        random_weights=options.random_weights,
+        seed=options.seed or 0,
+        weights=getattr(options, "weights", "auto"),
     )
     longest = getattr(options, "max_model_len", None) or loaded.config.n_positions
     if longest > loaded.config.n_positions:
@@ -640,7 +685,9 @@ def load_model_from(options: argparse.Namespace, families: Families) -> Loaded:
         tensors.clear()  # a second reference to the weights would keep them after packing
     kind = linear.optimize(model, options.linear)
     model.config = config = replace(loaded.config, n_positions=longest)
-    return Loaded(model, tokenizer, config, kind, device, dtype, loaded.folder)
+    formats = (getattr(options, name, "auto") for name in ("weights", "kv_dtype"))
+    origin = loaded.folder, loaded.files
+    return Loaded(model, tokenizer, config, kind, device, dtype, *origin, *formats)
 
 
 def _tokenizer(options: argparse.Namespace, folder: Path | None) -> AnyTokenizer:

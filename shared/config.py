@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_LAYERS, MOST_SIZE = 2**12, 2**24
+SCALE_BYTES = 2  # of a cached key or value in whole numbers
 ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
 # Options that change the arithmetic, with the one value that our model implements.
 FIXED_OPTIONS = {
@@ -62,8 +63,10 @@ class Config:
         return sum(math.prod(shape) for shape in self.shapes().values())
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes that one cached position takes: a key and a value for each head of each layer."""
-        return 2 * self.n_layer * self.n_kv_head * self.head_dim * dtype.itemsize
+        """Bytes that one cached position takes: a key and a value for each head of each layer. In
+        whole numbers, such as int8, each of them has a scale."""
+        scale = 0 if dtype.is_floating_point else SCALE_BYTES
+        return 2 * self.n_layer * self.n_kv_head * (self.head_dim * dtype.itemsize + scale)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of each tensor, the embedding first, in the model's order. A tied output
@@ -175,17 +178,21 @@ READERS: dict[str, Reader] = {"gpt2": Config.from_dict}  # by model_type
 
 
 def read_config(
-    folder: str | Path, name: str | None = None, readers: Mapping[str, Reader] = READERS
+    folder: str | Path,
+    name: str | None = None,
+    readers: Mapping[str, Reader] = READERS,
+    without: str = "",
 ) -> Config:
-    """Read a checkpoint folder's config.json with the reader of its model_type; without a
-    model_type, the model is a GPT-2. The end tokens in generation_config.json override those in
-    config.json, as in transformers.
+    """Read a checkpoint folder's config.json, all but the option `without`, with the reader of its
+    model_type; without a model_type, the model is a GPT-2. The end tokens in generation_config.json
+    override those in config.json, as in transformers.
 
     Raises UserError as the reader does, for a model_type without a reader, or if a file is absent
     or corrupt.
     """
     path, generation = Path(folder) / "config.json", Path(folder) / "generation_config.json"
     fields = read_json(path)
+    fields.pop(without, None)
     kind = fields.get("model_type", "gpt2")
     reader = readers.get(kind) if isinstance(kind, str) else None
     if reader is None:

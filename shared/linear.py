@@ -73,6 +73,16 @@ class Linear(Protocol):
         without a bias, which belongs to the sum of all parts. The other of the two is None."""
 
 
+class Table(Protocol):
+    """A table of embeddings in a format of its own. It is also an nn.Module."""
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """(...,) int64 -> (..., C)."""
+
+    def head(self) -> nn.Module:
+        """The output layer that shares the table, of a model that ties them."""
+
+
 class Conversion(Protocol):
     """Makes other linear layers of a checkpoint's, and declares how the checkpoint stores them."""
 
@@ -85,16 +95,37 @@ class Conversion(Protocol):
         """The layer in the place of `plain`: a Linear, or `plain` itself. tensors: those declared;
         with them, the weight of `plain` has the model's dtype, and is on "meta"."""
 
+    def embedding(
+        self, name: str, plain: nn.Embedding, tensors: Mapping[str, Tensor]
+    ) -> nn.Embedding | Table:
+        """The table of the tokens' embeddings in the place of `plain`, or `plain` itself."""
+
 
 def convert(
     model: Any, conversion: Conversion, declared: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
-    """Convert all linear layers of `model`, in place. declared: tensors by layer."""
-    for name, layer in list(model.named_modules()):
-        if type(layer) is nn.Linear:
-            tensors = {kind: x.to(model.device) for kind, x in declared.get(name, {}).items()}
-            plain = layer.to(model.dtype) if tensors else layer
-            model.set_submodule(name, conversion.layer(name, plain, tensors))
+    """Convert all linear layers of `model`, and its table of tokens, in place. declared: tensors by
+    layer. A head that is tied to a table in a format of its own is the table's. At most one layer
+    exists in both formats."""
+    from tqdm import tqdm  # here, because few conversions take long
+
+    def tensors(name: str) -> dict[str, Tensor]:
+        return {kind: x.to(model.device) for kind, x in declared.get(name, {}).items()}
+
+    def plain(name: str) -> Any:
+        layer = model.get_submodule(name)
+        return layer.to(model.dtype) if name in declared else layer
+
+    tables = (name for name, x in model.named_modules() if type(x) is nn.Embedding)
+    name = next(tables)  # that of the tokens
+    table = conversion.embedding(name, plain(name), tensors(name))
+    if not isinstance(table, nn.Embedding):
+        model.set_submodule(name, table)
+        if model.config.tied:
+            model.lm_head = table.head()
+    names = [name for name, x in model.named_modules() if type(x) is nn.Linear]
+    for name in tqdm(names, desc="converting", unit="layer", disable=None, delay=1):
+        model.set_submodule(name, conversion.layer(name, plain(name), tensors(name)))
 
 
 def pack(weight: Tensor) -> Tensor:

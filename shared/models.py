@@ -1,15 +1,21 @@
-"""The names of models: embedded ones, known shapes, folders, and the hub's. Imports no torch, so
-that a misspelt name is refused at once."""
+"""The names of models: embedded ones, known shapes, folders, the hub's, and those in formats that a
+later stage reads. Imports no torch, so that a misspelt name is refused at once."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-from .config import Config, read_config
+from .config import Config, Reader, read_config
 from .errors import UserError
+
+if TYPE_CHECKING:
+    from .checkpoint import Opened
 
 MOST_HEADER = 2**26  # bytes of a safetensors file
 STORIES = Path(__file__).parent / "stories" / "model"
@@ -37,40 +43,95 @@ def _presets() -> dict[str, Config]:
 PRESETS: dict[str, Config] = _presets()  # "tiny" is for tests: it has no weights
 
 
+class Format(Protocol):
+    """A format of checkpoints beside folders of floating-point numbers: a module that imports
+    PyTorch only in `open`."""
+
+    KIND: str  # of what it reads, in a message: "a .gguf file"
+    NAMES: Mapping[str, Callable[[], Path]]
+    """Known names, and what finds their files, or raises UserError."""
+
+    def reads(self, path: Path) -> bool:
+        """Whether the file or folder is in this format."""
+
+    def open(self, path: Path, readers: Mapping[str, Reader]) -> Opened:
+        """Raises UserError for a file that cannot be read."""
+
+
+_formats: list[Callable[[], Sequence[Format]]] = []
+
+
+def register(formats: Callable[[], Sequence[Format]]) -> None:
+    """Add the formats that the function returns. It is called when a name is looked up, so that
+    stages are imported only then."""
+    _formats.append(formats)
+
+
+def formats() -> list[Format]:
+    return [format for source in _formats for format in source()]
+
+
+def others() -> str:
+    """The formats and their known names, for a list in a text."""
+    return "".join(f", {', '.join([format.KIND, *format.NAMES])}" for format in formats())
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model on this machine. format: None for a plain folder."""
+
+    path: Path
+    format: Format | None = None
+
+
+def find(name: str) -> Found | None:
+    """The model of this name, if it is on this machine. Raises UserError for a file in an unknown
+    format, and for a known name whose file is not installed."""
+    if name in EMBEDDED:
+        return Found(EMBEDDED[name])
+    if not name or name in PRESETS:
+        return None
+    for format in formats():
+        if name in format.NAMES:
+            return Found(format.NAMES[name](), format)
+    try:
+        path = Path(name).expanduser()
+        if not path.exists():
+            return None
+    except (OSError, RuntimeError, ValueError):  # too long, no such home, a NUL character
+        return None
+    for format in formats():
+        if format.reads(path):
+            return Found(path, format)
+    if not path.is_dir():
+        kinds = "".join(f"{format.KIND}, or " for format in formats())
+        raise UserError(
+            f"{name} is a file: give {kinds}the folder that holds config.json and "
+            "model.safetensors."
+        )
+    return Found(path)
+
+
+def is_known(name: str) -> bool:
+    """Whether the name is a model's own, and not a path's or the hub's."""
+    return name in EMBEDDED or name in PRESETS or any(name in format.NAMES for format in formats())
+
+
 def checked(name: str) -> str:
-    """The name, if a model may have it: a known one, a folder's, or owner/name, as on the hub.
-    Other families name their shapes as the hub does. Raises UserError."""
+    """The name, if a model may have it: a known one, a folder's or file's, or owner/name, as on the
+    hub. Other families name their shapes as the hub does. Raises UserError."""
     hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII)
-    if name in PRESETS or local_folder(name) or hub:
+    if name in PRESETS or find(name) or hub:
         return name
     raise unknown(name)
 
 
-def local_folder(name: str) -> Path | None:
-    """The existing folder of this name, or None. Raises UserError for a file."""
-    if name in EMBEDDED:
-        return EMBEDDED[name]
-    if not name or name in PRESETS:
-        return None
-    try:
-        path = Path(name).expanduser()
-        if path.is_dir():
-            return path
-        is_file = path.exists()
-    except (OSError, RuntimeError, ValueError):  # too long, no such home, a NUL character
-        return None
-    if is_file:
-        raise UserError(
-            f"{name} is a file: give the folder that holds config.json and model.safetensors."
-        )
-    return None
-
-
 def stored_dtype(name: str) -> str:
-    """The number format of a local model's first tensor as safetensors names it, such as "BF16"; ""
-    if it is not known without a download."""
-    folder = local_folder(name)
-    files = sorted(folder.glob("model*.safetensors")) if folder else []
+    """The number format of a plain folder's first tensor as safetensors names it, such as "BF16";
+    "" for another format, or if it is not known without a download."""
+    found = find(name)
+    plain = found is not None and found.format is None
+    files = sorted(found.path.glob("model*.safetensors")) if found and plain else []
     wrong = (LookupError, ValueError, TypeError, AttributeError, StopIteration)  # of a broken file
     with contextlib.suppress(OSError, *wrong):
         with files[0].open("rb") as file:
@@ -81,7 +142,8 @@ def stored_dtype(name: str) -> str:
 
 
 def unknown(name: str) -> UserError:
-    known = ", ".join(dict.fromkeys([*EMBEDDED, *PRESETS]))
+    others = [name for format in formats() for name in format.NAMES]
+    known = ", ".join(dict.fromkeys([*EMBEDDED, *PRESETS, *others]))
     shown = repr(name if len(name) <= 100 else name[:100] + "...")
     return UserError(
         f"There is no model or folder called {shown}: choose {known}, a checkpoint folder, or a "

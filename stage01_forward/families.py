@@ -21,7 +21,7 @@ from shared.linear import Conversion, convert
 
 from .attention import Recompute
 from .model import load_model as load_gpt2
-from .offer import offers
+from .offer import AUTO, offers
 
 
 class Whole(Protocol):
@@ -88,10 +88,17 @@ def load(
     seed: int = 0,
     dtype: torch.dtype | None = None,
     conversion: Conversion | None = None,
+    weights: str = AUTO,
 ) -> Checkpoint:
-    """`checkpoint.load` for the models of all families."""
+    """`checkpoint.load` for the models of all families. weights: of --weights, in place of how the
+    checkpoint stores them."""
     readers = {kind: read for family in families() for kind, read in family.readers.items()}
-    return checkpoint.load(name, random_weights, seed, dtype, readers, presets(), conversion)
+    args = random_weights, seed, dtype, readers, presets(), conversion
+    loaded = checkpoint.load(name, *args)
+    if weights != AUTO:
+        brought = next(offer for offer in offers() if weights in offer.weights)
+        brought.load(brought.weights[weights]).change(loaded, weights)
+    return loaded
 
 
 def load_model(

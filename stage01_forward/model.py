@@ -106,11 +106,11 @@ class GPT2(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.wte.weight.device
+        return self.ln_f.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.wte.weight.dtype
+        return self.ln_f.weight.dtype
 
 
 def load_model(
@@ -131,6 +131,7 @@ def load_model(
         ).to(device, dtype)
         for name, tensor in checkpoint.tensors.items()
     }
-    state.setdefault("lm_head.weight", state["wte.weight"])
+    if "wte.weight" in state:
+        state.setdefault("lm_head.weight", state["wte.weight"])
     model.load_state_dict(state, assign=True, strict=not checkpoint.declared)
     return model.requires_grad_(False).eval()

@@ -15,6 +15,7 @@ import torch
 from shared.config import Config
 from stage01_forward.families import family_of
 from stage01_forward.model import Model
+from stage01_forward.offer import caches_of
 from stage04_continuous.engine import Engine, Sampled, sample_tokens
 from stage04_continuous.plan import Observer
 from stage04_continuous.records import STEPS_KEPT
@@ -28,8 +29,11 @@ from .sanitizer import Sanitizer
 from .scheduler import Scheduler
 
 
-def cache_type(config: Config) -> Callable[..., BlockCache]:
-    """Makes the cache for models of this shape, from PagedCache's arguments."""
+def cache_type(config: Config, dtype: torch.dtype = torch.float32) -> Callable[..., BlockCache]:
+    """Makes the cache in `dtype` for models of this shape, from PagedCache's arguments."""
+    if brought := caches_of(dtype):
+        make_cache: Callable[..., BlockCache] = brought.CACHE
+        return make_cache
     return family_of(config).organs(config).get("make_cache", PagedCache)
 
 
@@ -53,7 +57,7 @@ def make(
     """The engine with the blocks of `pool`; without a pool, with blocks for `contexts` whole
     contexts; with neither, with those of `default_memory` for SEQUENCES requests at a time.
 
-    dtype: of the cache; None: the model's.
+    dtype: of the cache; None: the model's. A later stage may offer a cache in another dtype.
     sanitize: check after every step that no block is lost, shared by mistake or read after it was
         given back; slow.
     make_cache, make_runner, sample_tokens: another stage's, with the arguments of PagedCache,
@@ -69,7 +73,7 @@ def make(
         pool = make_pool(memory, config, dtype, block_size)
         options = {"max_sequences": SEQUENCES, **options}
     swap_blocks = swap_pool.count if swap_pool else 0
-    make_cache = cache_type(config) if make_cache is None else make_cache
+    make_cache = cache_type(config, dtype) if make_cache is None else make_cache
     cache = make_cache(config, pool.count, pool.block_size, swap_blocks, dtype, model.device)
     runner = make_runner(model, cache)
     if swap_pool and options.get("preemption", "auto") == "auto" and "cheaper" not in options:

@@ -109,15 +109,15 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
             )
         chosen = Choice(PAGED, automatic=True)
     else:
-        device = cli.choose_device(settings.device)
-        stored = None if settings.random_weights else settings.model
-        chosen = choose(settings.engine, cli.choose_dtype(settings.dtype, device, stored), device)
+        device, dtype = cli.device_and_dtype(settings)
+        chosen = choose(settings.engine, dtype, device)
     settings.engine, blocks = chosen.name, chosen.offer is not None
-    needs = settings.sanitize or settings.swap_memory or settings.prefix_cache_dir
+    formats = cli.cache_options(settings.kv_dtype)
+    needs = settings.sanitize or settings.swap_memory or settings.prefix_cache_dir or formats
     if needs and not blocks:
         raise UserError(
-            "--sanitize, --swap-memory and --prefix-cache-dir are for blocks, which the engine "
-            f"'{settings.engine}' does not have: leave them out."
+            "--sanitize, --swap-memory, --kv-dtype and --prefix-cache-dir are for blocks, which "
+            f"the engine '{settings.engine}' does not have: leave them out."
         )
     if settings.prefix_cache_dir and not settings.enable_prefix_caching:
         raise UserError(
@@ -132,11 +132,13 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
         seed=0,
         device=settings.device,
         dtype=settings.dtype,
+        weights=settings.weights,
+        kv_dtype=settings.kv_dtype,
         linear=chosen.linear(settings.linear),
         threads=settings.threads or None,
     )
     loaded = (maker.load if maker else cli.load_model_from)(options, families)
-    config, dtype, block_size = loaded.config, loaded.dtype, settings.block_size
+    config, dtype, block_size = loaded.config, loaded.kv_dtype, settings.block_size
     free = free_memory(loaded.device)
     if settings.kv_memory:
         memory = parse_memory(settings.kv_memory, free)
@@ -165,12 +167,12 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
         token_budget=budget,
         prefix_caching=settings.enable_prefix_caching,
         preemption=settings.preemption,
+        **formats,
     )
     settings.engine, settings._faster = chosen.name, "" if maker else faster(chosen, loaded)
     counts = None
     if folder:
-        weights = None if settings.random_weights else loaded.folder
-        counts = attach(engine, folder, settings.prefix_cache_size, loaded, weights).counts
+        counts = attach(engine, folder, settings.prefix_cache_size, loaded).counts
     served = (maker.serve if maker else Paged)(engine)
     served.disk = counts
     return served, loaded
@@ -186,6 +188,11 @@ def make_earlier(settings: Settings, loaded: cli.Loaded, rows: int, budget: int)
 
     if settings.engine == "transformers":
         weights = families.load(settings.model, random_weights=settings.random_weights)
+        if weights.conversion:
+            raise UserError(
+                f"--engine transformers does not read {settings.model}: give a folder with weights "
+                "in a floating-point format, or leave --engine out."
+            )
         if type(weights.config) is Config:
             model = transformers_model(weights, loaded.dtype)
         elif weights.folder is None or settings.random_weights:
@@ -210,7 +217,7 @@ def plan(settings: Settings, status: Status, loaded: cli.Loaded, address: str) -
     config, count = loaded.config, status.blocks
     name = settings.served_model_name or config.name
     whole = count // -(-config.n_positions // status.block_size)
-    memory = size(count * status.block_size * config.kv_bytes_per_token(loaded.dtype))
+    memory = size(count * status.block_size * config.kv_bytes_per_token(loaded.kv_dtype))
     contexts = f"{whole} whole context{'' if whole == 1 else 's'}"
     folder = settings.prefix_cache_dir
     disk = f"{folder}, at most {settings.prefix_cache_size} of prefixes that survive a restart"

@@ -45,33 +45,34 @@ RESCAN = 30.0  # seconds until files of other servers in the folder are seen
 OLDER = 1e-3  # seconds that a file looks older than the one before it in its sequence
 
 
-def space_of(loaded: Loaded, cache: Any, weights: Path | None) -> bytes:
-    """A digest of what keys and values depend on besides the tokens and the salt: the files in
-    `weights` (None: random ones), shape and options of the model, number formats, and how `cache`
-    lays out a block."""
+def space_of(loaded: Loaded, cache: Any) -> bytes:
+    """A digest of what keys and values depend on besides the tokens and the salt: the files with
+    the weights, shape and options of the model, number formats, and how `cache` lays out a
+    block."""
     import torch
 
     digest = hashlib.sha256(VERSION)
-    for path in sorted(weights.glob("*.safetensors")) if weights else ():
+    for path in loaded.files:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
-    source = "files" if weights else f"torch {torch.__version__}"
+    source = "files" if loaded.files else f"torch {torch.__version__}"
+    source += f" {loaded.weights}"
     planes = [(tuple(plane.shape[1:]), plane.dtype) for plane in cache.memory.planes]
     layout = (type(cache).__qualname__, cache.block_size, planes, sys.byteorder)
     digest.update(f"{source} {replace(loaded.config, name='')} {loaded.dtype} {layout}".encode())
     return digest.digest()
 
 
-def attach(engine: Any, folder: Path, size: str, loaded: Loaded, weights: Path | None) -> DiskStore:
+def attach(engine: Any, folder: Path, size: str, loaded: Loaded) -> DiskStore:
     """Keep the blocks of stage 05's engine, or of one with the same kind of scheduler and cache, in
-    `folder`. size: at most, as for `parse_memory`, in percent of the disk. weights: see `space_of`.
+    `folder`. size: at most, as for `parse_memory`, in percent of the disk.
 
     Raises UserError if `size` is less than one file.
     """
     cap = parse_memory(size, shutil.disk_usage(folder).total if "%" in size else sys.maxsize)
     scheduler, cache = engine.scheduler, engine.runner.cache
     sizes = 8 * cache.block_size, cache.memory.bytes_per_block
-    files = BlockFiles(folder, cap, space_of(loaded, cache, weights), *sizes)
+    files = BlockFiles(folder, cap, space_of(loaded, cache), *sizes)
     scheduler.store = store = DiskStore(files, scheduler.pool, cache.memory)
     engine.observers.append(store)
     return store

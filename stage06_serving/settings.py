@@ -22,7 +22,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from shared import models
 from shared.cli import MOST_TOKENS, OTHER_NAMES, Parser, with_default
 from shared.errors import UserError
-from stage01_forward.offer import Offer, offers
+from stage01_forward import offer as brought
+from stage01_forward.offer import AUTO, Offer, offers
 from stage05_paged.memory import parse_memory
 
 PREFIX = "STAIRCASE_"
@@ -33,11 +34,11 @@ GROUPS = {  # of the help, by their first options
     "engine": "engine and memory",
     "max_queue": "requests",
 }
-AUTO = "auto"  # the newest engine that is found right on this machine
 
 
 def engines() -> dict[str, Offer | None]:
-    """The names for --engine, and the stages' offers; None for an engine that this stage adapts."""
+    """The names for --engine, and the newest stages' offers; None for an engine that this stage
+    adapts."""
     served = {offer.served: offer for offer in offers() if offer.served}
     return {**served, **dict.fromkeys(EARLIER)}
 
@@ -53,7 +54,7 @@ class Settings(BaseSettings):
         str,
         Field(
             description="the embedded model 'stories' or 'stories-chat', a name on the hub, or a "
-            "folder"
+            f"folder{models.others()}"
         ),
     ] = "stories"
     chat: Annotated[
@@ -82,6 +83,9 @@ class Settings(BaseSettings):
         Literal["auto", "float32", "bfloat16", "float16", "float64"],
         Field(description="number format of the weights"),
     ] = "auto"
+    weights: Annotated[
+        str, Field(description=f"{brought.ABOUT_WEIGHTS}: {', '.join(brought.weight_formats())}")
+    ] = AUTO
     linear: Annotated[
         Literal["auto", "plain", "packed"], Field(description="layout of the weights on a CPU")
     ] = "auto"
@@ -135,6 +139,9 @@ class Settings(BaseSettings):
             description="memory for keys and values: 512MiB, 2GB, 25%% of free; default: automatic"
         ),
     ] = ""
+    kv_dtype: Annotated[
+        str, Field(description=f"{brought.ABOUT_KV}: {', '.join(brought.kv_formats())}")
+    ] = AUTO
     block_size: Annotated[int, Field(ge=1, le=1024, description="tokens in a block")] = 16
     swap_memory: Annotated[
         str, Field(description="memory to swap preempted sequences to; default: none")
@@ -189,10 +196,15 @@ class Settings(BaseSettings):
     def _may_exist(cls, name: str) -> str:
         return models.checked(name)
 
-    @field_validator("engine")
+    @field_validator("engine", "weights", "kv_dtype")
     @classmethod
-    def _known(cls, name: str) -> str:
-        names = [AUTO, *engines()]
+    def _known(cls, name: str, field: ValidationInfo) -> str:
+        known = {
+            "engine": [AUTO, *engines()],
+            "weights": brought.weight_formats(),
+            "kv_dtype": brought.kv_formats(),
+        }
+        names = known[str(field.field_name)]
         if name not in names:
             raise ValueError(f"choose one of {', '.join(names)}")
         return name

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shared import cli
 from shared.errors import UserError
+from stage01_forward.offer import add_options
 
 if TYPE_CHECKING:
     from stage01_forward.params import SamplingParams
@@ -39,6 +40,7 @@ def make_parser() -> cli.Parser:
         help="paged is stage 05's engine, kernels stage 09's; auto takes the kernels where they "
         "are right",
     )
+    add_options(parser)
     return parser
 
 
@@ -64,12 +66,12 @@ def load(options: argparse.Namespace) -> tuple[cli.Loaded, Engine, SamplingParam
     from stage06_serving.choice import choose
 
     sampling = SamplingParams(**cli.sampling_fields(options))
-    device = cli.choose_device(options.device)
-    stored = None if options.random_weights else options.model
-    chosen = choose(options.engine, cli.choose_dtype(options.dtype, device, stored), device)
+    device, dtype = cli.device_and_dtype(options)
+    chosen = choose(options.engine, dtype, device)
     wanted, options.linear = options.linear, chosen.linear(options.linear)
     loaded = cli.load_model_from(options, families)
-    return loaded, chosen.make(loaded, wanted, contexts=1), sampling, chosen
+    formats = cli.cache_options(options.kv_dtype)
+    return loaded, chosen.make(loaded, wanted, contexts=1, **formats), sampling, chosen
 
 
 def speak(options: argparse.Namespace, prompt: str) -> int:

@@ -124,11 +124,11 @@ class Llama(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.embed_tokens.weight.device
+        return self.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embed_tokens.weight.dtype
+        return self.norm.weight.dtype
 
 
 def load_model(
@@ -141,7 +141,8 @@ def load_model(
     with without_weights():
         model = Llama(config)
     state = {name: tensor.to(device, dtype) for name, tensor in checkpoint.tensors.items()}
-    state.setdefault("lm_head.weight", state["embed_tokens.weight"])
+    if "embed_tokens.weight" in state:
+        state.setdefault("lm_head.weight", state["embed_tokens.weight"])
     model.load_state_dict(state, assign=True, strict=not checkpoint.declared)
     if checkpoint.unused:
         model.unused = torch.tensor(checkpoint.unused, device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shared import cli
+from stage01_forward.offer import add_options
 
 if TYPE_CHECKING:
     import argparse
@@ -16,7 +17,9 @@ ABOUT = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = cli.generation_parser("stage09_kernels", ABOUT).parse_args(argv)
+    parser = cli.generation_parser("stage09_kernels", ABOUT)
+    add_options(parser)
+    options = parser.parse_args(argv)
     return speak(options, cli.read_prompt(options))
 
 
@@ -30,7 +33,9 @@ def speak(options: argparse.Namespace, prompt: str) -> int:
     sampling = SamplingParams(**cli.sampling_fields(options))
     options.linear = OFFER.linear
     loaded = cli.load_model_from(options, families)
-    cli.speak(make(loaded.model, contexts=1, insist=True, **OFFER.alone), loaded, prompt, sampling)
+    formats = cli.cache_options(options.kv_dtype)
+    engine = make(loaded.model, contexts=1, insist=True, **formats, **OFFER.alone)
+    cli.speak(engine, loaded, prompt, sampling)
     return 0
 
 

@@ -42,11 +42,13 @@ class KernelCache:
     `swap_blocks` blocks.
 
     level: of instructions, one of `library.levels()`; the best if empty. source: FAST, if None, or
-    NAIVE. Raises NoKernels for a dtype, head size or device that the kernels do not support, or
+    NAIVE. real: what attention computes in; None: float64 for float64, otherwise float32.
+    Raises NoKernels for a dtype, head size or device that the kernels do not support, or
     without a compiler.
     """
 
     defines: tuple[str, ...] = ()  # constants of the C files to set, for experiments
+    scales = 0  # numbers that a token's scales take, behind the values of a head: a later stage's
 
     def __init__(
         self,
@@ -58,26 +60,27 @@ class KernelCache:
         device: torch.device | str = "cpu",
         level: str = "",
         source: Path | None = None,
+        real: torch.dtype | None = None,
     ) -> None:
-        check(config, dtype, device)
+        check(config, real or dtype, device)
         self.blocks, self.block_size, self.dtype = blocks, block_size, dtype
         self.level, self.source = level, source or FAST
         self.windows: tuple[int, ...] = getattr(config, "windows", ())  # only Llamas have any
         self.heads, self.width = config.n_kv_head, config.head_dim
         keys = (self.width + self.width % 2) * padded(block_size)
-        numbers = keys + block_size * padded(self.width)
+        numbers = keys + block_size * padded(self.width) + self.scales * padded(block_size)
         self.kv = library.blank((config.n_layer, blocks, self.heads, numbers), dtype)
         self.swapped = torch.zeros(config.n_layer, swap_blocks, self.heads, numbers, dtype=dtype)
         self.memory = Planes([self.kv.movedim(1, 0)], [self.swapped.movedim(1, 0)])
         self.group = config.n_head // config.n_kv_head
         self.tables = Tables(blocks)
-        self.real = torch.float64 if dtype == torch.float64 else torch.float32
-        self.library(dtype)  # compiled now, not during the first request
+        self.real = real or (torch.float64 if dtype == torch.float64 else torch.float32)
+        self.library(real or dtype)  # compiled now, not during the first request
 
     def library(self, weights: torch.dtype) -> ctypes.CDLL:
         """The kernels for this cache and for weights of this dtype."""
         sizes = {"REAL": self.real, "WEIGHT": weights, "CACHE": self.kv.dtype}
-        defines = tuple(f"{name}={SIZES[dtype]}" for name, dtype in sizes.items())
+        defines = tuple(f"{name}={dtype.itemsize}" for name, dtype in sizes.items())
         return library.load(self.source, defines + self.defines, self.level)
 
     def attention(self, layer: int) -> Attention:

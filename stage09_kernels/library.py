@@ -18,6 +18,7 @@ import math
 import mmap
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -40,7 +41,11 @@ FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-Wno-psabi")
 WIDE = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mprefer-vector-width=512"
 WIDE_NEEDS = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx2", "fma3")
 LEVELS = {  # by level: flags that turn its instructions on, and what the processor must have
-    "avx512_bf16": (f"{WIDE} -mavx512bf16", (*WIDE_NEEDS, "avx512_bf16")),
+    "avx512_bf16": (
+        f"{WIDE} -mavx512vnni -mavx512bf16",
+        (*WIDE_NEEDS, "avx512_vnni", "avx512_bf16"),
+    ),
+    "avx512_vnni": (f"{WIDE} -mavx512vnni", (*WIDE_NEEDS, "avx512_vnni")),
     "avx512": (WIDE, WIDE_NEEDS),
     "avx2": ("-mavx2 -mfma", ("avx2", "fma3")),
     "plain": ("", ()),
@@ -123,9 +128,7 @@ def _loaded(source: Path, flags: Sequence[str], compiler: Sequence[str]) -> ctyp
 def _built(source: Path, flags: Sequence[str], compiler: Sequence[str]) -> Path:
     """The compiled file. Raises OSError or SubprocessError."""
     can = sorted(name for name, has in capabilities().items() if has is True)
-    # A file may include any other in its folder, and headers in the folder above.
-    included = sorted({*source.parent.glob("*.[ch]"), *source.parent.parent.glob("*.h")})
-    texts = [file.read_text(encoding="utf-8") for file in included]
+    texts = _included(source, {}).values()
     parts = [source.name, *texts, *flags, *compiler, _version(tuple(compiler)), *can]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     suffix = ".dll" if sys.platform == "win32" else ".so"
@@ -142,6 +145,15 @@ def _built(source: Path, flags: Sequence[str], compiler: Sequence[str]) -> Path:
         finally:
             Path(name).unlink(missing_ok=True)
     return path
+
+
+def _included(file: Path, texts: dict[Path, str]) -> dict[Path, str]:
+    """`texts`, and those of a C file and of all that it includes."""
+    if file.exists() and file not in texts:
+        texts[file] = file.read_text(encoding="utf-8")
+        for name in re.findall(r'^#include "(.+)"', texts[file], re.MULTILINE):
+            _included((file.parent / name).resolve(), texts)
+    return texts
 
 
 def _writable(folder: Path) -> Path:

@@ -21,6 +21,7 @@ from shared import chat_template, cli
 from shared.errors import UserError
 from stage01_forward import families
 from stage01_forward.generation import Output, sampling_per_prompt
+from stage01_forward.offer import AUTO
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 
@@ -46,8 +47,9 @@ class Answer:
 class LLM:
     """A model and its engine: this stage's, or stage 05's where the kernels do not run.
 
-    model: an embedded model, a folder, or a name on the hub.
-    dtype, device, threads, random_weights, max_model_len: as on the command line.
+    model: an embedded model, a folder, a file, or a name on the hub.
+    dtype, weights, kv_dtype, device, threads, random_weights, max_model_len: as on the command
+        line.
     engine: options of the scheduler, such as max_sequences, and of `make`.
     Raises UserError for a model that cannot be loaded, and for invalid options.
     """
@@ -57,6 +59,8 @@ class LLM:
         model: str = "stories",
         *,
         dtype: str = "auto",
+        weights: str = AUTO,
+        kv_dtype: str = AUTO,
         device: str = "auto",
         threads: int | None = None,
         random_weights: bool = False,
@@ -66,6 +70,7 @@ class LLM:
         options = argparse.Namespace(
             model=model,
             dtype=dtype,
+            weights=weights,
             device=device,
             threads=threads,
             random_weights=random_weights,
@@ -74,7 +79,8 @@ class LLM:
             seed=None,
         )
         self.loaded = cli.load_model_from(options, families)
-        self.engine = make(self.loaded.model, **OFFER.alone, **engine)
+        formats = cli.cache_options(kv_dtype)
+        self.engine = make(self.loaded.model, **formats, **OFFER.alone, **engine)
 
     def generate(
         self,

@@ -7,6 +7,9 @@ import logging
 from functools import partial
 from typing import Any
 
+import torch
+
+from stage01_forward.offer import caches_of
 from stage04_continuous.engine import Engine
 from stage04_continuous.make import answer as answer
 from stage05_paged.engine import make as make_paged
@@ -35,7 +38,7 @@ def make(
         return make_paged(
             model,
             contexts,
-            make_cache=kernels.cache,
+            make_cache=_cache_type(model, options.get("dtype")) or kernels.cache,
             make_runner=partial(kernels.runner, release=release),
             sample_tokens=kernels.sample_tokens,
             **options,
@@ -45,3 +48,14 @@ def make(
             raise
         log.warning("%s The engine runs as stage 05 does.", error)
         return make_paged(model, contexts, **options)
+
+
+def _cache_type(model: Any, dtype: torch.dtype | None) -> Any:
+    """Makes the cache that a stage offers for `dtype`; None: the kernels' own, if any. Raises
+    NoKernels if it has none for the model's device."""
+    if not (brought := caches_of(dtype)):
+        return None
+    kind, real = model.device.type, torch.promote_types(model.dtype, torch.float32)
+    if kind not in brought.KERNEL_CACHES:
+        raise NoKernels(f"There are no kernels for a cache in {dtype} on {kind}.")
+    return partial(brought.KERNEL_CACHES[kind], real=real)

@@ -60,7 +60,10 @@ static void attend(const struct operation *o, int64_t row) {
 }
 
 /* Output n of a row before the epilogue. */
-static real dot(const struct linear *l, const operand *x, int64_t n) {
+static real dot(const struct linear *l, int64_t row, int64_t n) {
+    real (*product)(const struct linear *, int64_t, int64_t) = l->product;
+    if (product) return product(l, row, n);
+    const operand *x = l->x + row * l->x_stride;
     int64_t inputs = l->inputs + l->inputs % K_STEP;
     const weight *column = l->weights + n / PANEL * inputs * PANEL + n % PANEL * K_STEP;
     real sum = l->bias ? l->bias[n] : 0;
@@ -77,12 +80,11 @@ static real silu_mul(real gate, real up) { return gate / (1 + exp(-gate)) * up; 
 
 static void linear(const struct operation *o, int64_t row) {
     const struct linear *l = &o->of.linear;
-    const operand *x = l->x + row * l->x_stride;
     int64_t residual_row = l->residual_of_all ? o->pass->out_rows[row] : row;
     for (int64_t n = 0; n < l->outputs; n++) {
         int64_t gate = n / 32 * 64 + n % 32;
-        real y = dot(l, x, l->epilogue == SILU_MUL ? gate : n);
-        if (l->epilogue == SILU_MUL) y = silu_mul(y, dot(l, x, gate + 32));
+        real y = dot(l, row, l->epilogue == SILU_MUL ? gate : n);
+        if (l->epilogue == SILU_MUL) y = silu_mul(y, dot(l, row, gate + 32));
         if (l->epilogue == GELU) y = gelu(y);
         if (l->residual) y += l->residual[residual_row * l->residual_stride + n];
         store(l->out, row * l->out_stride + n, l->out_is_operand ? WEIGHT : REAL, y);

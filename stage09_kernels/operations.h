@@ -2,7 +2,8 @@
 
    REAL, WEIGHT and CACHE are sizes in bytes. REAL is 4 or 8; WEIGHT and CACHE equal REAL, or are 2
    for bfloat16 if REAL is 4. Numbers that are multiplied in bfloat16 lie in pairs, as processors
-   with an instruction for it expect them. */
+   with an instruction for it expect them. CACHE 1 is for a later stage: whole numbers, with a scale
+   for each key and each value. */
 
 #pragma once
 
@@ -18,10 +19,13 @@ typedef uint16_t weight, operand; /* operand: what a weight multiplies */
 #else
 typedef real weight, operand;
 #endif
-#if CACHE == 2
-typedef uint16_t cached;
+#if CACHE == 1
+typedef int8_t cached;
+typedef real factor; /* what a cached number is multiplied by */
+#elif CACHE == 2
+typedef uint16_t cached, factor;
 #else
-typedef real cached;
+typedef real cached, factor;
 #endif
 
 #define PAD 16   /* rows in memory are padded to a multiple of it */
@@ -29,6 +33,7 @@ typedef real cached;
 #define K_STEP (WEIGHT == 2 ? 2 : 1) /* inputs whose weights are interleaved */
 #define PAIR (CACHE == 2 ? 2 : 1)    /* channels of keys that are interleaved */
 #define MAX_HEAD_DIM 512
+#define SCALES (CACHE == 1 ? 4 : 0) /* bytes of a token's two scales, behind the values */
 
 static inline int64_t padded(int64_t count) { return (count + PAD - 1) / PAD * PAD; }
 
@@ -52,6 +57,10 @@ struct linear {
     const real *residual;  /* or none; may be `out` itself */
     int64_t x_stride, out_stride, residual_stride, inputs, outputs, epilogue, out_is_operand;
     int64_t residual_of_all; /* residual has a row for each token, out only the wanted ones */
+    int64_t x_is_operand;    /* x: operand instead of real; only `product` reads the latter */
+    void *product;           /* or none: the function of a stage with weights in its own format */
+    const void *format;      /* what that function reads */
+    void *scratch;           /* where it may write */
 };
 enum { PLAIN, GELU, SILU_MUL }; /* SILU_MUL: a panel has 32 gates and the 32 numbers they scale */
 
@@ -104,7 +113,7 @@ struct operation {
     const struct pass *pass; /* set by `step` */
 };
 enum { NORM, LINEAR, ROPE, ATTEND };
-enum { ALL_ROWS, OUT_ROWS }; /* gain of OUT_ROWS in the last layer: 1.47x, bfloat16 1.45x */
+enum { ALL_ROWS, OUT_ROWS };
 
 static inline int64_t rows_of(const struct operation *o) {
     return o->rows == ALL_ROWS ? o->pass->n_rows : o->pass->n_out_rows;
@@ -113,7 +122,7 @@ static inline int64_t rows_of(const struct operation *o) {
 static inline cached *keys_of(const struct attention *a, int64_t block, int64_t head) {
     int64_t keys = (a->head_dim + a->head_dim % 2) * padded(a->block);
     return a->cache + block * a->block_stride +
-           head * (keys + a->block * padded(a->head_dim));
+           head * (keys + a->block * padded(a->head_dim) + SCALES * padded(a->block));
 }
 
 static inline cached *values_of(const struct attention *a, int64_t block, int64_t head) {

@@ -29,8 +29,8 @@ class Linear(ctypes.Structure):
     _fields_ = _fields(
         "x out weights bias residual",
         "x_stride out_stride residual_stride inputs outputs epilogue out_is_operand "
-        "residual_of_all",
-    )
+        "residual_of_all x_is_operand",
+    ) + _fields("product format scratch", "")
 
 
 class Rope(ctypes.Structure):

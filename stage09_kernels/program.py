@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +101,19 @@ class PanelLinear(nn.Module):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
+class Product(Protocol):
+    """A product with weights in the format of another stage, in the same call of C. A layer offers
+    it as `product(layers, epilogue, cache, dtype)`, for itself and those beside it; None if C
+    cannot compute it."""
+
+    linear: Linear  # its product, format, inputs, outputs and epilogue
+    bias: Tensor | None  # (panels * 64)
+    scratch: int  # bytes of memory that it needs for each row of a pass
+
+    def release(self, model: nn.Module) -> None:
+        """Let `model` drop its own copy of the weights."""
+
+
 class Program:
     """The operations of a model over the keys and values in `cache`.
 
@@ -122,6 +135,8 @@ class Program:
         self.kept: list[Tensor] = []  # tensors that operations point to
         named = model.named_modules() if release else ()
         self.names = {layer: name for name, layer in named if type(layer) is nn.Linear}
+        self.release = release
+        self.formats: list[Product] = []
         self.operations: list[Operation] = []
         self.products: dict[int, tuple[list[Any], int]] = {}  # layers of an operation in Python
         self.places: list[dict[str, Any]] = []  # of each: its buffers, by name, and where in them
@@ -171,14 +186,27 @@ class Program:
         out: str,
         epilogue: int = PLAIN,
         residual: str | None = None,
+        column: int = 0,
     ) -> None:
-        """Add a product with `layers` side by side; for SILU_MUL, the gate and what it scales.
+        """Add a product with `layers` side by side, whose outputs begin at `column`; for SILU_MUL,
+        with the gate and what it scales.
 
-        If a layer has a format of its own, all of them compute their products themselves, between
-        two calls of C.
+        Layers in a format of their own bring a Product. Without one they compute between two calls
+        of C. Those of several formats become several operations, if no gate joins them.
         """
         operation = Operation(LINEAR)
-        if any(isinstance(layer, OwnLinear) for layer in layers):
+        own = any(isinstance(layer, OwnLinear) for layer in layers)
+        product = self._product(layers, epilogue) if own else None
+        if own and product is None and len(layers) > 1 and epilogue != SILU_MUL:
+            self.buffer(out, sum(layer.out_features for layer in layers))
+            for layer in layers:
+                self.linear([layer], x, out, epilogue, residual, column)
+                column += layer.out_features
+            return
+        if product is not None:
+            operation.of.linear = product.linear
+            operation.of.linear.bias = self.vector(product.bias)
+        elif own:
             packed = [layer.pack() if isinstance(layer, OwnLinear) else layer for layer in layers]
             self.products[len(self.operations)] = packed, epilogue
             widths = [layer.out_features for layer in layers]
@@ -188,8 +216,20 @@ class Program:
         else:
             operation.of.linear = self._laid_out(layers, epilogue)
         self.buffer(out, operation.of.linear.outputs)
-        self.operands.add(x)
-        self._add(operation, x=x, out=out, **({"residual": residual} if residual else {}))
+        if product is None:
+            self.operands.add(x)
+        places = {"residual": residual} if residual else {}
+        self._add(operation, x=x, out=out, column=column, **places)
+
+    def _product(self, layers: Sequence[Any], epilogue: int) -> Product | None:
+        if not all(hasattr(layer, "product") for layer in layers):
+            return None
+        product: Product | None = layers[0].product(layers, epilogue, self.cache, self.dtype)
+        if product is not None:
+            self.formats.append(product)
+            if self.release:
+                product.release(self.model)
+        return product
 
     def _laid_out(self, layers: Sequence[Any], epilogue: int) -> Linear:
         """The product with the weights of `layers`, laid out for the kernels."""
@@ -249,6 +289,7 @@ class Program:
     def attend(self, layer: int, x: str, out: str) -> None:
         operation = Operation(ATTEND)
         operation.of.attention = self.cache.attention(layer)
+        self.operands.add(out)
         if layer == self.config.n_layer - 1:
             self.rows = OUT_ROWS
         self._add(operation, x=x, out=out)
@@ -276,6 +317,8 @@ class Program:
         if rows <= self.room:
             return
         self.room = max(rows, 2 * self.room)
+        scratch = self.room * max((product.scratch for product in self.formats), default=0)
+        self.scratch = torch.empty(scratch, dtype=torch.uint8)
         for name, width in self.widths.items():
             dtype = self.dtype if name in self.operands else self.real
             line = LINE // dtype.itemsize
@@ -301,10 +344,14 @@ class Program:
                 body = operation.of.norm if operation.kind == NORM else operation.of.linear
                 body.out_is_operand = places["out"] in self.operands
                 body.x, body.x_stride = start, x.stride(0)
+                if operation.kind == LINEAR:
+                    body.x_is_operand = places["x"] in self.operands
+                    body.scratch = self.scratch.data_ptr()
                 if "residual" in places:
                     residual = self.buffers[places["residual"]]
                     body.residual, body.residual_stride = residual.data_ptr(), residual.stride(0)
-            body.out = out.data_ptr() + places.get("first", 0) * out.itemsize
+            column = places.get("column", places.get("first", 0))
+            body.out = out.data_ptr() + column * out.itemsize
             body.out_stride = out.stride(0)
 
     def run(
@@ -363,7 +410,7 @@ class Program:
         if "residual" in places:
             residual = self.buffers[places["residual"]][:, : y.shape[1]]
             y = y + residual[rows if operation.of.linear.residual_of_all else here]
-        self.buffers[places["out"]][here, : y.shape[1]] = y
+        self.buffers[places["out"]][here].narrow(1, places["column"], y.shape[1]).copy_(y)
 
 
 def _gpt2(p: Program, model: Any) -> None:

@@ -79,6 +79,9 @@ class Int8:
             weight, scale = quantize(plain.weight.detach())
         return Int8Linear(weight, scale, plain.bias)
 
+    def embedding(self, name: str, plain: nn.Embedding, tensors: Any) -> nn.Embedding:
+        return plain
+
 
 class Dequantized(Int8):
     """The same layers with plain weights."""

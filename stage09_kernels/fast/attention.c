@@ -27,13 +27,16 @@
 #define UNROLL 4
 #endif
 #ifndef PREFETCH
-#define PREFETCH (CACHE == 2) /* gain: bfloat16 1.09x */
+#define PREFETCH (CACHE <= 2) /* gain: bfloat16 1.09x */
 #endif
 #if BYTES == 64
 #define ACCUMULATORS 16 /* sums to keep in registers */
 #else
 #define ACCUMULATORS 8
 #endif
+
+#if CACHE != 1 /* otherwise a later stage's file has these */
+static inline cached_vec load_cached(const cached *p) { return *(const cached_vec *)p; }
 
 /* Store the keys and values of an item's tokens for one head. */
 static void store_kv(const struct operation *o, const struct item *item, int64_t head) {
@@ -55,6 +58,13 @@ static void store_kv(const struct operation *o, const struct item *item, int64_t
             store(value + d, load_partial(v + d, D - d, 0), D - d);
     }
 }
+
+/* The scales of a vector of keys, and of their values. */
+static inline void load_scales(const struct attention *a, const cached *keys, int64_t slot,
+                               real *of_keys, real *of_values) {
+    (void)a, (void)keys, (void)slot, (void)of_keys, (void)of_values;
+}
+#endif
 
 /* Keys `start` to `end` of a tile that begins with key `first`. */
 struct tile {
@@ -79,12 +89,12 @@ struct queries {
 
 /* Of one query. The vector with the first key may begin before the tile does. */
 typedef real scores_of[KEY_TILE + 2 * PAD];
-typedef cached weights_of[KEY_TILE + 2 * PAD];
+typedef factor weights_of[KEY_TILE + 2 * PAD];
 
-static inline cached_factor factor_at(const cached *p) { /* from a query, or a weight */
-    cached_factor factor;
-    memcpy(&factor, p, sizeof factor);
-    return factor;
+static inline cached_factor factor_at(const factor *p) { /* from a query, or a weight */
+    cached_factor number;
+    memcpy(&number, p, sizeof number);
+    return number;
 }
 
 /* Prefetch a cache line of a block that is read soon: the processor's own guesses end with each
@@ -93,7 +103,7 @@ static inline cached_factor factor_at(const cached *p) { /* from a query, or a w
 
 /* The scores of `count` queries with `unroll` vectors of keys. */
 static inline __attribute__((always_inline)) void
-score(const struct attention *a, const struct key_vec *vectors, const cached (*query)[MAX_HEAD_DIM],
+score(const struct attention *a, const struct key_vec *vectors, const factor (*query)[MAX_HEAD_DIM],
       scores_of *scores, const int count, const int unroll) {
     const int64_t line = padded(a->block);
     vec sums[MAX_QUERIES][UNROLL];
@@ -101,7 +111,7 @@ score(const struct attention *a, const struct key_vec *vectors, const cached (*q
         for (int u = 0; u < unroll; u++) sums[i][u] = (vec){0};
     for (int64_t d = 0; d < a->head_dim; d += PAIR)
         for (int u = 0; u < unroll; u++) {
-            cached_vec keys = *(const cached_vec *)(vectors[u].keys + d * line);
+            cached_vec keys = load_cached(vectors[u].keys + d * line);
             prefetch(vectors[u + unroll].keys + d * line);
             for (int i = 0; i < count; i++)
                 sums[i][u] = madd(sums[i][u], keys, factor_at(query[i] + d));
@@ -117,7 +127,7 @@ static inline cached_vec load_values(const cached *even, const cached *odd) {
     return load_low(even) | load_low(odd) << 16;
 #else
     (void)odd;
-    return *(const cached_vec *)even;
+    return load_cached(even);
 #endif
 }
 
@@ -163,9 +173,9 @@ static inline __attribute__((always_inline)) void
 attend(const struct attention *a, const struct queries *group, const int count) {
     const int64_t row = padded(a->head_dim);
     const int unroll = ACCUMULATORS / count < UNROLL ? ACCUMULATORS / count : UNROLL;
-    cached query[MAX_QUERIES][MAX_HEAD_DIM];
+    factor query[MAX_QUERIES][MAX_HEAD_DIM];
     real result[MAX_QUERIES][MAX_HEAD_DIM], weighed[MAX_QUERIES][MAX_HEAD_DIM];
-    scores_of scores[MAX_QUERIES];
+    scores_of scores[MAX_QUERIES], key_scales, value_scales;
     weights_of weights[MAX_QUERIES];
     real max[MAX_QUERIES], sum[MAX_QUERIES];
     int64_t end = 0, begin = INT64_MAX; /* keys that some query sees */
@@ -192,9 +202,12 @@ attend(const struct attention *a, const struct queries *group, const int count) 
         for (int64_t b = 0; key < tile.end; b++, key += a->block) {
             tile.blocks[b] = keys_of(a, group->table[key / a->block], group->head);
             for (int64_t slot = 0; slot < a->block; slot += LANES)
-                if (key + slot < tile.end && key + slot + LANES > tile.start)
-                    vectors[n_vectors++] =
-                        (struct key_vec){tile.blocks[b] + slot * PAIR, key + slot - first};
+                if (key + slot < tile.end && key + slot + LANES > tile.start) {
+                    int64_t place = key + slot - first;
+                    load_scales(a, tile.blocks[b], slot, key_scales + PAD + place,
+                                value_scales + PAD + place);
+                    vectors[n_vectors++] = (struct key_vec){tile.blocks[b] + slot * PAIR, place};
+                }
         }
         for (int u = 0; u < unroll; u++) vectors[n_vectors + u].keys = tile.blocks[0];
         int v = 0;
@@ -207,6 +220,9 @@ attend(const struct attention *a, const struct queries *group, const int count) 
             real *s = scores[i] + PAD;
             int64_t low = first_seen(a, group->positions[i]) - first;
             int64_t high = group->positions[i] + 1 - first, size = padded(tile.end - first);
+            const real *scale = key_scales + PAD;
+            for (int64_t t = 0; CACHE == 1 && t < size; t += LANES)
+                *(vec *)(s + t) *= *(const vec *)(scale + t);
             for (int64_t t = 0; t < low && t < size; t++) s[t] = -INFINITY;
             for (int64_t t = high > 0 ? high : 0; t < size; t++) s[t] = -INFINITY;
             vec top = (vec){0} - INFINITY, total = {0};
@@ -215,11 +231,13 @@ attend(const struct attention *a, const struct queries *group, const int count) 
             decay[i] = now > max[i] ? (real)exp(max[i] - now) : 1;
             max[i] = now;
             real shift = now == -INFINITY ? 0 : now;
-            cached *weight = weights[i] + PAD;
+            factor *weight = weights[i] + PAD;
+            scale = value_scales + PAD;
             for (int64_t t = 0; t < size; t += LANES) {
                 vec w = vexp(*(vec *)(s + t) - shift);
-                store_operand(weight + t, w, LANES);
                 total += w;
+                if (CACHE == 1) w *= *(const vec *)(scale + t);
+                store_operand(weight + t, w, LANES);
             }
             /* Not left to the compiler, which fuses it for some numbers of queries only. */
             sum[i] = (real)fma(sum[i], decay[i], hsum(total));

@@ -86,7 +86,7 @@ class MappedCache:
             return memory.mapped(next(names), math.prod(shape), dtype).view(*shape)
 
         sizes = memory.blocks, block_size, swap_blocks, dtype, device
-        self.paged = cache_type(config)(config, *sizes, allocate=allocate)
+        self.paged = cache_type(config, dtype)(config, *sizes, allocate=allocate)
         self.blocks, self.block_size, self.dtype = memory.blocks, block_size, dtype
         self.memory = self.paged.memory
 

@@ -129,7 +129,8 @@ def obey(collectives: Collectives, model: Any) -> None:
             blocks, size, swap_blocks, name = arguments
             dtype = getattr(torch, name)
             sizes = blocks, size, swap_blocks
-            cache = cache_type(model.config)(model.config, *sizes, dtype, model.device)
+            make_cache = cache_type(model.config, dtype)
+            cache = make_cache(model.config, *sizes, dtype, model.device)
             runner = runner_of(model, cache)
         else:
             moves, ids, shares, rows, adapters = arguments

@@ -41,12 +41,15 @@ def tiny() -> Any:
     return families.load_model(families.load("tiny", random_weights=True), dtype=torch.float64)
 
 
-def sides(folder: Path, blocks: int = 64, **settings: Any) -> tuple[Prefill, Disaggregated]:
+def sides(
+    folder: Path, blocks: int = 64, dtype: torch.dtype | None = None, **settings: Any
+) -> tuple[Prefill, Disaggregated]:
     """Both, in this process: they share nothing but the files and the pipe."""
     memory, (ours, theirs) = Memory(folder, blocks, 200), Pipe()
     cache = partial(MappedCache, memory)
     first, second = (
-        make(tiny(), pool=memory.pool(decode, SIZE), make_cache=cache) for decode in (False, True)
+        make(tiny(), pool=memory.pool(decode, SIZE), make_cache=cache, dtype=dtype)
+        for decode in (False, True)
     )
     decode = Disaggregated(second, ours)
     decode.post = ours.send  # the same thread reads what is sent
@@ -63,15 +66,18 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "PATIENCE", 0)
 
 
-def test_the_tokens_are_those_of_one_engine(tmp_path: Path) -> None:
-    prefill, decode = sides(tmp_path)
+@pytest.mark.parametrize("dtype", [None, torch.int8])
+def test_the_tokens_are_those_of_one_engine(tmp_path: Path, dtype: torch.dtype | None) -> None:
+    """Also with a cache in int8, whose scales travel with the codes."""
+    prefill, decode = sides(tmp_path, dtype=dtype)
     asked = prompts(12)
     asked += [asked[3] + [1, 2, 3], asked[5]]  # beginnings that both sides have already
     requests = [decode.add(Request(prompt, greedy(n % 8 + 1))) for n, prompt in enumerate(asked)]
     while decode.requests:
         prefill.turn()
         decode.step()
-    alone = make(tiny(), contexts=4).generate(asked, [request.sampling for request in requests])
+    engine = make(tiny(), contexts=4, dtype=dtype)
+    alone = engine.generate(asked, [request.sampling for request in requests])
     assert [request.output for request in requests] == alone
     prefill.turn()
     assert not prefill.leases and prefill.pool.owned == 0

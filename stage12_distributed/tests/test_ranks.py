@@ -68,24 +68,26 @@ def prompts(config, count=4):
 
 
 @pytest.mark.parametrize(
-    "name, ranks",
+    "name, ranks, dtype",
     [
-        ("stories", 3),
-        ("stories", 2),
-        pytest.param("stories-chat", 2, marks=pytest.mark.slow),
-        pytest.param("stories-chat", 3, marks=pytest.mark.slow),
+        ("stories", 3, None),
+        ("stories", 2, None),
+        ("stories", 2, torch.int8),
+        pytest.param("stories-chat", 2, None, marks=pytest.mark.slow),
+        pytest.param("stories-chat", 3, None, marks=pytest.mark.slow),
     ],
 )
-def test_embedded_models_on_ranks(name, ranks):
+def test_embedded_models_on_ranks(name, ranks, dtype):
     """Greedy and drawn answers of stage 05, whole and on ranks, with a prefix that is cached, and
     with a command that takes two broadcasts. stories-chat is a Llama with one head of keys and
-    values, which every rank copies."""
+    values, which every rank copies. dtype: of the cache on all ranks; in int8 each has the scales
+    of its own heads."""
     model = parts.stored(name)
     group = parts.group_of(Setup(partial(parts.stored, name), ranks, timeout=2.0))
     asked = [*prompts(model.config), random_prompt(900, model.config, "long")]
     asked.append(asked[3][:70] + asked[0])
     options = [SamplingParams(max_tokens=30, temperature=t, seed=7) for t in (0, 0.8, 0, 0.8, 0, 0)]
-    sizes: dict[str, Any] = {"max_sequences": 5, "token_budget": 1200}
+    sizes: dict[str, Any] = {"max_sequences": 5, "token_budget": 1200, "dtype": dtype}
     ours: Any = make(group.model, pool=pool(), **sizes)
     theirs: Any = make_paged(model, pool=pool(), **sizes)
     got, want = (engine.generate(asked, options) for engine in (ours, theirs))

@@ -1,0 +1,98 @@
+"""Pictures of stage 10: eight weights on grids, an outlier in its group, and an exact product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from matplotlib.figure import Figure
+
+from . import NAVY, ORANGE, PALE, TEAL, WHITE, arrow, box, canvas, cells, line, words
+
+WEIGHTS = (0.613, -2.54, 0.352, 1.27, -0.067, 0.5, -1.128, 0.009)  # those of the lesson
+LEFT, UNIT = 42.0, 11.0  # where 0 lies, and the length of 1
+GRIDS: dict[str, tuple[float, float, int, int]] = {  # scale, minimum, first and last code
+    "int4, symmetric": (2.54 / 7, 0.0, -7, 7),
+    "int4, with a minimum": (3.81 / 15, -2.54, 0, 15),
+    "int8, symmetric": (0.02, 0.0, -127, 127),
+}
+
+
+def across(number: float) -> float:
+    return LEFT + UNIT * number
+
+
+def grid() -> Figure:
+    """Eight weights, and the codes that a format has for them."""
+    figure, axes = canvas("A weight moves to the next code; a finer grid moves it less", 72, 31)
+    for weight in WEIGHTS:
+        line(axes, (across(weight), 4.4), (across(weight), 29), colour="#c9c9d2", dashed=True)
+        box(axes, across(weight) - 0.35, 3.4, 0.7, 1.4, fill=NAVY)
+    words(axes, 12, 4.1, "eight weights", ha="right")
+    for row, (name, (scale, minimum, first, last)) in enumerate(GRIDS.items()):
+        y = 10.5 + 8 * row
+        words(axes, 12, y, name.replace(", ", ",\n"), ha="right")
+        ticks = [minimum + scale * code for code in range(first, last + 1)]
+        line(axes, (across(ticks[0]), y), (across(ticks[-1]), y))
+        for code, place in zip(range(first, last + 1), ticks, strict=True):
+            line(axes, (across(place), y - 0.6), (across(place), y + 0.6))
+            if last < 100 or code in (first, 0, last):
+                words(axes, across(place), y + 1.9, str(code))
+        for weight in WEIGHTS:
+            near = minimum + scale * round((weight - minimum) / scale)
+            arrow(axes, (across(weight), y - 3.2), (across(near), y - 0.7), colour=ORANGE)
+    return figure
+
+
+def outlier() -> Figure:
+    """One large weight makes the scale of all that share it coarse."""
+    small = (0.3, -0.2, 0.1, -0.4, 0.2, 0.4, -0.1, 0.3)
+    row = (*small[:5], 7.0, *small[5:], -0.3, 0.2, 0.1, -0.2, 0.4, -0.4, 0.3)
+    figure, axes = canvas(
+        "With int4, an outlier costs its group all digits, and not the row", 72, 20
+    )
+
+    def codes(numbers: Sequence[float]) -> list[str]:
+        scale = max(map(abs, numbers)) / 7
+        return [str(round(number / scale)) for number in numbers]
+
+    def look(text: str) -> tuple[str, str]:
+        return (ORANGE if text in ("7.0", "0") else WHITE, "")
+
+    for y, name, parts in (
+        (3, "weights", None),
+        (8.5, "codes, a scale a row", [row]),
+        (14, "codes, a scale a group of 8", [row[:8], row[8:]]),
+    ):
+        texts = [f"{x:.1f}" for x in row] if parts is None else [c for p in parts for c in codes(p)]
+        words(axes, 17, y + 1.5, name, ha="right")
+        cells(axes, 18, y, [texts], look, size=(3.3, 3))
+    line(axes, (18 + 8 * 3.3, 13.2), (18 + 8 * 3.3, 17.8))
+    words(axes, 44.4, 18.9, "orange: the outlier, and weights that became 0")
+    return figure
+
+
+def product() -> Figure:
+    """Codes meet in whole numbers; the scales are applied once, at the end."""
+    figure, axes = canvas("The sum of whole numbers is exact; only its ends are rounded", 72, 24)
+    white: Callable[[str], tuple[str, str]] = lambda _: (WHITE, "")  # noqa: E731
+    words(axes, 0, 3.5, "x, float32", ha="left")
+    cells(axes, 12, 2, [["1.0", "0.5", "-2.0", "..."]], white, size=(4, 3))
+    words(axes, 0, 9.5, "codes, int8", ha="left")
+    cells(axes, 12, 8, [["50", "25", "-100", "..."]], lambda _: (PALE, ""), size=(4, 3))
+    arrow(axes, (20, 5), (20, 8))
+    words(axes, 21, 6.5, "divide by the token's scale, round", ha="left")
+    words(axes, 0, 15.5, "weights, int8", ha="left")
+    cells(axes, 12, 14, [["31", "-127", "18", "..."]], lambda _: (PALE, ""), size=(4, 3))
+    arrow(axes, (28, 9.5), (34, 11.5), colour=TEAL)
+    arrow(axes, (28, 15.5), (34, 13), colour=TEAL)
+    box(axes, 34, 10.4, 17, 3.6, "50*31 - 25*127 - ...", fill=TEAL)
+    words(axes, 42.5, 15.3, "int32: exact, in any order")
+    arrow(axes, (51, 12.2), (61, 12.2))
+    words(axes, 56, 9.2, "times both\nscales, once")
+    box(axes, 61, 10.4, 10, 3.6, "y, float32")
+    words(axes, 12, 19.5, "a scale a row of weights, one a token: both stay outside of the sum",
+          ha="left")  # fmt: skip
+    return figure
+
+
+DRAW = (grid, outlier, product)

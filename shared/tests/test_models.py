@@ -1,0 +1,74 @@
+"""Names of models, and formats that a stage adds to those that are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shared import checkpoint, models
+from shared.checkpoint import Opened
+from shared.config import READERS, read_config
+from shared.errors import UserError
+
+
+class Sealed:
+    """A format of files that end in .sealed, around the embedded model."""
+
+    KIND = "a .sealed file"
+
+    def __init__(self, file: Path) -> None:
+        self.NAMES = {"secret": lambda: file, "lost": self.lost}
+
+    def lost(self) -> Path:
+        raise UserError("The model lost is in a package that is not installed.")
+
+    def reads(self, path: Path) -> bool:
+        return path.suffix == ".sealed"
+
+    def open(self, path, readers):
+        config = read_config(models.STORIES, path.stem, readers)
+        tensors = checkpoint.read_tensors(models.STORIES)
+        return Opened(config, tensors, models.STORIES, [path])
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    file = tmp_path / "model.sealed"
+    file.touch()
+    monkeypatch.setattr(models, "_formats", [lambda: [Sealed(file)]])
+    return file
+
+
+def test_a_file_and_a_known_name_are_models(file):
+    for name in (str(file), "secret"):
+        assert models.checked(name) == name
+        assert models.stored_dtype(name) == ""
+        for random in (False, True):
+            loaded = checkpoint.load(name, random_weights=random)
+            assert loaded.config.name == ("secret" if name == "secret" else "model")
+            assert loaded.config == replace(
+                read_config(models.STORIES, "", READERS), name=loaded.config.name
+            )
+            assert list(loaded.files) == ([] if random else [file])
+            assert loaded.folder == models.STORIES
+
+
+def test_what_no_format_reads_is_refused_with_what_is_read(file, tmp_path):
+    other = tmp_path / "model.bin"
+    other.touch()
+    for name, message in (
+        (str(other), "give a .sealed file, or the folder"),
+        ("lost", "is not installed"),
+        ("nonsense", "tiny, secret, lost, a checkpoint folder"),
+    ):
+        with pytest.raises(UserError, match=message):
+            models.checked(name)
+
+
+def test_a_folder_stays_a_folder(file):
+    assert models.find(str(models.STORIES)) == models.Found(models.STORIES)
+    assert models.find("owner/name") is None
+    assert models.find("gpt2") is None
+    assert list(checkpoint.load("stories").files) == [models.STORIES / "model.safetensors"]

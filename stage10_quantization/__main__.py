@@ -1,0 +1,58 @@
+"""Stage 10 on the command line: `python -m stage10_quantization "Once upon a time"`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from shared import cli, models
+from stage01_forward.offer import AUTO, add_options
+
+from . import quantize
+
+ABOUT = (
+    "Stage 10, quantization: continue a text on the fastest engine, with weights, keys and values "
+    "in fewer bytes. The command `quantize` writes such a model; it has its own --help."
+)
+EXAMPLES = (
+    "--weights int4 --kv-dtype int8",
+    "quantize --weights int4 --out stories-int4",
+    '"Once upon a time" --model stories-int4',
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["quantize"]:
+        return quantize.main(words[1:])
+    parser = cli.generation_parser("stage10_quantization", ABOUT, *EXAMPLES)
+    add_options(parser)
+    options = parser.parse_args(words)
+    if options.weights == AUTO and is_plain(options.model):
+        options.weights = "int8"  # what this stage is about
+    return speak(options, cli.read_prompt(options))
+
+
+def is_plain(name: str) -> bool:
+    """Whether the model's weights are no whole numbers."""
+    found = models.find(name)
+    return found is None or found.format is None
+
+
+def speak(options: argparse.Namespace, prompt: str) -> int:
+    from stage01_forward import families
+    from stage01_forward.params import SamplingParams
+    from stage06_serving.choice import choose
+
+    sampling = SamplingParams(**cli.sampling_fields(options))
+    device, dtype = cli.device_and_dtype(options)
+    chosen = choose(AUTO, dtype, device)
+    wanted, options.linear = options.linear, chosen.linear(options.linear)
+    loaded = cli.load_model_from(options, families)
+    formats = cli.cache_options(options.kv_dtype)
+    cli.speak(chosen.make(loaded, wanted, contexts=1, **formats), loaded, prompt, sampling)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

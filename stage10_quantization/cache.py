@@ -1,0 +1,179 @@
+"""Keys and values in int8: a code for each number, and a scale for each token and head, one for the
+key and one for the value.
+
+A token is rounded once, when it is written, and all readers see the same codes: the rest of its
+prompt, later chunks, decode steps and whoever shares the block. So answers depend on neither
+chunks nor neighbours, as before. `Int8Cache` is readable and slow; `Int8KernelCache` has the codes
+in the layout of stage 09's kernels, which read them in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared.config import Config
+from shared.paths import ROOT
+from stage03_batching.attention import masked_attention
+from stage05_paged.blocks import Move
+from stage05_paged.cache import Share, check_places
+from stage05_paged.planes import Allocate, Device, Planes, zeros
+from stage08_llama.config import ALL
+from stage08_llama.windows import window_mask
+from stage09_kernels.cache import KernelCache
+
+FOLDER = ROOT / "stage10_quantization"  # students' copies of this file have no C files beside them
+NAIVE, FAST = FOLDER / "naive_cache.c", FOLDER / "fast" / "cache.c"
+LARGEST = 127  # code
+SCALE = torch.bfloat16
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (..., D) -> codes (..., D) int8 and scales (...) of SCALE, so that codes * scales is x to
+    half a scale.
+
+    A scale is the largest size over 127, rounded to SCALE before the codes are computed: a reader
+    multiplies by the rounded one. bfloat16 reaches as far as float32 does, and its 8 bits cost
+    nothing: the largest code becomes 127.25 at most, which still rounds to 127. A vector that is 0,
+    or whose scale is too small for SCALE, has scale 0 and codes 0. One with NaN or infinity has
+    scale NaN and codes 0, so that it shows.
+    """
+    largest = x.abs().amax(-1)  # NaN if one is
+    scales = (largest / LARGEST).to(SCALE)
+    scales = torch.where(scales.isfinite(), scales, torch.nan)
+    divisors = scales.to(x.dtype)[..., None]
+    codes = torch.where(divisors > 0, x / divisors, 0).round()  # half to even
+    return codes.clamp(-LARGEST, LARGEST).to(torch.int8), scales
+
+
+class Rounded:
+    """The attention of a pass over a whole sequence, `whole`, as a cache in int8 lets it see keys
+    and values: what such a cache costs in words, without one."""
+
+    def __init__(self, whole: Any) -> None:
+        self.whole = whole
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (T, heads, D), k and v (T, H, D) -> (T, heads, D)."""
+        real = torch.promote_types(q.dtype, torch.float32)
+        pairs = [quantize(x.to(real)) for x in (k, v)]
+        k, v = ((codes * scales.to(real)[..., None]).to(q.dtype) for codes, scales in pairs)
+        attended: Tensor = self.whole.attend(layer, q, k, v)
+        return attended
+
+
+class Int8Cache:
+    """Stage 05's cache in two planes: codes (blocks, layers, 2, H, block_size, D) and scales
+    (blocks, layers, 2, H, block_size), keys first. Attention computes in float32, or in float64
+    for queries in it."""
+
+    def __init__(
+        self,
+        config: Config,
+        blocks: int,
+        block_size: int = 16,
+        swap_blocks: int = 0,
+        dtype: torch.dtype = torch.int8,
+        device: Device = "cpu",
+        allocate: Allocate = zeros,
+    ) -> None:
+        self.blocks, self.block_size, self.dtype = blocks, block_size, dtype
+        self.windows: Sequence[int] = getattr(config, "windows", ()) or [ALL] * config.n_layer
+
+        def planes(count: int, allocate: Allocate, device: Device) -> list[Tensor]:
+            shape = (count, config.n_layer, 2, config.n_kv_head, block_size)
+            codes = allocate((*shape, config.head_dim), torch.int8, device)
+            return [codes, allocate(shape, SCALE, device)]
+
+        swapped = planes(swap_blocks, zeros, "cpu")
+        self.memory = Planes(planes(blocks, allocate, device), swapped)
+
+    @property
+    def bytes(self) -> int:
+        """Memory taken, used or not, without the swap pool."""
+        return self.blocks * self.memory.bytes_per_block
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Do `moves`, one after the other."""
+        self.memory.move(moves)
+
+    def extend(self, shares: Sequence[Share]) -> Int8Attention:
+        """The attention of a pass whose tokens are those of `shares`, one share after the other.
+
+        Raises ValueError for a share outside its blocks.
+        """
+        check_places(shares, self.block_size)
+        return Int8Attention(self, shares)
+
+
+class Int8Attention:
+    """Attention of one pass over N packed tokens, in the caller's order, one share at a time."""
+
+    def __init__(self, cache: Int8Cache, shares: Sequence[Share]) -> None:
+        self.cache, self.shares = cache, shares
+        starts = [torch.arange(start, start + count) for _, start, count in shares]
+        device = cache.memory.planes[0].device
+        self.positions = torch.cat(starts).to(device)
+        self.order = torch.arange(len(self.positions), device=device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q of the packed tokens (N, heads, D); k and v (N, H, D) -> (N, heads, D)."""
+        real = torch.promote_types(q.dtype, torch.float32)
+        codes, scales = quantize(torch.stack((k, v), 1).to(real))  # (N, 2, H, D), (N, 2, H)
+        code_plane, scale_plane = (plane[:, layer] for plane in self.cache.memory.planes)
+        size, window = self.cache.block_size, self.cache.windows[layer]
+        output, row = torch.empty_like(q, memory_format=torch.contiguous_format), 0
+        for table, start, count in self.shares:
+            rows, end = slice(row, row + count), start + count
+            row += count
+            positions = self.positions[rows]
+            blocks = torch.tensor(table, device=q.device)
+            places = blocks[positions // size], slice(None), slice(None), positions % size
+            code_plane[places], scale_plane[places] = codes[rows], scales[rows]
+            # What is behind the window may be a neighbour's by now, and hold a NaN.
+            first = max(0, start - window + 1) // size
+            held = blocks[first : -(-end // size)]
+            whole = code_plane[held].to(real) * scale_plane[held].to(real)[..., None]
+            # (W, 2, H, size, D) -> two of (H, W * size, D), up to the newest token
+            seen = end - first * size
+            keys, values = whole.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seen]
+            columns = torch.arange(first * size, end, device=q.device)
+            mask = window_mask(columns, positions[:, None], window)  # (T, S)
+            queries = q[rows].to(real).transpose(0, 1)[None]  # (1, heads, T, D)
+            mixed = masked_attention(queries, keys[None], values[None], mask[None, None])
+            output[rows] = mixed[0].transpose(0, 1).to(q.dtype)
+        return output
+
+
+class Int8KernelCache(KernelCache):
+    """Stage 09's cache with codes: `kv` is (layers, blocks, H, bytes) int8. The bytes of a block
+    and head are its keys and its values, as stage 09 has them, and then the scales of the keys and
+    of the values, (2, B padded) of SCALE: part of the block, so whatever moves it moves them.
+
+    real: what attention computes in. source: FAST, if None, or NAIVE.
+    """
+
+    scales = 2 * SCALE.itemsize
+
+    def __init__(
+        self,
+        config: Config,
+        blocks: int,
+        block_size: int = 16,
+        swap_blocks: int = 0,
+        dtype: torch.dtype = torch.int8,
+        device: Device = "cpu",
+        level: str = "",
+        source: Path | None = None,
+        real: torch.dtype = torch.float32,
+    ) -> None:
+        sizes = blocks, block_size, swap_blocks, dtype, device
+        super().__init__(config, *sizes, level, source or FAST, real)
+
+
+CACHE = Int8Cache  # of this stage's OFFER
+KERNEL_CACHES = {"cpu": Int8KernelCache}

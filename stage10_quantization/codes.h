@@ -1,0 +1,35 @@
+/* Keys and values in a cache of codes: whole numbers from -127 to 127, with a scale for each token
+   and head, one for its key and one for its value.
+
+   A head of a block has its keys and values as in stage 09, a byte for each number, and behind them
+   the scales of its keys and then those of its values: (2, padded block) in bfloat16. So a block's
+   scales are part of its bytes: what copies, saves or poisons the bytes has the scales with them. */
+
+#pragma once
+
+#include "../stage09_kernels/operations.h"
+
+/* The scales of a head's keys; those of its values follow, `padded(a->block)` further on. */
+static inline uint16_t *scales_of(const struct attention *a, const cached *keys) {
+    return (uint16_t *)(keys + (values_of(a, 0, 0) - keys_of(a, 0, 0)) +
+                        a->block * padded(a->head_dim));
+}
+
+/* The scale of a vector whose largest size is this, rounded to bfloat16, ties to even. NaN for what
+   is not finite, so that it shows. */
+static inline uint16_t scale_for(real largest) {
+    union {
+        float number;
+        uint32_t bits;
+    } scale = {(float)(largest / 127)};
+    uint32_t rounded = (scale.bits + 0x7fff + (scale.bits >> 16 & 1)) >> 16;
+    return scale.number < INFINITY && rounded < 0x7f80 ? rounded : 0x7fc0;
+}
+
+static inline real scale_from(uint16_t scale) {
+    union {
+        uint32_t bits;
+        float number;
+    } wide = {(uint32_t)scale << 16};
+    return wide.number;
+}

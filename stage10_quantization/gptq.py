@@ -1,0 +1,171 @@
+"""GPTQ: round a weight column by column, and let the columns to come make up for each error.
+
+Frantar et al., "GPTQ" (2022). A layer's outputs matter, not its weights. With the inputs X of a
+calibration text, rounding w to q costs (w - q) H (w - q)^T, with H = 2 X^T X. When column j is
+rounded, the change of the columns behind it that costs least is known exactly:
+
+    U = the upper Cholesky factor of H^-1
+    e = (w_j - q_j) / U[j, j]          W[:, k] -= e * U[j, k] for all k > j
+
+The columns are updated in blocks: at once within a block, and the rest when the block is done.
+Each group takes its scale from the weights as they are when its first column is reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from shared.errors import UserError
+from shared.linear import convert
+from stage01_forward.families import attention_of
+
+from .convert import FORMATS, Format, Quantize
+from .layers import QuantizedLinear, QuantizedMatrix
+from .rounding import codes_of, fit
+
+BLOCK = 128  # columns
+WINDOW = 512  # tokens
+
+
+def gptq(
+    weight: Tensor, hessian: Tensor, format: Format, act_order: bool = False, damp: float = 0.01
+) -> QuantizedMatrix:
+    """weight (N, K), hessian (K, K): X^T X of its inputs, times any factor -> codes and scales.
+
+    act_order: columns by falling diagonal of the Hessian; scales are then those of the weights as
+    they were. damp: share of the mean diagonal that is added to it; more if it is not enough.
+    """
+    w, h = weight.float().clone(), hessian.double().clone()  # w changes as columns are rounded
+    inputs = w.shape[1]
+    group = format.group or inputs
+    diagonal = h.diagonal()
+    dead = diagonal == 0  # inputs that are always 0
+    diagonal[dead] = 1
+    w[:, dead] = 0
+    order = diagonal.argsort(descending=True) if act_order else torch.arange(inputs)
+    upper = _upper(h, damp, order).to(w.dtype)
+
+    kind = format.bits, format.minimum, format.dtype, format.zero
+    scale, minimum = fit(w.unflatten(1, (-1, group)), *kind)  # (N, G)
+    codes = torch.empty_like(w, dtype=torch.int8)
+    w = w[:, order]
+    for start in range(0, inputs, BLOCK):
+        end = min(start + BLOCK, inputs)
+        errors = torch.zeros(len(w), end - start)
+        for j in range(start, end):
+            column = int(order[j])
+            g = column // group
+            if not act_order and j % group == 0:
+                scale[:, g], low = fit(w[:, j : j + group], *kind)
+                if minimum is not None and low is not None:
+                    minimum[:, g] = low
+            low = None if minimum is None else minimum[:, g]
+            code = codes_of(w[:, j : j + 1], scale[:, g], low, format.bits)  # (N, 1)
+            codes[:, column] = code[:, 0]
+            rounded = code[:, 0] * scale[:, g]
+            rounded = rounded if low is None else rounded + low
+            error = (w[:, j] - rounded) / upper[j, j]
+            w[:, j:end] -= error[:, None] * upper[j, j:end]
+            errors[:, j - start] = error
+        w[:, end:] -= errors @ upper[start:end, end:]
+    return QuantizedMatrix(codes, scale, minimum, format.bits)
+
+
+def _upper(hessian: Tensor, damp: float, order: Tensor) -> Tensor:
+    """The upper Cholesky factor (K, K) of the inverse of the damped `hessian`, in `order`."""
+    ordered = hessian[order][:, order]
+    while True:
+        damped = ordered + damp * ordered.diagonal().mean() * torch.eye(len(ordered)).double()
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+        damp = 10 * damp or 1e-6
+
+
+@torch.inference_mode()
+def calibrate(
+    model: Any,
+    windows: Sequence[Tensor],
+    weights: str | Format = "int4",
+    activations: str = "int8",
+    **how,
+) -> None:
+    """Quantize all layers of `model` in place, in its order: each layer is calibrated on what the
+    quantized layers before it make of the token ids `windows`, each (T,). how: act_order, damp.
+
+    Raises UserError for weights that do not fit, before any is changed.
+    """
+    format = FORMATS[weights] if isinstance(weights, str) else weights
+    stack_name, stack = next(
+        (name, m) for name, m in model.named_children() if isinstance(m, nn.ModuleList)
+    )
+    linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
+    for name, layer in linears.items():
+        if name != "lm_head":
+            format.check(name, layer.weight)
+    passes = [_first_arguments(model, stack[0], ids) for ids in windows]
+    bar = tqdm(total=len(linears), desc="GPTQ", unit="layer", disable=None)
+    for number, block in enumerate(stack):
+        prefix = f"{stack_name}.{number}."
+        layers = {n: m for n, m in linears.items() if n.startswith(prefix)}
+        for name, hessian in _hessians(block, layers, passes).items():
+            if not hessian.isfinite().all():
+                raise UserError(
+                    f"The inputs of {name} are not finite on the calibration text: check the "
+                    "checkpoint, or quantize without calibration."
+                )
+            matrix = gptq(layers[name].weight, hessian, format, **how)
+            bias = layers[name].bias
+            model.set_submodule(name, QuantizedLinear(matrix, bias, activations))
+            bar.update()
+        passes = [(block(*arguments), *arguments[1:]) for arguments in passes]
+    convert(model, Quantize(weights, activations), {})  # the head, and the table of tokens
+    bar.update(len(linears) - bar.n)
+    bar.close()
+
+
+def _first_arguments(model: Any, block: nn.Module, ids: Tensor) -> tuple[Any, ...]:
+    """What the first block of `model` is called with for the tokens `ids`."""
+    calls: list[tuple[Any, ...]] = []
+    hook = block.register_forward_pre_hook(lambda _, arguments: calls.append(arguments))
+    positions = torch.arange(len(ids))
+    model(ids, positions, attention_of(model.config).attend)
+    hook.remove()
+    return calls[0]
+
+
+def _hessians(
+    block: nn.Module, layers: dict[str, nn.Linear], passes: Sequence[tuple[Any, ...]]
+) -> dict[str, Tensor]:
+    """2 X^T X of the inputs of `layers`, by name, over the `passes` through their block."""
+    sums = {name: torch.zeros((layer.in_features,) * 2) for name, layer in layers.items()}
+
+    def add(name: str) -> Any:
+        def hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            x = arguments[0].flatten(0, -2).float()
+            sums[name].addmm_(x.t(), x, alpha=2)
+
+        return hook
+
+    hooks = [layer.register_forward_pre_hook(add(name)) for name, layer in layers.items()]
+    for arguments in passes:
+        block(*arguments)
+    for hook in hooks:
+        hook.remove()
+    return sums
+
+
+def windows_of(ids: Sequence[int], count: int, size: int = WINDOW) -> list[Tensor]:
+    """The first `count` windows of `size` tokens. Raises UserError if there are fewer."""
+    whole = len(ids) // size
+    if whole < count:
+        raise UserError(
+            f"The calibration text has {len(ids)} tokens, but {count} windows of {size} need "
+            f"{count * size}: give a longer text, or ask for fewer windows."
+        )
+    return list(torch.tensor(ids[: count * size]).split(size))

@@ -1,0 +1,193 @@
+"""Matrices of whole numbers laid out for the kernels, and their place in stage 09's list.
+
+`quantized.h` describes the layout, `naive.c` and `fast/linear.c` compute with it: the same bits as
+`layers.multiply`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared.paths import ROOT
+from stage09_kernels import library
+from stage09_kernels.cache import KernelCache
+from stage09_kernels.operations import PANEL, SILU_MUL, Linear
+from stage09_kernels.program import LINE, interleave
+
+from .layers import QuantizedLinear, QuantizedMatrix
+
+FOLDER = ROOT / "stage10_quantization"
+NAIVE, FAST = FOLDER / "naive.c", FOLDER / "fast" / "linear.c"
+STEP = 8  # inputs to whose multiple a group is padded
+GROUP_BYTES = 12  # struct group
+
+
+class Quantized(ctypes.Structure):
+    """`struct quantized` of quantized.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("panels",)),
+        *((name, ctypes.c_int64) for name in ("row_bytes", "code_bytes", "count", "group", "bits")),
+        *((name, ctypes.c_int64) for name in ("offset", "scale_bytes", "minimum", "floats")),
+    ]
+
+
+class Panels:
+    """A matrix (N, K) in panels of 64 rows: (panels, groups, bytes), uint8."""
+
+    def __init__(self, matrix: QuantizedMatrix) -> None:
+        self.rows, self.group, self.bits = len(matrix.codes), matrix.group, matrix.bits
+        self.stored_bits = 4 if matrix.bits == 4 else 8
+        self.minimum = matrix.minimum is not None
+        self.offset = 0 if self.minimum else 1 << (self.stored_bits - 1)
+        scales = [matrix.scale] + ([matrix.minimum] if matrix.minimum is not None else [])
+        narrow = all(torch.equal(x.half().float(), x) for x in scales)
+        self.scale_dtype = torch.float16 if narrow else torch.float32
+        self.bytes = library.large_pages(self._bytes(matrix.codes, scales))
+
+    def _bytes(self, codes: Tensor, scales: Sequence[Tensor]) -> Tensor:
+        missing = -len(codes) % PANEL
+        stored = (codes.int() + self.offset).to(torch.uint8).unflatten(1, (-1, self.group))
+        stored = nn.functional.pad(stored, (0, -self.group % STEP, 0, 0, 0, missing))
+        if self.stored_bits == 4:
+            low, high = stored.unflatten(2, (-1, 2, 4)).unbind(3)  # (N, G, steps / 2, 4)
+            stored = (low | high << 4).flatten(2)
+        stored = stored.unflatten(0, (-1, PANEL)).unflatten(3, (-1, 4))  # (P, 64, G, steps, 4)
+        parts = [stored.permute(0, 2, 3, 1, 4).flatten(2)]
+        for scale in reversed(scales):
+            padded = nn.functional.pad(scale.to(self.scale_dtype), (0, 0, 0, missing))
+            turned = padded.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()  # (P, G, 64)
+            parts.insert(0, turned.view(torch.uint8))
+        return torch.cat(parts, 2)
+
+    def matrix(self, rows: Tensor) -> QuantizedMatrix:
+        """The rows `rows` (R,) of the matrix: a copy."""
+        panel, place = rows // PANEL, rows % PANEL
+        width = PANEL * self.scale_dtype.itemsize
+        count = 2 if self.minimum else 1
+        scales = [
+            self.bytes[..., i * width : (i + 1) * width].view(self.scale_dtype)[panel, :, place]
+            for i in range(count)
+        ]  # (R, G)
+        minimum = scales[1].float() if self.minimum else None
+        codes = self.bytes[..., count * width :].unflatten(2, (-1, PANEL, 4))
+        codes = codes[panel, :, :, place]  # (R, G, steps, 4)
+        if self.stored_bits == 4:
+            codes = torch.stack((codes & 15, codes >> 4), 3)
+        codes = codes.flatten(2)[..., : self.group].flatten(1)
+        signed = (codes.int() - self.offset).to(torch.int8)
+        return QuantizedMatrix(signed, scales[0].float(), minimum, self.bits)
+
+
+class PanelMatrix:
+    """The rows `columns` (N,) of a matrix in panels: a QuantizedMatrix that is put together again
+    whenever it is read."""
+
+    def __init__(self, panels: Panels, columns: Tensor) -> None:
+        self.panels, self.columns = panels, columns
+        self.bits, self.group = panels.bits, panels.group
+
+    @property
+    def bytes(self) -> int:
+        return self.panels.bytes.nbytes * len(self.columns) // self.panels.rows
+
+    def rows(self, index: Tensor) -> QuantizedMatrix:
+        return self.panels.matrix(self.columns[index])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.panels.matrix(self.columns), name)
+
+
+class PanelProduct:
+    """`stage09_kernels.program.Product` of QuantizedLinears side by side.
+
+    function: the address of the C function.
+    """
+
+    def __init__(
+        self, layers: Sequence[QuantizedLinear], epilogue: int, function: int | None
+    ) -> None:
+        self.matrices = [layer.matrix for layer in layers]
+        counts = [layer.out_features for layer in layers]
+        joined = partial(_joined, gated=epilogue == SILU_MUL)
+        codes = joined([matrix.codes for matrix in self.matrices])
+        scale = joined([matrix.scale for matrix in self.matrices])
+        minimums = [m.minimum for m in self.matrices if m.minimum is not None]
+        minimum = joined(minimums) if minimums else None
+        self.panels = p = Panels(QuantizedMatrix(codes, scale, minimum, self.matrices[0].bits))
+        numbers = joined([torch.arange(1, n + 1) + sum(counts[:i]) for i, n in enumerate(counts)])
+        self.places = numbers.argsort(stable=True)[numbers.eq(0).sum() :].split(counts)
+        self.bias = None
+        if any(layer.bias is not None for layer in layers):
+            bias = joined([zeros_or(layer.bias, layer.out_features) for layer in layers])
+            self.bias = nn.functional.pad(bias, (0, -len(bias) % PANEL))
+        floats = layers[0].activations == "float"
+        groups = scale.shape[1]
+        x_bytes = groups * (p.group + -p.group % STEP) * (4 if floats else 1)
+        code_bytes = x_bytes + -x_bytes % LINE + LINE  # the last vector may write one line more
+        group_bytes = groups * GROUP_BYTES
+        self.scratch = code_bytes + group_bytes + -group_bytes % LINE
+        self.format = Quantized(
+            panels=p.bytes.data_ptr(),
+            row_bytes=self.scratch,
+            code_bytes=code_bytes,
+            count=groups,
+            group=p.group,
+            bits=p.stored_bits,
+            offset=p.offset,
+            scale_bytes=p.scale_dtype.itemsize,
+            minimum=p.minimum,
+            floats=floats,
+        )
+        self.linear = Linear(
+            inputs=layers[0].in_features,
+            outputs=counts[0] if epilogue == SILU_MUL else sum(counts),
+            epilogue=epilogue,
+            product=function,
+            format=ctypes.addressof(self.format),
+        )
+
+    def release(self, model: nn.Module) -> None:
+        """The layers of `model`, and a table that shares a matrix with one, drop it: they read the
+        panels."""
+        for matrix, places in zip(self.matrices, self.places, strict=True):
+            module: Any
+            for module in model.modules():
+                if getattr(module, "matrix", None) is matrix:
+                    module.matrix = PanelMatrix(self.panels, places)
+        self.matrices = []
+
+
+def zeros_or(bias: Tensor | None, outputs: int) -> Tensor:
+    return torch.zeros(outputs) if bias is None else bias
+
+
+def _joined(parts: Sequence[Tensor], gated: bool) -> Tensor:
+    return interleave(*parts) if gated else torch.cat(list(parts))
+
+
+def product_of(
+    layers: Sequence[Any], epilogue: int, cache: KernelCache, dtype: torch.dtype
+) -> PanelProduct | None:
+    """The product of `layers` side by side for kernels with this cache and with operands of
+    `dtype`. None if they differ in format, or read their input in float64."""
+    if not all(isinstance(layer, QuantizedLinear) for layer in layers):
+        return None
+    formats = {
+        (layer.matrix.group, layer.matrix.bits, layer.matrix.minimum is None, layer.activations)
+        for layer in layers
+    }
+    if len(formats) > 1 or layers[0].activations == "float" and cache.real == torch.float64:
+        return None
+    naive = cache.source.name.startswith("naive")
+    sizes = {"REAL": cache.real, "WEIGHT": dtype, "CACHE": cache.real}
+    defines = tuple(f"{name}={dtype.itemsize}" for name, dtype in sizes.items())
+    loaded = library.load(NAIVE if naive else FAST, defines, cache.level)
+    function = loaded.product if naive else loaded.add_product
+    return PanelProduct(layers, epilogue, ctypes.cast(function, ctypes.c_void_p).value)

@@ -1,0 +1,196 @@
+"""A matrix of whole numbers with scales, and the layers that multiply by it.
+
+`QuantizedMatrix` is what all of this stage exchanges: `numpy_quant`, `gptq` and the readers of
+files make it, `QuantizedLinear` and the kernels multiply by it, the writers store it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shared.errors import UserError
+
+if TYPE_CHECKING:
+    from .kernels import PanelProduct
+
+ACTIVATIONS = ("int8", "float")  # how a layer reads its input: rounded to int8, or as it is
+SMALLEST = 2.0**-119  # of a group of activations: then its scale is a normal number, 127 / x finite
+EXACT = 2**24  # whole numbers up to here, and so their sums in any order, are exact in float32
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """The matrix (N, K) that is scale * codes + minimum, with one scale and one minimum for each
+    row and each group of K / G columns.
+
+    codes: (N, K) int8, one a byte. bits: that a code needs, 4 to 8. Without a minimum codes are
+        signed, -2^(bits - 1) to 2^(bits - 1) - 1: files hold both ends. With a minimum they are 0
+        to 2^bits - 1, and bits is at most 7.
+    scale: (N, G) float32. minimum: (N, G) float32, or None.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor | None = None
+    bits: int = 8
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale: K if each row has one scale."""
+        return self.codes.shape[1] // self.scale.shape[1]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are held: a code takes one, whatever its bits."""
+        return self.codes.nbytes + self.scale.nbytes + getattr(self.minimum, "nbytes", 0)
+
+    def rows(self, index: Tensor) -> QuantizedMatrix:
+        """The matrix of the rows `index` (R,) alone."""
+        minimum = None if self.minimum is None else self.minimum[index]
+        return QuantizedMatrix(self.codes[index], self.scale[index], minimum, self.bits)
+
+    def columns(self, index: Tensor) -> QuantizedMatrix:
+        """The matrix of the columns `index` (C,) alone: any if a row has one scale, else whole
+        groups. Raises UserError for a part of a group."""
+        if self.scale.shape[1] == 1:
+            return QuantizedMatrix(self.codes[:, index], self.scale, self.minimum, self.bits)
+        first = index[:: self.group]  # of each group
+        whole = first[:, None] + torch.arange(self.group, device=index.device)
+        if not torch.equal(whole.flatten(), index) or (first % self.group).any():
+            raise UserError(
+                f"A quantized layer cannot be split inside its groups of {self.group} columns: "
+                "choose fewer parts, or --weights int8, which has no groups."
+            )
+        groups = first // self.group
+        minimum = None if self.minimum is None else self.minimum[:, groups]
+        return QuantizedMatrix(self.codes[:, index], self.scale[:, groups], minimum, self.bits)
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(N, K): scale * codes, then + minimum, each rounded to float32."""
+        grouped = self.codes.unflatten(1, (-1, self.group)) * self.scale[:, :, None]
+        if self.minimum is not None:
+            grouped = grouped + self.minimum[:, :, None]
+        return grouped.flatten(1).to(dtype)
+
+
+def quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """x (R, K) -> codes (R, K) int8 and scales (R, K / group) float32: the arithmetic that every
+    kernel repeats bit for bit, all in float32.
+
+    The scale is max|x| / 127, and a code x * (127 / max|x|), rounded half to even. A group below
+    SMALLEST has scale and codes 0. A group with NaN or infinity has scale NaN and codes 0, so that
+    all outputs of its row are NaN.
+    """
+    groups = x.float().unflatten(1, (-1, group))  # (R, G, group)
+    largest = groups.abs().amax(-1)  # (R, G); NaN if one is
+    finite = largest.isfinite()
+    usable = finite & (largest >= SMALLEST)
+    factor = torch.where(usable, 127 / largest, 0)
+    codes = torch.where(usable[:, :, None], groups * factor[:, :, None], 0).round()
+    scale = torch.where(usable, largest / 127, torch.where(finite, 0, torch.nan))
+    return codes.to(torch.int8).flatten(1), scale
+
+
+def multiply(matrix: QuantizedMatrix, x: Tensor) -> Tensor:
+    """x (R, K) -> (R, N) float32 with x rounded to int8: by the token if a row has one scale, else
+    by the group. This is the slow reference; kernels give the same bits.
+
+    The sum of each group is exact (whole numbers), and then rounded to float32. Groups are added in
+    order, in float32, each product and each sum rounded: y += sum * (scale * scale of x), then
+    y += minimum * (sum of the codes of x * scale of x).
+    """
+    codes, x_scale = quantize_activations(x, matrix.group)
+    exact = torch.float32 if (matrix.group << matrix.bits + 6) <= EXACT else torch.float64
+    y = torch.zeros(len(x), len(matrix.codes), device=x.device)
+    for g in range(matrix.scale.shape[1]):
+        columns = slice(g * matrix.group, (g + 1) * matrix.group)
+        left, right = codes[:, columns].to(exact), matrix.codes[:, columns].to(exact)
+        y = y + (left @ right.t()).float() * (matrix.scale[:, g] * x_scale[:, g, None])
+        if matrix.minimum is not None:
+            total = left.sum(1).float() * x_scale[:, g]  # (R,)
+            y = y + matrix.minimum[:, g] * total[:, None]
+    return y
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer over a QuantizedMatrix: the slow one, which the kernels are compared with.
+
+    activations: "int8" multiplies whole numbers (`multiply`) and adds the bias in float32; "float"
+        multiplies by the dequantized weight, in float32 or float64. The output has the dtype of
+        the input.
+    """
+
+    def __init__(
+        self, matrix: QuantizedMatrix, bias: Tensor | None = None, activations: str = "int8"
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = matrix.codes.shape
+        # No parameters and no buffers: .to(dtype) would round the scales.
+        self.matrix, self.activations = matrix, activations
+        self.bias = None if bias is None else bias.detach()
+
+    @property
+    def bytes(self) -> int:
+        return self.matrix.bytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        flat = x.reshape(-1, self.in_features)
+        if self.activations == "int8":
+            y = multiply(self.matrix, flat)
+            y = y if self.bias is None else y + self.bias.to(y.dtype)
+        else:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            bias = None if self.bias is None else self.bias.to(wide)
+            y = F.linear(flat.to(wide), self.matrix.dequantized(wide), bias)
+        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def pack(self) -> nn.Module:
+        return self
+
+    def product(
+        self, layers: Sequence[Any], epilogue: int, cache: Any, dtype: torch.dtype
+    ) -> PanelProduct | None:
+        """The product of `layers`, this one first, by the kernels (`Product` of stage 09)."""
+        from .kernels import product_of  # here: it imports this module
+
+        return product_of(layers, epilogue, cache, dtype)
+
+    def shard(self, rows: Tensor | None, columns: Tensor | None) -> QuantizedLinear:
+        if columns is not None:
+            return QuantizedLinear(self.matrix.columns(columns), None, self.activations)
+        assert rows is not None
+        bias = None if self.bias is None else self.bias[rows]
+        return QuantizedLinear(self.matrix.rows(rows), bias, self.activations)
+
+    def extra_repr(self) -> str:
+        matrix = self.matrix
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bits={matrix.bits},"
+            f" group={matrix.group}, activations={self.activations}, bias={self.bias is not None}"
+        )
+
+
+class QuantizedEmbedding(nn.Module):
+    """A table of embeddings (V, C) as a QuantizedMatrix; a tied head multiplies by the same one."""
+
+    def __init__(
+        self, matrix: QuantizedMatrix, dtype: torch.dtype, activations: str = "int8"
+    ) -> None:
+        super().__init__()
+        self.matrix, self.dtype, self.activations = matrix, dtype, activations
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(...,) int64 -> (..., C): the rows, dequantized."""
+        rows = self.matrix.rows(ids.flatten()).dequantized(self.dtype)
+        return rows.view(*ids.shape, -1)
+
+    def head(self) -> QuantizedLinear:
+        """The output layer of a tied model. It shares the table's memory."""
+        return QuantizedLinear(self.matrix, None, self.activations)

@@ -1,0 +1,51 @@
+/* A matrix of whole numbers as kernels read it (kernels.py lays it out), and x as they round it.
+
+   A panel holds 64 outputs, one group of inputs after the other. A group has its 64 scales, its 64
+   minimums if there are any, and its codes, with 4 inputs of an output side by side: (steps, 64, 4)
+   bytes. With 4 bits a byte holds two codes: (steps / 2, 64, 4), input k of 8 in the lower half and
+   k + 4 in the upper. Codes are stored without a sign, `offset` above their value. */
+
+#pragma once
+
+#include "../stage09_kernels/operations.h"
+
+#include <math.h>
+
+#define SMALLEST 0x1p-119f /* a group of x with smaller numbers alone has codes of 0 */
+
+struct group { /* of a row of x */
+    float scale, total; /* total: of the numbers that the codes stand for */
+    int32_t sum;        /* of the codes */
+};
+
+struct quantized {
+    const uint8_t *panels;
+    int64_t row_bytes;    /* of a row of x in `scratch`: its codes, or x in float32, ... */
+    int64_t code_bytes;   /* ... and behind these bytes its groups */
+    int64_t count, group; /* groups, and inputs in one */
+    int64_t bits, offset; /* bits: 4 or 8 */
+    int64_t scale_bytes;  /* 2: float16, or 4 */
+    int64_t minimum;      /* whether there are minimums */
+    int64_t floats;       /* x is not rounded */
+};
+
+/* Steps of 4 inputs in a group, which is padded with zeros to a multiple of 8. */
+static inline int64_t steps_of(const struct quantized *q) { return (q->group + 7) / 8 * 2; }
+
+/* What is known of a row of x. */
+static inline int8_t *x_codes(const struct linear *l, int64_t row) {
+    return (int8_t *)l->scratch + row * ((const struct quantized *)l->format)->row_bytes;
+}
+static inline struct group *x_groups(const struct linear *l, int64_t row) {
+    return (void *)(x_codes(l, row) + ((const struct quantized *)l->format)->code_bytes);
+}
+
+/* Group g of a panel. */
+static inline const uint8_t *group_of(const struct quantized *q, int64_t panel, int64_t g) {
+    int64_t codes = steps_of(q) * q->bits / 2, scales = (1 + q->minimum) * q->scale_bytes;
+    return q->panels + (panel * q->count + g) * PANEL * (codes + scales);
+}
+
+static inline const uint8_t *codes_of(const struct quantized *q, const uint8_t *group) {
+    return group + (1 + q->minimum) * q->scale_bytes * PANEL;
+}

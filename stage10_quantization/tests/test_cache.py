@@ -1,0 +1,321 @@
+"""Keys and values in int8: one rounding for all readers, and kernels that equal the page they were
+written from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.checkpoint import PRESETS
+from stage01_forward.attention import explicit_attention
+from stage05_paged.blocks import Move
+from stage05_paged.memory import block_bytes
+from stage08_llama.config import LlamaConfig
+from stage09_kernels import library
+from stage09_kernels.tests.test_naive import bits, cases, near
+from stage10_quantization.cache import NAIVE, SCALE, Int8Cache, Int8KernelCache, quantize
+
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+LEVELS = library.levels() if library.compilers() else []
+compiled = pytest.mark.skipif(not LEVELS, reason="no C compiler (cc, gcc, clang)")
+every_level = pytest.mark.parametrize(
+    ("level", "weights", "real"),
+    [  # levels but the first are compiled for this test alone
+        pytest.param(level, *types, marks=() if level == LEVELS[0] else pytest.mark.slow)
+        for level in LEVELS
+        for types in ((F32, F32), (BF16, F32), (F64, F64))
+    ],
+)
+TINY = 2.0**-130  # subnormal in bfloat16 and float32
+# A vector, its scale, and its codes.
+DEFINED = {
+    "zeros": ([0.0, -0.0, 0.0], 0.0, [0, 0, 0]),
+    "exact": ([127.0, -63.0, 0.0], 1.0, [127, -63, 0]),
+    "ties to even": ([127.0, 0.5, -1.5], 1.0, [127, 0, -2]),
+    "rounded up": ([128.0, 64.0, 1.0], 1.0078125, [127, 64, 1]),  # 128 / 127 lies below
+    "rounded down": ([127.4, 63.7, -63.7], 1.0, [127, 64, -64]),
+    "a subnormal scale": ([127 * TINY, -TINY, 0.0], TINY, [127, -1, 0]),
+    "too small for a scale": ([2.0**-149, 0.0, 0.0], 0.0, [0, 0, 0]),
+    "large": ([3e38, -3e38, 0.0], 2.3661e36, [127, -127, 0]),
+    "NaN": ([1.0, torch.nan, 2.0], torch.nan, [0, 0, 0]),
+    "infinity": ([1.0, -torch.inf, 2.0], torch.nan, [0, 0, 0]),
+}
+defined = pytest.mark.parametrize(("numbers", "scale", "codes"), DEFINED.values(), ids=DEFINED)
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def config_of(width, heads=1, group=1, window=0, layers=1):
+    windows = (window,) * layers if window else ()
+    count = heads * group
+    return LlamaConfig(11, 4096, width * count, layers, count, heads, width, windows=windows)
+
+
+def unpacked(cache, block, layer=0):
+    """Codes (2, H, B, D) and scales (2, H, B) of a block of a kernel's cache."""
+    size, width = cache.block_size, cache.width
+    line, rows = -(-size // 16) * 16, -(-width // 16) * 16
+    kv = cache.kv[layer, block]  # (H, bytes)
+    ends = (width + width % 2) * line, size * rows
+    keys, values, scales = kv.split([*ends, kv.shape[1] - sum(ends)], 1)
+    codes = (keys.unflatten(1, (-1, line))[:, :width, :size].transpose(1, 2),
+             values.unflatten(1, (size, rows))[:, :, :width])  # fmt: skip
+    both = scales.contiguous().view(SCALE).unflatten(1, (2, line))[:, :, :size].transpose(0, 1)
+    return torch.stack(codes), both
+
+
+# ---- one rounding --------------------------------------------------------------------------------
+
+
+@defined
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_vectors_whose_codes_are_worked_out_by_hand(numbers, scale, codes, dtype):
+    ours, theirs = quantize(torch.tensor([numbers], dtype=dtype))
+    assert ours.tolist() == [codes] and (ours.dtype, theirs.dtype) == (torch.int8, SCALE)
+    torch.testing.assert_close(theirs, torch.tensor([scale], dtype=SCALE), equal_nan=True)
+
+
+@compiled
+@defined
+@pytest.mark.parametrize("source", [None, NAIVE])
+@pytest.mark.parametrize("real", [F32, F64])
+def test_kernels_round_the_same_vectors_alike(numbers, scale, codes, source, real):
+    cache = Int8KernelCache(config_of(3), 1, source=source, real=real)
+    cache.memory.poison([0])
+    x = torch.tensor(numbers, dtype=real).view(1, 1, 3)
+    cache.extend([([0], 0, 1)]).attend(0, torch.zeros(1, 1, 3, dtype=real), x, x)
+    ours, theirs = unpacked(cache, 0)
+    assert ours[:, 0, 0].tolist() == [codes, codes]
+    wanted = torch.tensor([scale] * 2, dtype=SCALE)
+    torch.testing.assert_close(theirs[:, 0, 0], wanted, equal_nan=True)
+    assert theirs[:, 0, 1:].isnan().all()  # slots of later tokens
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=40),
+    st.integers(-100, 0),
+)
+def test_a_number_comes_back_to_half_a_scale(numbers, power):
+    x = torch.tensor(numbers, dtype=F64) * 2.0**power
+    codes, scale = quantize(x)
+    if scale >= torch.finfo(SCALE).smallest_normal:
+        error = (codes * scale.double() - x).abs().max()
+        assert error <= scale.double() * (0.5 + 1e-12)
+
+
+def test_codes_fit_the_scale_that_readers_multiply_by():
+    """Codes of the unrounded scale would be up to a quarter of a scale further off."""
+    x = torch.linspace(0, 1, 1001, dtype=F64)[None] * torch.linspace(1, 2, 301, dtype=F64)[:, None]
+    codes, scales = quantize(x)
+    error = (codes * scales.double()[:, None] - x).abs() / scales.double()[:, None]
+    assert error.max() <= 0.5 + 1e-9
+    careless = (x / (x.amax(1, keepdim=True) / 127)).round()
+    assert ((careless * scales.double()[:, None] - x).abs() / scales[:, None]).max() > 0.7
+
+
+# ---- the cache to read ---------------------------------------------------------------------------
+
+
+def rounded(x):
+    codes, scales = quantize(x)
+    return codes * scales.to(x.dtype)[..., None]
+
+
+@pytest.mark.parametrize("window", [0, 9])
+def test_attention_is_explicit_attention_over_rounded_keys_and_values(window):
+    torch.manual_seed(0)
+    size, table = 5, [7, 2, 9, 0, 4, 1, 8]
+    cache = Int8Cache(config_of(6, 2, 3, window, layers=2), 10, size)
+    cache.memory.poison(range(10))
+    q, k, v = (torch.randn(33, heads, 6, dtype=F64) for heads in (6, 2, 2))
+    parts = []
+    for start, end in ((0, 20), (20, 32), (32, 33)):
+        if window:  # a neighbour's by now
+            cache.memory.poison(table[: max(0, start - window + 1) // size])
+        attention = cache.extend([(table, start, end - start)])
+        assert attention.positions.tolist() == list(range(start, end))
+        parts.append(attention.attend(1, q[start:end], k[start:end], v[start:end]))
+    keys, values = (rounded(x).repeat_interleave(3, 1).transpose(0, 1) for x in (k, v))
+    wanted = explicit_attention(q.transpose(0, 1), keys, values).transpose(0, 1)
+    if window:
+        place = torch.arange(33)
+        hidden = place[None] <= place[:, None] - window
+        scores = (q.transpose(0, 1) @ keys.mT / 6**0.5).masked_fill(
+            hidden | (place[None] > place[:, None]), -torch.inf
+        )
+        wanted = (scores.softmax(-1) @ values).transpose(0, 1)
+    torch.testing.assert_close(torch.cat(parts), wanted, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="no place for 3 tokens at 9 in 2 blocks of 5"):
+        cache.extend([([0, 1], 9, 3)])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_attention_in_another_dtype_is_near(dtype):
+    torch.manual_seed(1)
+    q, k, v = torch.randn(3, 20, 2, 16).to(dtype)
+    outputs = []
+    for kind in (dtype, F64):
+        cache = Int8Cache(config_of(16, 2), 2)
+        outputs.append(cache.extend([([1, 0], 0, 20)]).attend(0, *(x.to(kind) for x in (q, k, v))))
+    assert outputs[0].dtype == dtype
+    torch.testing.assert_close(outputs[0].double(), outputs[1], rtol=0, atol=0.02)
+
+
+# ---- kernels: the fast ones against the page -----------------------------------------------------
+
+
+def passes(case, real, weights, **options):
+    """The outputs of three passes of both kernels over `case`, and the caches."""
+    width, group, block, window, lengths, count = case
+    torch.set_num_threads(count)
+    torch.manual_seed(width)
+    heads = 1 if max(lengths) > 200 else 1 + width % 2
+    config = config_of(width, heads, group, window)
+    needed = [-(-length // block) for length in lengths]
+    tables = torch.randperm(sum(needed) + 3)[: sum(needed)].split(needed)
+    inputs = [
+        torch.randn(sum(lengths), n, width, dtype=real) for n in (heads * group, heads, heads)
+    ]
+    cuts = [(0, length * 2 // 3, length - 1, length) for length in lengths]
+    for source in (NAIVE, None):
+        cache = Int8KernelCache(config, sum(needed) + 3, block, source=source, real=real, **options)
+        cache.memory.poison(range(sum(needed) + 3))  # NaN in every scale
+        parts = []
+        for cut in range(3):
+            shares, first = [], 0
+            rows: list[int] = []
+            for table, length, ends in zip(tables, lengths, cuts, strict=True):
+                start, end = ends[cut], ends[cut + 1]
+                behind = max(0, start - window + 1) // block if window else 0
+                cache.memory.poison(table[:behind].tolist())
+                if end > start:
+                    shares.append((table.tolist(), start, end - start))
+                    rows += range(first + start, first + end)
+                first += length
+            if shares:
+                q, k, v = (x[rows] for x in inputs)
+                q = q.to(weights)  # whose dtype the output has
+                parts.append(cache.extend(shares).attend(0, q, k, v))
+        yield torch.cat(parts), cache
+
+
+@compiled
+@every_level
+def test_attention_of_every_shape(level, weights, real):
+    for case in cases():
+        (naive, one), (fast, other) = passes(case, real, weights, level=level)
+        assert torch.equal(one.kv, other.kv), case  # the same codes and scales, to the last bit
+        narrow = weights == BF16
+        near(naive, fast, real, 4.5 * (8 + max(case[4]) ** 0.5), 0.05 * narrow, 4.5 / 128)
+
+
+@compiled
+@pytest.mark.parametrize("real", [F32, F64])
+@pytest.mark.parametrize(("width", "block"), [(64, 16), (17, 7), (128, 33)])
+def test_kernels_keep_the_codes_of_the_cache_to_read(real, width, block):
+    torch.manual_seed(2)
+    config, table = config_of(width, 2, 2), [3, 1, 0]
+    size = 2 * block + 3
+    q, k, v = (torch.randn(size, heads, width, dtype=real) for heads in (4, 2, 2))
+    slow, fast = Int8Cache(config, 4, block), Int8KernelCache(config, 4, block, real=real)
+    outputs = [cache.extend([(table, 0, size)]).attend(0, q, k, v) for cache in (slow, fast)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-5 if real == F32 else 1e-13)
+    for number, block_id in enumerate(table):
+        held = min(block, size - number * block)
+        codes, scales = unpacked(fast, block_id)
+        planes = slow.memory.planes
+        assert torch.equal(codes[:, :, :held], planes[0][block_id, 0, :, :, :held])
+        assert torch.equal(bits(scales)[:, :, :held], bits(planes[1][block_id, 0])[:, :, :held])
+
+
+@compiled
+@pytest.mark.parametrize(("kv_heads", "window"), [(6, 0), (2, 37)])
+def test_bits_depend_on_neither_neighbours_nor_chunks_nor_threads(kv_heads, window):
+    torch.manual_seed(3)
+    shapes = [(300, heads, 64) for heads in (6, kv_heads, kv_heads)]
+    q, k, v = map(torch.randn, shapes)
+    outputs, contents = [], []
+    ways: Any = (1, [300], 0), (2, [1, 7, 292], 3), (3, [200, *[1] * 100], 1), (16, [300], 0)
+    for count, cuts, others in ways:
+        torch.set_num_threads(count)
+        cache = Int8KernelCache(config_of(64, kv_heads, 6 // kv_heads, window), 110)
+        cache.memory.poison(range(110))
+        start, parts = 0, []
+        for cut in cuts:
+            extra = [([60 + 20 * i], 0, 3 + i) for i in range(others)]
+            noise = sum(share[2] for share in extra)
+            beside = [1000 * torch.randn(noise, *shape[1:]) for shape in shapes]
+            piece = [x[start : start + cut] for x in (q, k, v)]
+            mixed = [torch.cat(pair) for pair in zip(beside, piece, strict=True)]
+            shares = [*extra, (list(range(20)), start, cut)]
+            parts.append(cache.extend(shares).attend(0, *mixed)[noise:])
+            start += cut
+        outputs.append(torch.cat(parts))
+        contents.append(cache.memory.read(range(20)))
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    assert all(torch.equal(content, contents[0]) for content in contents)
+
+
+@compiled
+def test_nothing_is_written_outside_the_slots_of_a_share():
+    cache = Int8KernelCache(config_of(24, 1, 2, layers=2), 10, 5)
+    cache.kv.fill_(77)
+    inputs = [100 + torch.rand(8, heads, 24) for heads in (2, 1, 1)]  # no code is 77
+    inputs[1][:, :, 0] = inputs[2][:, :, 0] = 150
+    cache.extend([([4, 9, 2], 1, 8)]).attend(1, *inputs)
+    changed = cache.kv != 77
+    assert changed.flatten(2).any(2).nonzero().tolist() == [[1, 4], [1, 9]]
+    codes = [unpacked(cache, block, 1) for block in (4, 9)]
+    slots = torch.cat([(number != 77).any(3)[0, 0] for number, _ in codes])
+    assert slots.tolist() == [False, *[True] * 8, False]
+    assert int(changed.sum()) == 2 * 8 * (24 + 2)
+
+
+# ---- scales travel -------------------------------------------------------------------------------
+
+
+@compiled
+@pytest.mark.parametrize("kind", [Int8Cache, Int8KernelCache])
+def test_a_block_that_moves_is_read_as_before(kind):
+    """Copied, or swapped out and in: the output has the same bits. A default scale, that of the
+    block before or one that was left behind would show."""
+    torch.manual_seed(4)
+    config = config_of(32, 2, 2, layers=2)
+    inputs = [torch.randn(40, heads, 32) for heads in (4, 2, 2)]
+    inputs[1] *= torch.logspace(-2, 2, 40)[:, None, None]  # each token's scales are its own
+    inputs[2] *= torch.logspace(2, -2, 40)[:, None, None]
+    outputs: list[torch.Tensor] = []
+    for moves, table in (
+        ([], [3, 0, 5]),
+        ([Move("copy", 0, 6), Move("copy", 3, 1)], [1, 6, 5]),
+        ([Move("out", 0, 1), Move("out", 3, 0), Move("in", 1, 7), Move("in", 0, 2)], [2, 7, 5]),
+    ):
+        cache: Any = kind(config, 8, 16, 2)
+        cache.memory.poison(range(8))
+        cache.extend([([3, 0, 5], 0, 39)]).attend(1, *(x[:39] for x in inputs))
+        cache.move(moves)
+        cache.memory.poison(sorted({*range(8)} - {*table}))
+        outputs.append(cache.extend([(table, 39, 1)]).attend(1, *(x[39:] for x in inputs)))
+    assert outputs[0].isfinite().all()
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+@compiled
+def test_bytes_of_a_token_count_its_scales():
+    """19,008 at GPT-2 124M: a quarter of float32, and two bytes for each key and value."""
+    config = PRESETS["gpt2"]
+    assert config.kv_bytes_per_token(torch.int8) == 2 * 12 * 12 * (64 + SCALE.itemsize) == 19_008
+    for kind in (Int8Cache, Int8KernelCache):
+        cache: Any = kind(config, 3)
+        assert cache.memory.bytes_per_block == block_bytes(config, torch.int8, 16) == 304_128
+        assert cache.bytes == 3 * 304_128 and cache.dtype == torch.int8

@@ -1,0 +1,134 @@
+"""The contract of engines with keys and values in int8: preemption, swaps, forks, aborts, prefix
+hits and chunked prefill, in the readable cache and in that of the kernels. GPT-2, and a Llama with
+and one without a sliding window.
+
+They are compared with the naive engine, which keeps nothing: its attention rounds the keys and
+values of the whole sequence in each pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shared.course.testing import wide_norm
+from stage01_forward import engine as naive
+from stage01_forward.families import attention_of
+from stage04_continuous.tests import contract, oracle
+from stage04_continuous.tests.lives import live
+from stage05_paged.tests import test_contract as paged
+from stage05_paged.tests.engines import engine_of
+from stage06_serving.disk import attach
+from stage06_serving.tests.asking import until
+from stage08_llama.model import RMSNorm
+from stage08_llama.tests.test_contract import SHAPES
+from stage09_kernels import library
+from stage09_kernels.make import make
+from stage09_kernels.tests import test_contract as kernels
+from stage10_quantization.cache import Int8Cache, Int8KernelCache, Rounded
+
+INT8: dict[str, Any] = {"dtype": torch.int8}
+KERNELS = kernels.KERNELS | INT8 | {"make_cache": partial(Int8KernelCache, real=torch.float64)}
+compiled = pytest.mark.skipif(not library.compilers(), reason="no C compiler (cc, gcc, clang)")
+
+
+@pytest.fixture(scope="module", autouse=True, params=["gpt2", *SHAPES])
+def shape(request):
+    """Its answers are those of an oracle that no other test asks."""
+    config = oracle.CONFIG
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param in SHAPES:
+            patch.setattr(RMSNorm, "forward", wide_norm)
+            config = replace(SHAPES[request.param], layer_norm_epsilon=4e-5)
+        rounding = cache(oracle.Oracle)
+        patch.setattr(naive, "attention_of", lambda config: Rounded(attention_of(config)))
+        patch.setattr(oracle, "oracle_of", rounding)
+        patch.setattr(contract, "oracle_of", rounding)
+        with oracle.shape(config):
+            yield config
+
+
+class TestInt8(paged.TestPaged):
+    @staticmethod
+    def engine(*args: Any, **options: Any) -> Any:
+        return engine_of(*args, **(INT8 | options))
+
+    test_all_scenarios: Any = None  # below: in float32 a code may tip, which is no near tie
+
+
+@compiled
+class TestInt8Kernels(kernels.TestKernels):
+    @staticmethod
+    def engine(*args: Any, **options: Any) -> Any:
+        return engine_of(*args, **(KERNELS | options))
+
+    test_all_scenarios: Any = None
+
+
+class Int8Life(paged.PagedLife):
+    def make(self, sequences, token_budget, **options):
+        return super().make(sequences, token_budget, **INT8, **options)
+
+
+class KernelLife(paged.PagedLife):
+    def make(self, sequences, token_budget, **options):
+        return super().make(sequences, token_budget, **KERNELS, **options)
+
+
+def test_lives_of_fifty_calls():
+    live(Int8Life, 6)
+
+
+@compiled
+def test_lives_with_kernels():
+    """Swaps, copies, hits and evictions, watched by the sanitizer."""
+    seen = live(KernelLife, 10)
+    assert all(seen[event] for event in ("copies", "evicted", "hit_tokens", "swapped_in"))
+
+
+@compiled
+def test_the_dtype_of_the_cache_selects_it():
+    """In the engines of stages 05 and 09, by the option that selects bfloat16, and with blocks for
+    so many bytes."""
+    engine: Any = make(oracle.the_model(), 2, insist=True, **INT8)
+    assert type(engine.runner.cache) is Int8KernelCache
+    assert engine.runner.cache.real == torch.float64
+    slow: Any = engine_of(**INT8)
+    assert type(slow.runner.cache) is Int8Cache
+
+
+def test_a_block_of_free_memory_is_poison_for_every_reader():
+    """The sanitizer's bytes are NaN scales: what reads a block after its end shows."""
+    engine: Any = engine_of(**INT8)
+    request = oracle.ask(engine, 9, 4)
+    engine.step()
+    memory = engine.runner.cache.memory
+    memory.poison(engine.scheduler.tables[request].blocks)
+    oracle.finish(engine)
+    assert request.output.finish_reason == "error"
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["slow", "kernels"])
+def test_prefixes_on_a_disk_come_back_with_their_scales(kind, tmp_path):
+    """Another engine finds them, and answers as the first; one with another cache finds nothing."""
+    model: Any = oracle.the_model()
+    loaded: Any = SimpleNamespace(config=model.config, dtype=model.dtype, files=(), weights="auto")
+    prompt, hits, tokens = oracle.prompt_of(40), [], []
+    for options in (INT8, INT8, {}):
+        if kind == "kernels":
+            options = KERNELS if options else kernels.KERNELS
+        engine = engine_of(**options)
+        store = attach(engine, tmp_path, "1MiB", loaded)
+        (output,) = engine.generate([prompt], oracle.greedy(8))
+        until(store._offers.empty)
+        until(lambda: len(list(tmp_path.glob("*.kv"))) >= 10)
+        hits.append(store.counts.hits)
+        tokens.append(output.token_ids)
+    assert hits == [0, 36, 0]  # all full blocks of 4 before the last token
+    assert tokens[0] == tokens[1] == oracle.answer(40, 8)

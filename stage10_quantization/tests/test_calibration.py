@@ -1,0 +1,236 @@
+"""GPTQ and SmoothQuant against other ways to say the same."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shared.config import Config
+from shared.course.testing import random_checkpoint
+from shared.errors import UserError
+from shared.linear import convert
+from shared.tokenizer import load_tokenizer
+from stage01_forward.families import attention_of, load, load_model
+from stage04_continuous.tests.oracle import CONFIG
+from stage08_llama.tests.test_contract import SHAPES
+from stage10_quantization import smoothquant
+from stage10_quantization.convert import INT4, INT8, Format, Quantize
+from stage10_quantization.gptq import calibrate, gptq, windows_of
+from stage10_quantization.layers import QuantizedLinear
+from stage10_quantization.quality import divergence, text_ids
+from stage10_quantization.rounding import codes_of, fit
+
+SMALL = Format(3, group=4, minimum=True, dtype=torch.float16)
+WIDE = Format(4, group=64)
+
+
+def hessian_of(inputs: int, samples: int = 500) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs (S, K) that depend on each other, and their H."""
+    torch.manual_seed(inputs)
+    x = torch.randn(samples, inputs) @ torch.randn(inputs, inputs).tril() + torch.randn(inputs)
+    return x, 2 * x.t() @ x
+
+
+def loss(weight, matrix, hessian):
+    error = matrix.dequantized() - weight
+    return ((error @ hessian) * error).sum().item()
+
+
+def by_least_squares(weight, hessian, format, damp):
+    """Column by column: all columns behind the rounded one become those that make up for its error
+    best, found by solving the equations anew each time."""
+    w, inputs = weight.double(), weight.shape[1]
+    h = hessian.double() + damp * hessian.double().diagonal().mean() * torch.eye(inputs)
+    codes = torch.empty(w.shape, dtype=torch.int8)
+    for j in range(inputs):
+        if j % format.group == 0:
+            group = w[:, j : j + format.group].float()
+            scale, low = fit(group, format.bits, format.minimum, format.dtype)
+        codes[:, j : j + 1] = codes_of(w[:, j : j + 1].float(), scale, low, format.bits)
+        change = codes[:, j] * scale + (0 if low is None else low) - w[:, j]
+        if j + 1 < inputs:
+            rest = torch.linalg.solve(h[j + 1 :, j + 1 :], h[j + 1 :, j])
+            w[:, j + 1 :] -= change[:, None] * rest
+    return codes
+
+
+@pytest.mark.parametrize("format,inputs", [(SMALL, 12), (WIDE, 192), (INT4, 160)])
+def test_gptq_is_least_squares_column_by_column(format, inputs):
+    """160 and 192 inputs are more than a block of columns."""
+    weight, (_, h) = torch.randn(7, inputs), hessian_of(inputs)
+    got = gptq(weight, h, format, damp=0.01)
+    want = by_least_squares(weight, h, format, 0.01)
+    assert (got.codes == want).float().mean() > 0.995  # float32 against float64
+    assert torch.equal(gptq(weight, 3 * h, format).codes, got.codes)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("format", [INT4, INT8, WIDE, SMALL])
+def test_independent_inputs_leave_the_nearest_codes(format, act_order):
+    weight, h = torch.randn(9, 192), torch.diag(torch.rand(192) + 0.1)
+    got, want = gptq(weight, h, format, act_order), format.quantized("w", weight)
+    assert torch.equal(got.codes, want.codes) and torch.equal(got.scale, want.scale)
+    assert torch.equal(got.dequantized(), want.dequantized()) and got.bits == want.bits
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("format", [INT4, WIDE])
+def test_gptq_costs_less_than_the_nearest_codes(format, act_order):
+    weight, (_, h) = torch.randn(40, 192), hessian_of(192)
+    nearest = loss(weight, format.quantized("w", weight), h)
+    assert loss(weight, gptq(weight, h, format, act_order), h) < 0.5 * nearest
+
+
+@pytest.mark.parametrize("damp", [0.0, 0.01])
+def test_inputs_that_are_always_zero_and_too_few_samples(damp):
+    """Neither a division by zero nor a factor that does not exist."""
+    torch.manual_seed(0)
+    x = torch.randn(20, 64)
+    x[:, [3, 40]] = 0
+    weight, h = torch.randn(5, 64), x.t() @ x
+    assert torch.linalg.matrix_rank(h) == 20
+    matrix = gptq(weight, h, INT4, damp=damp)
+    assert matrix.dequantized().isfinite().all()
+    dead = matrix.dequantized()[:, [3, 40]].abs()
+    assert (dead <= matrix.scale / 2 * 1.001).all()  # 0, as near as the group has it
+    nearest = INT4.quantized("w", weight)
+    assert loss(weight, matrix, h) < loss(weight, nearest, h)
+
+
+@pytest.fixture(scope="module")
+def stories() -> Any:
+    checkpoint = load("stories")
+    tokenizer = load_tokenizer(checkpoint.folder)
+    return load_model(checkpoint), lambda count, seed: text_ids(tokenizer, 2047, count, None, seed)
+
+
+def test_layers_are_calibrated_on_what_the_quantized_ones_before_them_make(stories):
+    model, ids = copy.deepcopy(stories[0]), stories[1]
+    windows = windows_of(ids(1024, "calibration"), 2)
+    calibrate(model, windows, "int4")
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    assert len(layers) == 4 * model.config.n_layer + 1 and model.lm_head.matrix.bits == 8
+    # Another way: two quantized blocks, the rest in float, and a whole pass.
+    half, last = copy.deepcopy(stories[0]), "h.2.mlp.c_proj"
+    for name, layer in layers.items():
+        if name.startswith(("h.0.", "h.1.")):
+            half.set_submodule(name, layer)
+    seen: list[torch.Tensor] = []
+    half.get_submodule(last).register_forward_pre_hook(lambda _, x: seen.append(x[0]))
+    with torch.inference_mode():
+        for window in windows:
+            half(window, torch.arange(512), attention_of(half.config).attend)
+    x = torch.cat(seen)
+    want = gptq(half.get_submodule(last).weight, x.t() @ x, INT4)
+    assert (layers[last].matrix.codes == want.codes).float().mean() > 0.999
+
+
+def test_gptq_removes_a_third_of_the_divergence(stories):
+    model, ids = stories
+    found = {}
+    for name in ("nearest", "gptq"):
+        quantized = copy.deepcopy(model)
+        if name == "gptq":
+            calibrate(quantized, windows_of(ids(8 * 512, "calibration"), 8), "int4")
+        else:
+            convert(quantized, Quantize("int4"), {})
+        found[name] = divergence(model, quantized, ids(8 * 512, "judged")).mean
+    assert found["gptq"] < 0.7 * found["nearest"]
+
+
+def test_calibration_refuses_by_name_and_before_it_changes_anything():
+    gpt2 = Config(101, 64, 64, 2, 2)
+    window = [torch.arange(40)]
+    for weight, model, message in (
+        (torch.nan, load_model(random_checkpoint(gpt2)), "^h.1.mlp.c_fc.weight has NaN"),
+        (1.0, load_model(random_checkpoint(CONFIG)), "^h.0.attn.c_attn.weight has 24 inputs"),
+    ):
+        model.h[1].mlp.c_fc.weight[3, 5] = weight
+        with pytest.raises(UserError, match=message):
+            calibrate(model, window, "int4")
+        assert type(model.h[0].attn.c_attn) is nn.Linear
+    model = load_model(random_checkpoint(gpt2))
+    model.h[1].ln_2.bias[3] = torch.inf
+    with pytest.raises(UserError, match="^The inputs of h.1.mlp.c_fc are not finite"):
+        calibrate(model, window, "int4")
+    with pytest.raises(UserError, match="1000 tokens, but 2 windows of 512 need 1024"):
+        windows_of(range(1000), 2)
+
+
+# ---- SmoothQuant
+
+
+def trained(name: str) -> Any:
+    """A model with biases and gains as after training."""
+    if name == "stories":
+        return load_model(load("stories"))
+    shape = replace(SHAPES["grouped"], qkv_bias=True, mlp_bias=True, o_bias=True)
+    checkpoint = random_checkpoint(shape, spread=4)
+    torch.manual_seed(0)
+    for key, tensor in checkpoint.tensors.items():
+        if tensor.ndim == 1:
+            checkpoint.tensors[key] = tensor + torch.randn(tensor.shape) / 4
+    return load_model(checkpoint)
+
+
+UNTOUCHED = {
+    "stories": ("wte.weight", "wpe.weight", "c_proj.bias", "c_fc.bias", "mlp.c_proj.weight")
+    + ("ln_f.weight", "ln_f.bias", "lm_head.weight"),
+    "grouped": ("tokens.weight", "q_proj.bias", "k_proj.bias", "o_proj.bias", "gate_proj.bias")
+    + ("down_proj.bias", "q_norm.weight", "k_norm.weight", ".norm.weight", "lm_head.weight"),
+}
+
+
+def output(model: Any, dtype: torch.dtype) -> torch.Tensor:
+    model = copy.deepcopy(model).to(dtype)
+    ids = torch.arange(30)
+    with torch.inference_mode():
+        return model.logits(model(ids, ids, attention_of(model.config).attend))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["stories", "grouped"])
+def test_a_smooth_model_computes_the_same_bits(name, dtype):
+    """Every fold moves something, and nothing else changes: norms, values, a gated MLP."""
+    model = trained(name)
+    want, before = output(model, dtype), copy.deepcopy(model)
+    smoothquant.plant(model, [1, 5], 64.0)
+    assert torch.equal(output(model, dtype), want)
+    smoothquant.smooth(model, [torch.arange(40)])
+    got = output(model, dtype)
+    assert torch.equal(got, want)
+    pairs = zip(before.named_parameters(), model.parameters(), strict=True)
+    same = {name for (name, old), new in pairs if torch.equal(old, new)}
+    assert same == {n for n, _ in before.named_parameters() if f".{n}".endswith(UNTOUCHED[name])}
+
+
+def test_planted_outliers_break_int8_and_smoothquant_repairs_it(stories):
+    model, ids = stories
+    text, windows = ids(4 * 512, "judged"), windows_of(ids(2048, "calibration"), 4)
+    found = {}
+    for name in ("plain", "planted", "smooth"):
+        quantized = copy.deepcopy(model)
+        if name != "plain":
+            smoothquant.plant(quantized, [7, 100], 256.0)
+        if name == "smooth":
+            smoothquant.smooth(quantized, windows)
+        convert(quantized, Quantize("int8"), {})
+        found[name] = divergence(model, quantized, text).mean
+    assert found["planted"] > 100 * found["plain"] and found["smooth"] < 2 * found["plain"], found
+
+
+def test_a_channel_without_a_weight_or_an_input_stays_as_it_is():
+    model = load_model(random_checkpoint(Config(101, 64, 64, 2, 2)))
+    with torch.no_grad():
+        model.h[0].attn.c_attn.weight[:, 3] = 0
+        model.h[0].ln_1.weight[4] = model.h[0].ln_1.bias[4] = 0
+    before = model.h[0].ln_1.weight.clone()
+    smoothquant.smooth(model, [torch.arange(40)])
+    after = model.h[0].ln_1.weight
+    assert after[3] == before[3] and after[4] == 0 and not torch.equal(before, after)
+    assert all(p.isfinite().all() for p in model.parameters())

@@ -1,0 +1,123 @@
+"""Whole models: every layer is converted or refused by name, one at a time."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from shared import linear
+from shared.config import Config
+from shared.course.testing import random_checkpoint
+from shared.errors import UserError
+from shared.stories import grammar
+from shared.tokenizer import load_tokenizer
+from stage01_forward.families import attention_of, load, load_model
+from stage04_continuous.tests.oracle import CONFIG
+from stage08_llama.tests.test_contract import SHAPES
+from stage10_quantization import rounding
+from stage10_quantization.convert import FORMATS, INT4, INT8, Format, Quantize
+from stage10_quantization.layers import QuantizedEmbedding, QuantizedLinear
+
+GPT2 = Config(101, 64, 64, 2, 2)  # groups of 32 do not divide CONFIG's width
+
+
+def quantized(checkpoint, *options):
+    checkpoint.conversion = Quantize(*options)
+    model = load_model(checkpoint)
+    checkpoint.conversion = None
+    return model
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("name", ["stories", "stories-chat"])
+def test_every_matrix_of_a_model_is_converted(name, weights):
+    checkpoint = load(name)
+    plain, model = load_model(checkpoint), quantized(checkpoint, weights)
+    assert not [m for m in model.modules() if type(m) is nn.Linear]
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    assert tables == ([model.wpe] if name == "stories" else [])
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    per_block = 4 if name == "stories" else 7
+    assert len(layers) == per_block * model.config.n_layer + 1
+    for layer_name, layer in layers.items():
+        want = INT8 if layer_name == "lm_head" else FORMATS[weights]
+        weight = plain.get_submodule(layer_name).weight.detach()
+        expected = rounding.quantize(weight, want.bits, want.group, want.minimum, want.dtype)
+        assert torch.equal(layer.matrix.codes, expected.codes) and layer.matrix.bits == want.bits
+        assert torch.equal(layer.matrix.dequantized(), expected.dequantized())
+        assert layer.bytes == expected.bytes
+    # One table for embedding and head: looked up in rows of the vocabulary, and of the same memory.
+    table = next(m for m in model.modules() if isinstance(m, QuantizedEmbedding))
+    assert model.lm_head.matrix is table.matrix and model.config.tied
+    ids = torch.tensor([[5, 0], [7, 5]])
+    assert torch.equal(table(ids), table.matrix.dequantized()[ids])
+    # And the function is nearly that of the float model.
+    story = next(grammar.stories("convert")).text
+    ids = torch.tensor(load_tokenizer(checkpoint.folder).encode(story)[:60])
+    positions = torch.arange(60)
+    hidden = [m(ids, positions, attention_of(m.config).attend) for m in (plain, model)]
+    logits = [m.logits(x).log_softmax(-1) for m, x in zip((plain, model), hidden, strict=True)]
+    kl = (logits[0].exp() * (logits[0] - logits[1])).sum(-1).mean()
+    assert 0 < kl < (5e-3 if weights == "int8" else 0.5)
+
+
+def test_an_untied_head_has_a_matrix_of_its_own():
+    shape = replace(SHAPES["grouped"], tied=False)
+    model = quantized(random_checkpoint(shape, spread=24), "int8")
+    assert model.lm_head.matrix is not model.embed_tokens.matrix
+    assert not torch.equal(model.lm_head.matrix.codes, model.embed_tokens.matrix.codes)
+
+
+@pytest.mark.parametrize("activations,most", [("int8", 0.03), ("float", 0.01)])
+def test_a_layer_computes_in_the_dtype_of_its_input(activations, most):
+    plain = nn.Linear(64, 48)
+    layer = Quantize("int8", activations).layer("one", plain, {})
+    assert isinstance(layer, linear.Linear) and layer.pack() is layer
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        x = torch.randn(2, 3, 64, dtype=dtype)
+        y, want = layer(x), plain(x.float())
+        assert y.dtype == dtype and y.shape == (2, 3, 48)
+        rounding_of_output = torch.finfo(dtype).eps * want.abs().max()
+        assert (y.float() - want).abs().max() < most + rounding_of_output
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", ["h.1.attn.c_attn", "wte"])
+@pytest.mark.parametrize("weights", FORMATS)
+def test_weights_that_are_not_finite_are_refused_by_name(value, place, weights):
+    checkpoint = random_checkpoint(GPT2, spread=1.0)
+    tensor = checkpoint.tensors[f"{place}.weight"]
+    checkpoint.tensors[f"{place}.weight"] = tensor = tensor.clone()
+    tensor[3, 5] = value
+    row = 3 if place == "wte" else 5  # GPT-2 stores (in, out)
+    with pytest.raises(UserError, match=f"^{place}.weight has NaN or infinity in row {row}: "):
+        quantized(checkpoint, weights)
+
+
+def test_widths_and_numbers_that_do_not_fit_are_refused_by_name():
+    with pytest.raises(UserError, match="^h.0.attn.c_attn.weight has 24 inputs.* groups of 32"):
+        quantized(random_checkpoint(CONFIG), "int4")
+    weight = torch.ones(2, 64)
+    weight[1, 40] = 3e6
+    with pytest.raises(UserError, match="^one.weight has numbers too large.*float16 in row 1"):
+        INT4.quantized("one", weight)
+    assert INT8.quantized("one", weight).scale.isfinite().all()
+    assert Format(4, 64).quantized("one", weight).minimum is None
+
+
+def test_a_float_layer_is_dropped_before_the_next_is_quantized(monkeypatch):
+    model = load_model(random_checkpoint(GPT2))
+    layers = {n: weakref.ref(m) for n, m in model.named_modules() if type(m) is nn.Linear}
+    alive = []
+
+    class Watched(Quantize):
+        def layer(self, name, plain, tensors):
+            alive.append(sum(ref() is not None for ref in layers.values()))
+            return super().layer(name, plain, tensors)
+
+    linear.convert(model, Watched("int4"), {})
+    assert alive == list(range(8, 0, -1))  # the head went with the table

@@ -1,0 +1,271 @@
+"""The kernels against `layers.multiply`, to the last bit: every shape, format and level."""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shared.checkpoint import Checkpoint, random_tensors
+from shared.config import Config
+from shared.course.testing import wide_norm
+from stage01_forward.families import load_model
+from stage04_continuous.runner import Runner
+from stage05_paged.cache import PagedCache
+from stage08_llama.config import LlamaConfig
+from stage08_llama.model import RMSNorm
+from stage09_kernels import library
+from stage09_kernels.cache import FAST, NAIVE, KernelCache
+from stage09_kernels.operations import GELU, LINEAR, PLAIN, SILU_MUL, Operation, Pass
+from stage09_kernels.runner import KernelRunner
+from stage10_quantization.kernels import PanelMatrix, product_of
+from stage10_quantization.layers import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    QuantizedMatrix,
+    multiply,
+)
+
+LEVELS = library.levels()
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+EACH = [  # source and level; levels but the first are compiled for this test alone
+    pytest.param(source, level, marks=() if level == LEVELS[0] else pytest.mark.slow)
+    for source in (NAIVE, FAST)
+    for level in LEVELS
+    if source == FAST or level == LEVELS[0]
+]
+
+
+def a_matrix(rows, groups, group, bits, minimum=False, half=False) -> QuantizedMatrix:
+    """Random codes, with both ends in each row, and scales, some of which are 0 or negative."""
+    first = 0 if minimum else -(2 ** (bits - 1))
+    codes = torch.randint(2**bits, (rows, groups * group)) + first
+    codes[::2, 0], codes[:, -1] = first, first + 2**bits - 1
+    scale = torch.randn(rows, groups) / 50
+    scale[0] = 0
+    low = torch.randn(rows, groups) / 10
+    if half:
+        scale, low = scale.half().float(), low.half().float()
+    return QuantizedMatrix(codes.to(torch.int8), scale, low if minimum else None, bits)
+
+
+def a_layer(
+    matrix: QuantizedMatrix, bias: bool = False, activations: str = "int8"
+) -> QuantizedLinear:
+    return QuantizedLinear(matrix, torch.randn(len(matrix.codes)) if bias else None, activations)
+
+
+def inputs_of(rows: int, width: int) -> Tensor:
+    """Rows of all sizes, one of zeros, one with NaN, one with infinity."""
+    x = torch.randn(rows, width) * 10.0 ** torch.arange(rows)[:, None].sub(rows // 2)
+    x[1::6] = 0
+    x[2::7, width // 2] = torch.nan
+    x[3::8, -1] = -torch.inf
+    x[4::9] *= 1e-38
+    return x
+
+
+def run(source, level, x, layers, epilogue=PLAIN, residual=None, chosen=None, real=F32, out=None):
+    """The product by the kernel, with guards behind each row of it."""
+    dtype = BF16 if BF16 in (x.dtype, out) else real
+    cache: Any = SimpleNamespace(
+        real=real, kv=SimpleNamespace(dtype=real), level=level, source=source, defines=()
+    )
+    cache.library = lambda *arguments: KernelCache.library(cache, *arguments)
+    ours = product_of(layers, epilogue, cache, dtype)
+    assert ours is not None
+    scratch = torch.full((len(x) * ours.scratch + 1,), 7, dtype=torch.uint8)
+    operation = Operation(LINEAR, 1)
+    operation.of.linear = ours.linear
+    fields = operation.of.linear
+    fields.scratch = scratch.data_ptr()
+    spare = torch.nn.functional.pad(x, (0, 3), value=torch.nan)  # must not be read
+    room = torch.full((len(x) + 1, fields.outputs + 3), 7.0, dtype=out or real)
+    bias = None if ours.bias is None else ours.bias.to(real)
+    fields.bias = None if bias is None else bias.data_ptr()
+    fields.x, fields.x_stride, fields.x_is_operand = (
+        spare.data_ptr(),
+        spare.stride(0),
+        x.dtype == dtype,
+    )
+    fields.out, fields.out_stride, fields.out_is_operand = (
+        room.data_ptr(),
+        room.stride(0),
+        out == BF16,
+    )
+    if residual is not None:
+        fields.residual, fields.residual_stride = residual.data_ptr(), residual.stride(0)
+    fields.residual_of_all = chosen is not None
+    rows = None if chosen is None else chosen.data_ptr()
+    this_pass = Pass(n_out_rows=len(x), out_rows=rows)
+    step = cache.library(dtype).step
+    library.call(step, ctypes.byref(operation), 1, ctypes.byref(this_pass))
+    assert scratch[-1] == 7 and (room[-1] == 7).all() and (room[:, fields.outputs :] == 7).all()
+    return room[:-1, : fields.outputs]
+
+
+def bits(x: Tensor) -> Tensor:
+    """Whole numbers that are equal where x is; all NaN are."""
+    whole = x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
+    return whole.masked_fill(x.isnan(), -1)
+
+
+def cases():
+    """(groups, inputs in each, outputs, rows of x), for each class of shapes."""
+    yield from ((1, 4 * n % 131 + 1, 7 * n % 130 + 1, n % 13 + 1) for n in range(26))
+    yield from ((n % 5 + 1, group, 61 + n, n % 13 + 1) for n, group in enumerate((16, 32, 64, 128)))
+    yield from ((3, group, 70, 7) for group in (1, 7, 12, 24, 33))
+    yield from ((24, 32, 200, 33), (1, 768, 130, 40), (2, 2048, 64, 2))
+
+
+@pytest.mark.parametrize(("source", "level"), EACH)
+def test_every_shape_has_the_bits_of_the_reference(source, level):
+    torch.manual_seed(0)
+    for number, (groups, group, outputs, rows) in enumerate(cases()):
+        torch.set_num_threads(number % 4 + 1)
+        x = inputs_of(rows, groups * group)
+        for code_bits, minimum in ((8, False), (4, False), (4, True), (6, False), (5, True)):
+            matrix = a_matrix(outputs, groups, group, code_bits, minimum, half=number % 2 == 0)
+            got = run(source, level, x, [a_layer(matrix)])
+            assert torch.equal(bits(got), bits(multiply(matrix, x))), (groups, group, outputs, rows)
+
+
+def expected(layers, x, epilogue, residual, chosen):
+    """The layers with what follows them, in PyTorch."""
+    real = F64 if x.dtype == F64 else F32
+    outputs = [layer(x.to(real)) for layer in layers]
+    y = torch.cat(outputs, -1)
+    if epilogue == GELU:
+        y = F.gelu(y, approximate="tanh")
+    if epilogue == SILU_MUL:
+        y = F.silu(outputs[0]) * outputs[1]
+    if residual is None:
+        return y
+    return y + residual[: len(x)] if chosen is None else y + residual[chosen]
+
+
+@pytest.mark.parametrize("level", [pytest.param(e.values[1], marks=e.marks) for e in EACH[1:]])
+def test_inputs_that_are_not_rounded(level):
+    """fast/ has the bits of naive.c, and both are near the product with the dequantized matrix."""
+    torch.manual_seed(3)
+    for number, (groups, group, outputs, rows) in enumerate(cases()):
+        x = torch.randn(rows, groups * group).to((F32, BF16)[number % 2])
+        for code_bits, minimum in ((8, False), (4, False), (4, True), (5, True)):
+            matrix = a_matrix(outputs, groups, group, code_bits, minimum)
+            layer = a_layer(matrix, activations="float")
+            naive, fast = (run(source, level, x, [layer]) for source in (NAIVE, FAST))
+            assert torch.equal(naive, fast), (groups, group, outputs, rows)
+            size = x.float().abs() @ matrix.dequantized().abs().t()
+            assert ((fast - layer(x.float())).abs() <= 1e-5 * (1 + size)).all()
+
+
+@pytest.mark.parametrize(("source", "level"), EACH)
+def test_what_follows_a_product(source, level):
+    """Layers side by side, biases, residuals, gates, and inputs and outputs in bfloat16."""
+    torch.manual_seed(1)
+    for number, (real, narrow, epilogue, add, some) in enumerate(
+        product((F32, F64), (False, True), (PLAIN, GELU, SILU_MUL), (False, True), (False, True))
+    ):
+        if narrow and real == F64:
+            continue
+        x = inputs_of(9, 48).to(BF16 if narrow else real)
+        layers = [
+            a_layer(a_matrix(outputs, 3, 16, 4, number % 2 == 1), bias=number % 3 > place)
+            for place, outputs in enumerate(
+                {PLAIN: (33, 1, 64), GELU: (70,), SILU_MUL: (45, 45)}[epilogue]
+            )
+        ]
+        width = 45 if epilogue == SILU_MUL else sum(layer.out_features for layer in layers)
+        residual = torch.randn(14, width, dtype=real) if add else None
+        chosen = torch.randperm(14)[:9] if add and some else None
+        out = BF16 if narrow and not add else None
+        got = run(source, level, x, layers, epilogue, residual, chosen, real, out)
+        want = expected(layers, x, epilogue, residual, chosen)
+        if epilogue == PLAIN and real == F32 and out is None:
+            assert torch.equal(bits(got), bits(want))
+        bound = 2**-8 if out == BF16 else 1e-6
+        numbers = want.isfinite() & (want.abs() < 1e30)
+        assert torch.equal(got.isnan(), want.isnan())
+        error = ((got - want).abs() / want.abs().clamp(min=1))[numbers]
+        assert error.max() <= bound, (real, narrow, epilogue, add, some)
+
+
+def test_bits_do_not_depend_on_neighbours_and_threads():
+    torch.manual_seed(2)
+    for code_bits, groups, group in ((8, 1, 96), (8, 3, 32), (4, 3, 32)):
+        layer, x = a_layer(a_matrix(200, groups, group, code_bits)), torch.randn(50, 96)
+        together = run(FAST, "", x, [layer])
+        for count in (1, 2, 7, 13):
+            torch.set_num_threads(count)
+            alone = [run(FAST, "", part, [layer]) for part in x.split(count)]
+            assert torch.equal(torch.cat(alone), together)
+
+
+Formats = dict[str, tuple[int, int | None, bool]]  # bits, group and minimum
+
+
+def quantized(model: Any, formats: Formats) -> Any:
+    """`model` with its layers, and its table, in random whole numbers: in the format of the first
+    word that a name contains."""
+
+    def matrix_of(name: str, weight: Tensor) -> QuantizedMatrix:
+        bits, group, minimum = next(kind for word, kind in formats.items() if word in name)
+        inputs = weight.shape[1]
+        return a_matrix(len(weight), inputs // (group or inputs), group or inputs, bits, minimum)
+
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+            matrix = matrix_of(name, layer.weight)
+            model.set_submodule(name, QuantizedLinear(matrix, layer.bias))
+    name = "wte" if hasattr(model, "wte") else "embed_tokens"
+    weight = model.get_submodule(name).weight
+    table = QuantizedEmbedding(matrix_of(name, weight), weight.dtype)
+    model.set_submodule(name, table)
+    model.lm_head = table.head()
+    return model
+
+
+MODELS: dict[str, tuple[Any, Formats]] = {
+    "gpt2": (Config(211, 64, 64, 2, 2), {"": (8, None, False)}),
+    "groups": (Config(211, 64, 64, 2, 2), {"wte": (8, None, False), "": (4, 32, True)}),
+    "llama": (LlamaConfig(211, 64, 64, 2, 4, 2, n_inner=96), {"": (4, 32, False)}),
+    "mixed": (
+        LlamaConfig(211, 64, 64, 2, 4, 2, n_inner=96),
+        {"v_proj": (6, 16, False), "embed": (8, 32, False), "": (4, 32, True)},
+    ),
+}
+STEPS = (  # two prompts; a chunk that wants no logits; decode steps, in another order
+    (list(range(3, 45)), [([4, 1, 5], 0, 37), ([2], 0, 5)], [36, 41]),
+    (list(range(50, 59)), [([4, 1, 5], 37, 8), ([2], 5, 1)], [8]),
+    ([7, 8], [([2], 6, 1), ([4, 1, 5], 45, 1)], [0, 1]),
+)
+
+
+@pytest.mark.parametrize("release", [False, True])
+@pytest.mark.parametrize("source", [NAIVE, FAST])
+@pytest.mark.parametrize("name", MODELS)
+def test_whole_models_are_those_of_the_slow_layers(name, source, release, monkeypatch):
+    """In float64, where norms and attention agree so far that x is rounded alike. The whole pass is
+    one call, and a released model, its table too, reads the panels."""
+    monkeypatch.setattr(RMSNorm, "forward", wide_norm)  # which computes in float32 otherwise
+    config, formats = MODELS[name]
+    tensors = random_tensors(config)
+    for tensor in tensors.values():  # of norms: so that no x is in the middle between two codes
+        tensor += torch.rand_like(tensor) / 8
+    model = quantized(load_model(Checkpoint(config, tensors), dtype=F64), formats)
+    slow = Runner(model, PagedCache(config, 6, dtype=F64))
+    outputs = [slow.run(*inputs).clone() for inputs in STEPS]
+    fast: Any = KernelRunner(model, KernelCache(config, 6, dtype=F64, source=source), release)
+    assert len(fast.program.parts) == 1
+    matrices = [m.matrix for m in model.modules() if hasattr(m, "matrix")]
+    assert all(isinstance(m, PanelMatrix) == release for m in matrices)
+    for inputs, want in zip(STEPS, outputs, strict=True):
+        assert (fast.run(*inputs) - want).abs().max() < 1e-6 * want.abs().max()
+    again = Runner(model, PagedCache(config, 6, dtype=F64))
+    assert torch.equal(again.run(*STEPS[0]), outputs[0])

