@@ -58,16 +58,14 @@ class TestInt8(paged.TestPaged):
     def engine(*args: Any, **options: Any) -> Any:
         return engine_of(*args, **(INT8 | options))
 
-    test_all_scenarios: Any = None  # below: in float32 a code may tip, which is no near tie
-
 
 @compiled
 class TestInt8Kernels(kernels.TestKernels):
     @staticmethod
     def engine(*args: Any, **options: Any) -> Any:
-        return engine_of(*args, **(KERNELS | options))
-
-    test_all_scenarios: Any = None
+        real = options["model"].dtype if "model" in options else torch.float64
+        make_cache = partial(Int8KernelCache, real=real)
+        return engine_of(*args, **(KERNELS | {"make_cache": make_cache} | options))
 
 
 class Int8Life(paged.PagedLife):
