@@ -77,7 +77,7 @@ class Loaded:
     dtype: torch.dtype
     folder: Path | None = None  # of the tokenizer's files
     files: Sequence[Path] = ()  # with the weights; none for random ones
-    weights: str = "auto"  # --weights
+    weights: str = "auto"  # --weights, or "quantized" for a file that has such
     kv: str = "auto"  # --kv-dtype
 
     @property
@@ -88,7 +88,7 @@ class Loaded:
 
     @property
     def formats(self) -> str:
-        """What --weights and --kv-dtype say, if they do."""
+        """The formats of the weights, keys and values, where they are not those of the dtype."""
         words = [] if self.weights == "auto" else [f"{self.weights} weights"]
         words += [] if self.kv == "auto" else [f"keys and values in {self.kv}"]
         return "".join(f", {word}" for word in words)
@@ -685,9 +685,11 @@ def load_model_from(options: argparse.Namespace, families: Families) -> Loaded:
         tensors.clear()  # a second reference to the weights would keep them after packing
     kind = linear.optimize(model, options.linear)
     model.config = config = replace(loaded.config, n_positions=longest)
-    formats = (getattr(options, name, "auto") for name in ("weights", "kv_dtype"))
+    weights, kv = (getattr(options, name, "auto") for name in ("weights", "kv_dtype"))
+    if weights == "auto" and loaded.conversion is not None:
+        weights = "quantized"
     origin = loaded.folder, loaded.files
-    return Loaded(model, tokenizer, config, kind, device, dtype, *origin, *formats)
+    return Loaded(model, tokenizer, config, kind, device, dtype, *origin, weights, kv)
 
 
 def _tokenizer(options: argparse.Namespace, folder: Path | None) -> AnyTokenizer:

@@ -73,6 +73,7 @@ def faster(choice: Choice, loaded: cli.Loaded) -> str:
         return choice.reason
     if choice.name == PAGED and not choice.automatic:
         return f"--engine {AUTO} runs stage 09's kernels, where they are right"
-    if loaded.dtype == torch.float32 and cli.has_bfloat16(loaded.device):
+    floats = loaded.dtype == torch.float32 and loaded.weights == "auto"
+    if floats and cli.has_bfloat16(loaded.device):
         return "--dtype bfloat16 halves the memory to read; its rounding may choose another token"
     return ""

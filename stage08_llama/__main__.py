@@ -98,7 +98,7 @@ def talk(options: argparse.Namespace) -> int:
             "prompt, or choose a model with one."
         )
     config = loaded.config
-    memory = size(config.n_positions * config.kv_bytes_per_token(loaded.dtype))
+    memory = size(config.n_positions * config.kv_bytes_per_token(loaded.kv_dtype))
     about = [
         f"{config.name}, engine {chosen.name}, {loaded.machine}",
         f"context of {config.n_positions:,} tokens, whose keys and values take {memory}",

@@ -122,7 +122,8 @@ def test_server_chats_with_the_official_client(written, target):
         streamed = "".join(piece.choices[0].delta.content or "" for piece in pieces)
         assert whole.choices[0].message.content == expected.text == streamed
         assert whole.usage.prompt_tokens == len(expected.prompt_token_ids)
-        assert "keys and values in int8" in server.stderr()
+        log = server.stderr()
+        assert "quantized weights, keys and values in int8" in log and "bfloat16" not in log
 
 
 @pytest.mark.parametrize("method", ["gptq", "smoothquant+round", "smoothquant+gptq"])
