@@ -137,7 +137,7 @@ class Api:
                 answers = await self._answers(choices)
             # Log-probabilities of thousands of tokens take half a second.
             if sum(len(answer.tokens) for answer in answers) > LONG_ANSWER:
-                return await asyncio.to_thread(lambda: JSONResponse(form.whole(answers)))
+                return await self.service.in_turn(lambda: JSONResponse(form.whole(answers)))
             return JSONResponse(form.whole(answers))
 
         try:
@@ -186,7 +186,9 @@ class Api:
                 scores = await engine.result(choice.ticket)
                 scored = list(zip(choice.prompt_ids, scores, strict=True))
                 # Thousands of texts: decoded off the event loop.
-                table = await asyncio.to_thread(completion_logprobs, tokenizer, scored, Offsets())
+                table = await self.service.in_turn(
+                    completion_logprobs, tokenizer, scored, Offsets()
+                )
                 echoes.append((text, table))
             return echoes
 
@@ -360,18 +362,15 @@ def create_app(
         return card(model_id)
 
     @app.post("/tokenize", response_model=None)
-    async def tokenize(body: TokenizeBody) -> Response:
+    async def tokenize(request: Request, body: TokenizeBody) -> Response:
         service: Service = state.service
         service.check_model(body.model)
+        strings = bool(body.return_token_strs)
         if body.messages is not None:
-            tokens = await service.chat_ids(body.messages)
+            answer = service.tokens_json(await service.chat_ids(body.messages), strings)
         else:
-            tokens = await service.encode(body.prompt or "")
-        answer = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
-        if body.return_token_strs:
-            answer["token_strs"] = await service.token_texts(tokens)
-        # A million ids: `json` and FastAPI take 200 ms for them, and keep them until all is sent.
-        return Response(to_json(answer), media_type="application/json")
+            answer = await unless_gone(request, service.tokenized(body.prompt or "", strings))
+        return Response(answer, media_type="application/json")
 
     @app.post("/detokenize", response_model=None)
     async def detokenize(request: Request, body: DetokenizeBody) -> Response:
@@ -381,7 +380,7 @@ def create_app(
         text = await service.decode(body.tokens)
         return Response(to_json({"prompt": text}), media_type="application/json")
 
-    direct["/detokenize"] = (DetokenizeBody, detokenize)
+    direct |= {"/tokenize": (TokenizeBody, tokenize), "/detokenize": (DetokenizeBody, detokenize)}
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")

@@ -116,7 +116,7 @@ def add(app: FastAPI, state: Any, unless_gone: Callable[..., Any]) -> None:
             raise ApiError(400, message, "dimensions")
         vectors, tokens = await embedded(request, as_list(body.input), "input", body)
         # Millions of numbers: written off the event loop.
-        items = await asyncio.to_thread(written, vectors, body.encoding_format)
+        items = await service.in_turn(written, vectors, body.encoding_format)
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         rest = to_json({"object": "list", "model": service.name, "usage": usage})
         answer = b'%b,"data":[%b]}' % (rest.removesuffix(b"}"), b",".join(items))

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+from pydantic_core import to_json
 
 from shared.cli import Loaded
 from shared.errors import UserError
 from stage01_forward.generation import Token
 
-from .async_engine import AsyncEngine, Ticket, TooMany
+from .async_engine import AsyncEngine, Overloaded, Ticket, TooMany
 from .chat import NO_TEMPLATE, ChatTemplate, OwnTemplate
 from .errors import ApiError
 from .protocol import DEFAULT_TOKENS, ChatBody, CompletionBody, GenerateBody, Message, SamplingBody
@@ -23,6 +26,9 @@ from .text import TextStream
 LONG_TEXT = 8_192  # characters or tokens: longer texts are tokenized off the event loop
 LONGEST_TOKEN = 128  # characters, in GPT-2: a longer prompt is too long without tokenizing it
 MOST_SCORES = 50_000  # log-probabilities in one body
+MOST_TEXTS = 32  # texts for /tokenize that wait for the worker; more get 503
+PART = 4_096  # tokens that are written at once: no other thread runs meanwhile
+Result = TypeVar("Result")
 FIELD = re.compile(rf"\b({'|'.join(SamplingBody.model_fields)}|logprobs)\b")  # in an error
 
 
@@ -88,6 +94,7 @@ class Service:
         sends them."""
         self.engine, self.loaded, self.name = engine, loaded, name
         self.template, self.timeout, self.stream_interval = template, timeout, stream_interval
+        self._worker, self._texts = ThreadPoolExecutor(1, "long-work"), 0
 
     @property
     def context(self) -> int:
@@ -289,9 +296,38 @@ class Service:
         decode = self.loaded.tokenizer.decode
         return await asyncio.to_thread(decode, ids) if len(ids) > LONG_TEXT else decode(ids)
 
-    async def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself."""
+    async def in_turn(self, work: Callable[..., Result], *arguments: object) -> Result:
+        """Do long work on the one thread for it: several at once would hold up the event loop, as
+        each takes the interpreter from it for milliseconds. What is cancelled leaves the queue."""
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work, *arguments)
+
+    async def tokenized(self, text: str, strings: bool) -> bytes:
+        """The answer of /tokenize for a text. Raises ApiError, and Overloaded while many long texts
+        wait."""
+        if len(text) <= LONG_TEXT:
+            return self.tokens_json(await self.encode(text), strings)
+        if self._texts >= MOST_TEXTS:
+            raise Overloaded("Many long texts wait to be tokenized: try again in a moment.")
+        self._texts += 1
+        encode = self.loaded.tokenizer.encode
+        try:
+            return await self.in_turn(lambda: self.tokens_json(encode(text), strings))
+        except UserError as error:
+            raise ApiError(400, str(error), "prompt") from None
+        finally:
+            self._texts -= 1
+
+    def tokens_json(self, ids: Sequence[int], strings: bool) -> bytes:
+        """The body of an answer with `ids`, and if `strings` the text of each by itself; written
+        in parts."""
+
+        def array(of: Callable[[Sequence[int]], list[object]]) -> bytes:
+            parts = [ids[at : at + PART] for at in range(0, len(ids), PART)]
+            return b",".join([to_json(of(part))[1:-1] for part in parts])
+
         decode = self.loaded.tokenizer.decode
-        if len(ids) > LONG_TEXT:
-            return await asyncio.to_thread(lambda: [decode([token]) for token in ids])
-        return [decode([token]) for token in ids]
+        fields = [b'"tokens":[%b]' % array(list)]
+        if strings:
+            fields.append(b'"token_strs":[%b]' % array(lambda part: [decode([t]) for t in part]))
+        counts = to_json({"count": len(ids), "max_model_len": self.context})
+        return b",".join([counts.removesuffix(b"}"), *fields]) + b"}"

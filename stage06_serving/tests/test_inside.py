@@ -16,7 +16,7 @@ from fastapi import Request
 from shared.course.museum.inside import Asking, Inside
 from shared.tokenizer import Tokenizer
 from stage01_forward.model import GPT2
-from stage06_serving import app
+from stage06_serving import app, service
 from stage06_serving.app import unless_gone
 from stage06_serving.errors import ApiError
 from stage06_serving.formats import Completion
@@ -193,6 +193,39 @@ async def test_long_texts_are_tokenized_off_the_event_loop(monkeypatch):
         ):
             await inside.ask(path, body)
     assert len(places) == 12 and not any(places)
+
+
+async def test_long_texts_are_tokenized_one_at_a_time_and_few_wait(monkeypatch):
+    """40 of a megabyte at once held the event loop for two seconds."""
+    running, most, encode = [], [], Tokenizer.encode
+    gate = threading.Event()
+
+    def watched(tokenizer, text):
+        running.append(text)
+        most.append(len(running))
+        gate.wait(10)
+        ids = encode(tokenizer, text)
+        running.pop()
+        return ids
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    monkeypatch.setattr(service, "MOST_TEXTS", 4)
+    text = "Once upon a time there was a fox. " * 600
+    async with Inside.serving() as inside:
+        body = {"prompt": text, "return_token_strs": True}
+        clients = [inside.begin("/tokenize", body) for _ in range(6)]
+        await until(lambda: sum(client.heard.status == 503 for client in clients) == 2)
+        clients[3].leave()  # it leaves the queue too
+        assert (await clients[3].answer()).status != 200
+        later = inside.begin("/tokenize", {"prompt": text})
+        gate.set()
+        answers = [await client.answer() for client in (*clients, later)]
+        ids = encode(inside.app.state.service.loaded.tokenizer, text)
+    assert [answer.status for answer in answers].count(200) == 4 and max(most) == 1
+    answer = answers[0].json()
+    assert len(ids) > service.PART and answer["tokens"] == ids
+    assert "".join(answer["token_strs"]) == text and answer["count"] == len(ids)
+    assert "token_strs" not in answers[-1].json()
 
 
 async def test_long_bodies_are_parsed_and_decoded_off_the_event_loop(monkeypatch):
