@@ -396,12 +396,14 @@ def create_app(
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> dict[str, Any]:
-        """Whether requests are accepted, and how many wait: a router counts them."""
+        """Whether requests are accepted. For a router: how many wait, and how many forward passes
+        have ended, which shows that answers go on."""
         now = await health()
         if now["status"] != "ok":
             raise ApiError(503, f"The server is {now['status']}.", headers={"Retry-After": "1"})
         engine = state.engine
-        return now | {"waiting": max(0, len(engine.in_flight) - len(engine.status.running))}
+        waiting = max(0, len(engine.in_flight) - len(engine.status.running))
+        return now | {"waiting": waiting, "passes": engine.passes}
 
     @app.head("/version", include_in_schema=False)
     @app.get("/version")

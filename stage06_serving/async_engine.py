@@ -158,6 +158,7 @@ class AsyncEngine:
         self.alive = False
         self.draining = False
         self.rejected = 0  # requests since the start
+        self.passes = 0
         # Called with each step, the tickets that got tokens, and the tickets that ended.
         self.listeners: list[Callable[[Step, list[Ticket], list[Ticket]], None]] = []
         self._engine = engine
@@ -330,6 +331,7 @@ class AsyncEngine:
                 emitted[ticket] = None
         ended = [self.in_flight[name] for name, *_ in step.ended if name in self.in_flight]
         if step.record is not None:
+            self.passes += 1
             for sequence in step.record.sequences:
                 ticket = self.in_flight.get(sequence.request_id)
                 if ticket is not None and ticket.scheduled is None:

@@ -110,7 +110,7 @@ def test_loading_draining_and_hurrying(tmp_path, tiny_folder):
         early = post(running, json=SHORT)
         assert early.headers["retry-after"] and "loading" in early.json()["error"]["message"]
         fault.plant("0.05")  # seconds more for each pass: 200 tokens take ten seconds
-        until(lambda: answers("/ready", 200) == {"status": "ok", "waiting": 0})
+        until(lambda: answers("/ready", 200) == {"status": "ok", "waiting": 0, "passes": 0})
         slow = [socket.create_connection(("127.0.0.1", port), timeout=HANG) for _ in range(3)]
         for each in slow:
             stack.enter_context(each).sendall(posted(SHORT)[:-3])

@@ -227,7 +227,7 @@ def make_parser(replicas: int) -> cli.Parser:
         "every second; repeat it for more; default: none",
     )
     for option, about in (
-        ("--first-byte-timeout", "until a stream must begin"),
+        ("--first-byte-timeout", "until a stream must begin, or a server must show progress"),
         ("--idle-timeout", "until an answer that has begun must go on"),
     ):
         parser.add_argument(

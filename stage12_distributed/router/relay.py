@@ -265,6 +265,7 @@ class Relay:
         """Have one replica answer. Raises Failed if another one may try."""
         replica = answer.replica = route.replica
         silence = asyncio.timeout(None if request.whole else self.pool.options.first_byte)
+        watching = asyncio.create_task(self._watch(replica, silence)) if request.whole else None
         sending = self.pool.session.request(
             request.method,
             URL(self.pool.backends[replica.name].url + request.path, encoded=True),
@@ -276,6 +277,8 @@ class Relay:
         try:
             with self.pool.attempt(replica):
                 async with silence, sending as response:
+                    if watching:
+                        watching.cancel()
                     await self._pass_on(response, replica, answer, silence)
         except (aiohttp.ClientError, OSError) as error:
             if late := silence.expired():
@@ -292,6 +295,14 @@ class Relay:
         else:
             self.counts["prompt_tokens"] += request.tokens
             self.counts["cached_tokens"] += route.cached
+        finally:
+            if watching:
+                watching.cancel()
+
+    async def _watch(self, replica: Replica, silence: asyncio.Timeout) -> None:
+        """End the wait for an answer that comes as a whole once its replica stands still."""
+        await self.pool.stalled(replica)
+        silence.reschedule(asyncio.get_running_loop().time())
 
     async def _pass_on(
         self,

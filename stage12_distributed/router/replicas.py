@@ -46,8 +46,9 @@ class Options:
     backends: sources of addresses of servers that run already (sources.py); find: one more source.
         Without both, the router starts `replicas` servers, each `module` with `arguments`,
         and restarts any that end.
-    timeout: seconds for a request with all its tries. first_byte: until an answer must begin,
-        unless it comes as a whole; idle: until it must go on.
+    timeout: seconds for a request with all its tries. first_byte: until an answer must begin; if it
+        comes as a whole, until its server must have shown that it computes. idle: until an answer
+        must go on.
     keys: that clients must send; the servers require the first one, if any.
     """
 
@@ -73,6 +74,8 @@ class Backend:
     managed: a process that the router started.
     replica: in the policy; None while the server starts, is dead, or has another model.
     passing: whether the last health check was good. misses: checks in a row without an answer.
+    passes: forward passes that the server reports. moved: when it reported a new one; when it last
+        answered a health check, if it reports none.
     why: the reason that it gets no requests, for the administrator.
     """
 
@@ -84,6 +87,8 @@ class Backend:
     standing: Standing = field(default_factory=Standing)
     passing: bool = False
     misses: int = 0
+    passes: object = None
+    moved: float = 0.0
     draining: bool = False
     why: str = "it is starting"
     tasks: list[asyncio.Task[None]] = field(default_factory=list)  # its checks and restarts
@@ -157,6 +162,16 @@ class Pool:
             if probe:
                 standing.end()
                 self.settle()
+
+    async def stalled(self, replica: Replica) -> None:
+        """Wait until the replica, which has a request to compute, has shown no progress for
+        `first_byte` seconds. A long answer comes at its end, and looks like none until then."""
+        limit, late = self.options.first_byte, CHECK + PATIENCE  # a sign may be as old
+        moved = began = self._now()
+        while (left := max(began, moved + late) + limit - self._now()) > 0:
+            await asyncio.sleep(min(left, limit))
+            if (backend := self.backends.get(replica.name)) and backend.replica is replica:
+                moved = backend.moved
 
     def served(self, replica: Replica) -> None:
         """The replica has begun to answer a request."""
@@ -269,16 +284,19 @@ class Pool:
 
     async def check(self, backend: Backend) -> None:
         """Check a server's health, and let it in or shut it out."""
-        url, queued, status = backend.url, 0, 0
+        url, queued, status = backend.url, None, 0
         try:
             async with asyncio.timeout(PATIENCE):
                 status, about = await self._ask(backend, "/ready")
                 if status == 404:  # not one of ours
                     status, about = await self._ask(backend, "/health")
-                queued = about.get("waiting", 0) if isinstance(about, dict) else 0
                 if status == 200 and backend.replica is None:
                     await self._let_in(backend)
             backend.misses = 0
+            facts = about if isinstance(about, dict) else {}
+            queued, passes = facts.get("waiting"), facts.get("passes")
+            if passes is None or passes != backend.passes:
+                backend.passes, backend.moved = passes, self._now()
         except TimeoutError:
             backend.misses += 1
             if backend.misses >= MISSES and backend.process:

@@ -139,6 +139,28 @@ async def test_a_replica_that_is_silent_is_ejected_and_an_answer_at_the_end_is_n
         assert (await router.post()).replica == (200, "replica-0") and not other.requests
 
 
+@pytest.mark.parametrize(
+    ("pace", "name"), [(0, "replica-1"), (1, "replica-0"), (None, "replica-0")]
+)
+async def test_a_whole_answer_is_waited_for_while_its_replica_computes(monkeypatch, pace, name):
+    """One that accepts and never answers took five requests with their whole timeouts; a long
+    answer looks the same, but for the passes. None: the replica reports none."""
+    monkeypatch.setattr(replicas, "CHECK", 0.02)
+    monkeypatch.setattr(replicas, "PATIENCE", 0.4)
+
+    async def late(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(1.5)
+        return await answered(request)
+
+    first = plain(late, passes=None if pace is None else 7, pace=pace or 0)
+    async with two(first, plain(answered), first_byte=0.1) as (_, other, router):
+        assert (await router.post()).replica == (200, name)
+        assert other.requests == (name == "replica-1")
+        assert router.relay.counts["retries"] == other.requests and router.idle
+        if other.requests:
+            assert "silent" in router.backends[0].about()["why"]
+
+
 async def test_a_death_loses_nothing_that_was_not_shown_however_much_waits_there():
     dying = asyncio.Event()
 

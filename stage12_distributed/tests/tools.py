@@ -126,6 +126,8 @@ class Plain:
     models: bytes = b'{"data": [{"id": "mock"}]}'
     slow: float = 0.0  # seconds that /ready takes
     waiting: int = 0  # requests, as /ready reports
+    passes: int | None = None  # that /ready reports, if any
+    pace: int = 0  # passes between two looks there
     requests: int = 0
     running: int = 0
     seen: Any = None  # headers of the last request
@@ -138,7 +140,9 @@ async def plain(answer: Any, **fields: Any) -> AsyncIterator[Plain]:
 
     async def ready(request: web.Request) -> web.Response:
         await asyncio.sleep(server.slow)
-        return web.json_response({"waiting": server.waiting})
+        if server.passes is not None:
+            server.passes += server.pace
+        return web.json_response({"waiting": server.waiting, "passes": server.passes})
 
     async def models(request: web.Request) -> web.Response:
         return web.Response(body=server.models)
