@@ -15,6 +15,7 @@ import difflib
 import errno
 import math
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -142,10 +143,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         advice = "--help lists every option."
-        if message.startswith("unrecognized arguments: --"):
-            name = message.partition(": ")[2].split()[0].partition("=")[0]
-            if near := difflib.get_close_matches(name, self._names(), n=1):
-                advice = f"did you mean {near[0]}? {advice[0].upper()}{advice[1:]}"
+        known, word = self._names(), ""
+        if match := re.match(r"unrecognized arguments: .*?(--[^\s=]+)", message):
+            word = match[1]
+            known += [other for other, name in OTHER_NAMES.items() if name in known]
+        elif match := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            word, known = match[1], re.findall(r"[\w.-]+", match[2])
+        if near := difflib.get_close_matches(word, known, n=1):
+            meant = near[0] if near[0] in self._names() else OTHER_NAMES.get(near[0], near[0])
+            advice = f"did you mean {meant}? {advice[0].upper()}{advice[1:]}"
         raise UserError(f"{message[:1].upper()}{message[1:]}; {advice}")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

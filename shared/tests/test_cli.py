@@ -224,6 +224,7 @@ BAD_OPTIONS = {  # the parser is the same for all stages
     "--device tpu": "--device.*tpu.*cuda",
     "--linear packed --dtype float64": "float32.*not float64.*--linear auto",
     "--max-token 9": "unrecognized arguments: --max-token 9; did you mean --max-tokens",
+    "--dtype float23": "choose from .*; did you mean float32",
     "--max-model-len 9999": "9999 is more than the .* positions",
     **{"--temp 1": "unrecognized arguments", "world": "unrecognized arguments: world"},
     "--max-tokens": "expected one argument",
@@ -236,6 +237,26 @@ BAD_OPTIONS = {  # the parser is the same for all stages
 def test_bad_options(run, folder, options):
     arguments = ("hello", "--model", str(folder), *options.split())
     refuses(run(MAINS["stage01_forward"], *arguments), f"(?i){BAD_OPTIONS[options]}")
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("run --budgt 3", "--max-num-batched-tokens"),  # near an older name
+        ("run 3 --max-num-seq=3", "--max-num-seqs"),
+        ("rnu", "run"),
+        ("run --wholly-other 3", None),
+    ],
+)
+def test_a_mistyped_option_or_command_gets_a_hint(line, meant):
+    parser = cli.Parser("x", "about", "  examples")
+    command = cli.commands(parser)("run", lambda options: 0, "runs")
+    for name in ("--max-num-seqs", "--max-num-batched-tokens"):
+        command.add_argument(name)
+    with pytest.raises(UserError) as caught:
+        parser.parse_args(line.split())
+    hint = re.search(r"did you mean (\S+)\?", str(caught.value))
+    assert (hint and hint[1]) == meant
 
 
 WRONG = """

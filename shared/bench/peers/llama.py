@@ -53,6 +53,7 @@ def converted(folder: Path, dtype: str) -> Path:
             halves = tensor.reshape(-1, 2, config["head_dim"] // 2, tensor.shape[-1])
             tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
         new = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert new, f"GGUF has no name for {name}"
         plain = tensor.ndim == 1 or new.startswith("position_embd")
         kind = Kind.F32 if plain else KINDS[dtype]
         values = gguf.quantize(np.ascontiguousarray(tensor), kind)
