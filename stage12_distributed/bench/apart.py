@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from shared import cli
+from shared.errors import UserError
 from stage04_continuous.request import Request
 from stage05_paged.make import make
 
@@ -54,7 +55,7 @@ class Load:
 
 def run(engine: Any, load: Load) -> dict[str, Any]:
     """Run a load. Returns its seconds, the seconds between two tokens of a stream ("itl"), and the
-    tokens of each request ("ids")."""
+    tokens of each request ("ids"). Raises UserError if one fails."""
     prompts = load.prompts
     long = iter(prompts[load.streams :])
     engine.generate([[1] * 40], greedy(2))  # warms up
@@ -75,8 +76,11 @@ def run(engine: Any, load: Load) -> dict[str, Any]:
             elif name == arriving and token.finish_reason:
                 with contextlib.suppress(StopIteration):
                     arriving = add(next(long), load.long_answer)
+    seconds = time.perf_counter() - started
+    for error in filter(None, (request.output.error for request in requests)):
+        raise UserError(str(error))
     return {
-        "seconds": time.perf_counter() - started,
+        "seconds": seconds,
         "itl": [b - a for stream in times.values() for a, b in pairwise(stream)],
         "ids": [request.output.token_ids for request in requests],
     }

@@ -21,6 +21,7 @@ from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 from stage05_paged.make import make
 
+from ..bench import apart
 from ..disaggregated import leases
 from ..disaggregated.leases import (
     ENDED,
@@ -181,7 +182,7 @@ def test_a_silent_prefill_process_fails_what_waits_for_it(tmp_path: Path) -> Non
     assert prefill.pool.owned == 0 and not prefill.leases
 
 
-def test_two_processes_answer_as_one_and_an_end_is_noticed() -> None:
+def test_two_processes_answer_as_one_and_an_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The only test in which two processes share the memory: a process takes seconds to start.
     Prompts for a process that stands still fill its pipe, and nothing waits for that."""
     asked = prompts(4)
@@ -197,6 +198,9 @@ def test_two_processes_answer_as_one_and_an_end_is_noticed() -> None:
             while engine.requests:
                 engine.step()
             assert {request.output.error for request in silent} == {SILENT.format(0.1)}
+            monkeypatch.setattr(apart, "VOCABULARY", 100)
+            with pytest.raises(UserError, match="has not answered"):  # no figures of failures
+                apart.run(engine, apart.Load(streams=2, long=0))
             os.kill(int(process.pid or 0), signal.SIGCONT)
             engine.deadline = leases.DEADLINE
         engine.post("no message")  # ends the prefill process with an error
