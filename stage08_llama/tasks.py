@@ -8,16 +8,18 @@ TASKS = (
     Task(
         number=1,
         file="rope.py",
-        functions=("rotate",),
+        functions=("rotation", "rotate"),
         title="turn the pairs",
-        text="Turn each pair of channels (i, i + D / 2) of x (..., H, D) by its angle, given as "
-        "cosines and sines (..., 1, D / 2) in float32. Compute in float32 at least, and return the "
-        "dtype of x.",
-        points=10,
+        text="`rotation`: the cosines and sines by which the pairs of each position turn, "
+        "(..., 1, D / 2) in float32, times `scale`. `rotate`: turn each pair of channels (i, i + D "
+        "/ 2) of x (..., H, D) by them. Compute in float32 at least, and return the dtype of x.",
+        points=20,
         hints=(
-            "A pair (a, b) turned by an angle is (a cos - b sin, b cos + a sin).",
-            "chunk(2, dim=-1) gives the first and the second channels of all pairs; cat puts the "
-            "results back in that order.",
+            "Write a pair as a complex number. What does a turn by an angle do to it?",
+            "Positions have any leading shape. Which axes must be added, so that every head of a "
+            "token turns alike?",
+            "Which channels are the first of their pairs, and where do the two results go? Try "
+            "position 0 and position 1.",
         ),
         tests=("tests/test_layers.py::test_a_pair_turns_as_a_complex_number",),
     ),
@@ -30,7 +32,7 @@ TASKS = (
         "on the CPU whatever the default device: theta^(-2i / D), stretched by the rules of the "
         "five kinds. Here dynamic is the same as default. llama3 blends by how often a pair turns "
         "within the trained context, yarn by its place between two pairs.",
-        points=20,
+        points=15,
         hints=(
             "A pair turns trained * f / (2 pi) times within the trained context. llama3 keeps "
             "pairs that turn at least high_factor times and divides by `factor` those that turn at "
@@ -78,57 +80,44 @@ TASKS = (
     ),
     Task(
         number=5,
-        file="repeated.py",
-        functions=("RepeatedHeads.__call__",),
-        title="keys repeated, the older way",
-        text="Run the model with an attend of your own, which repeats the keys and values of each "
-        "head for all query heads that share it and calls the given attend: (..., K, D) becomes "
-        "(..., H, D), and query head h reads what was head h // (H / K).",
-        points=15,
+        file="numpy_llama.py",
+        functions=("rotate", "attention"),
+        title="the page: turned and grouped",
+        text="Write attention on the page. `rotate` turns the pairs of x (H, T, D) by the "
+        "position times theta^(-2i / D). `attention` projects x (T, C) to H heads of queries and K "
+        "of keys and values, norms queries and keys if there are weights for it, turns them, lets "
+        "query head h read head h // (H / K), each token only itself and those before it, and "
+        "projects. Biases may be missing.",
+        points=25,
         hints=(
-            "repeat_interleave, along the axis of the heads: each head's copies are neighbours.",
-            "The model has its own number of heads of keys in self.model.config.n_kv_head.",
+            "Compare with stage01_forward/numpy_gpt2.py. Which lines change, and which stay?",
+            "Weights are (out, in) here. What does that change in a product?",
+            "H / K neighbours among the queries share a head of keys. Repeating is one way; giving "
+            "the queries one axis more is another. Which of the two copies nothing?",
         ),
-        tests=("tests/test_layers.py::test_repeated_heads_are_an_oracle_of_every_engine",),
+        tests=(
+            "tests/test_page.py::test_the_page_is_the_model",
+            "tests/test_page.py::test_neighbouring_queries_share_a_head_of_keys",
+            "tests/test_page.py::test_only_distances_count",
+        ),
     ),
     Task(
         number=6,
-        file="config.py",
-        functions=("qwen2", "qwen3", "_qwen_window"),
-        title="read a config.json",
-        text="Make the config of a Qwen2 and of a Qwen3 from the fields of its config.json. _read "
-        "does what all families have in common. A Qwen2 has biases for q, k and v, which no option "
-        "names. A Qwen3 norms queries and keys; its attention_bias is for q, k, v and o; its heads "
-        "have 128 channels unless head_dim is given. _qwen_window finds the layers with a window.",
+        file="model.py",
+        functions=("MLP.forward", "Layer.forward"),
+        title="a gate, and a layer",
+        text="`MLP.forward`: one projection of x, through SiLU, is the gate of the other; a third "
+        "one goes back to the residual stream. `Layer.forward`: attention, with `attend` passed "
+        "in, and the MLP, each after its norm and added to its input.",
         points=15,
         hints=(
-            "Each option that a reader knows must be named in its call of _read, or the file is "
-            "refused: WINDOWS for both, attention_bias for a Qwen3. Files without "
-            "num_key_value_heads have 32. dataclasses.replace changes fields of a config.",
-            "There is no window unless use_sliding_window is true and fields.window is not None. "
-            "If layer_types is given, it decides: a list with one of LAYERS for each layer. "
-            "Otherwise layers from max_window_layers (by default 28) on have the window.",
-            "_windowed(config, fields, layers) takes a list of bools. fields.refuse(name, value, "
-            "wanted) makes the error for an invalid list.",
+            "Which of the three projections opens the gate? The names of the checkpoint say it.",
+            "Compare with Block.forward of stage 01. What does `heads` do that c_attn did not?",
+            "Attention returns heads. What does o_proj take?",
         ),
-        tests=("tests/test_config.py::test_a_qwen_is_read_from_its_options",),
-    ),
-    Task(
-        number=7,
-        file="chatml.py",
-        functions=("render",),
-        title="a chat template",
-        text="Write ChatML by hand. For each message: <|im_start|>, the role, a newline, the "
-        "content without space around it, <|im_end|> and a newline; then the beginning of an "
-        "answer, if `start`. Return pieces: a control word (in `control`) in a role or a content "
-        "is a piece of its own and stays text; in all other pieces, control words are tokens.",
-        points=15,
-        hints=(
-            "re.split with a capturing group keeps what it splits at: every second part is a "
-            "control word.",
-            "Of two control words that begin alike, the longer one must come first in the pattern.",
-            "itertools.groupby joins neighbours of one kind. Drop empty pieces first.",
+        tests=(
+            "tests/test_page.py::test_a_gate_multiplies",
+            "tests/test_page.py::test_a_layer_adds_twice",
         ),
-        tests=("tests/test_chat.py::test_chatml_by_hand_is_the_template",),
     ),
 )

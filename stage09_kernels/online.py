@@ -1,6 +1,7 @@
 """Attention of one query over blocks by an online softmax, as in FlashAttention, with PyTorch.
 
-fast/attention.c does the same in C, with several queries and 256 keys at a time.
+fast/attention.c does the same in C, with several queries and 256 keys at a time. `merge` puts
+together what several threads have read, as in Flash-Decoding.
 """
 
 from __future__ import annotations
@@ -29,3 +30,16 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, table: Sequence[int], tokens
         total = decay * total + weights.sum()
         largest = now
     return output / total
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+    """Attention (D,) from the parts of threads that each read some of the blocks.
+
+    A part is the largest score, the sum of weights and the weighted sum of values (D,) of its
+    blocks, with weights exp(score - largest). A part without tokens has -inf, 0 and zeros. The
+    order of parts does not matter.
+    """
+    largest = torch.stack([part[0] for part in parts])  # (P,)
+    decay = (largest - largest.max()).exp()
+    total = decay @ torch.stack([part[1] for part in parts])
+    return decay @ torch.stack([part[2] for part in parts]) / total

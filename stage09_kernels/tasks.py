@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from shared.task import Task
 
+PARTS = "tests/test_parts.py"
+
 TASKS = (
     Task(
         number=1,
@@ -14,17 +16,56 @@ TASKS = (
         "`table`, reading one block at a time. From block to block keep only the largest score, "
         "the sum of the weights and the weighted sum of the values. Divide scores by the square "
         "root of the width; the softmax must not overflow; read nothing after the last token.",
-        points=35,
+        points=30,
         hints=(
             "Of the last block, only `tokens` less what came before is valid.",
-            "With a larger maximum, all earlier weights shrink by the same factor.",
-            "That factor, exp(old maximum - new maximum), applies to both sums before a block is "
-            "added. Divide the one by the other at the end.",
+            "A block brings a larger maximum. What were all earlier weights divided by, and what "
+            "should they have been divided by?",
+            "What has to happen to the two sums before the new block is added, and what is left "
+            "to do after the last one?",
         ),
-        tests=("tests/test_parts.py::test_an_online_softmax_reads_its_blocks_and_nothing_else",),
+        tests=(f"{PARTS}::test_an_online_softmax_reads_its_blocks_and_nothing_else",),
     ),
     Task(
         number=2,
+        file="online.py",
+        functions=("merge",),
+        title="what several threads have read",
+        text="The blocks of a long sequence are split among threads, and each has a part: the "
+        "largest score, the sum of its weights, and its weighted sum of values. Put the parts "
+        "together. A part may be empty (-inf, 0, zeros), and no part may overflow.",
+        points=20,
+        hints=(
+            "Each part's weights are relative to a maximum of its own. Which one do they share?",
+            "How does task 1 bring two blocks to one maximum? Do the same for all parts at once.",
+            "What is exp(-inf)? And what is -inf - -inf, if you are not careful?",
+        ),
+        tests=(f"{PARTS}::test_parts_of_a_sequence_are_put_together",),
+    ),
+    Task(
+        number=3,
+        file="tile.py",
+        functions=("product",),
+        title="the register tile",
+        text="Multiply x by weights in tiles of MR rows and NR columns of the result. A tile's "
+        "sums stay in a small tensor until they are whole. For each input a tile loads its "
+        "numbers of x and its weights once, so a weight is loaded once for every MR rows. Tiles "
+        "at the edges are smaller, and nothing outside may be loaded.",
+        points=30,
+        hints=(
+            "Three loops are around the sums. Which of them must be the innermost, if the sums "
+            "are not to leave the registers?",
+            "For one input, how many numbers does a tile need from each side, and how many "
+            "products do they give?",
+            "How high is the tile that begins at the last row?",
+        ),
+        tests=(
+            f"{PARTS}::test_a_product_of_tiles_is_the_product",
+            f"{PARTS}::test_a_tile_loads_each_number_once",
+        ),
+    ),
+    Task(
+        number=4,
         file="program.py",
         functions=("pack",),
         title="weights in the order they are read",
@@ -33,48 +74,9 @@ TASKS = (
         "one row. Zeros follow the last output.",
         points=20,
         hints=(
-            "Output n is in panel n // 64, at n % 64 of every input's row.",
+            "In which panel is output n, and where in every input's row?",
             "A weight may begin in the middle of a panel and end in another.",
         ),
-        tests=("tests/test_parts.py::test_weights_are_packed_by_panels",),
-    ),
-    Task(
-        number=3,
-        file="program.py",
-        functions=("interleave",),
-        title="gates beside what they open",
-        text="Interleave the rows of `gate` and `up` (F, ...), 32 of the one and 32 of the other, "
-        "so that one panel of 64 outputs has both. Pad F with zeros to a multiple of 32.",
-        points=15,
-        hints=("Pad both, cut each into (pieces, 32), stack the pieces in turn and flatten.",),
-        tests=("tests/test_parts.py::test_gates_are_beside_what_they_open",),
-    ),
-    Task(
-        number=4,
-        file="cache.py",
-        functions=("cut",),
-        title="work for threads",
-        text="Cut shares of `counts` tokens into items of at most `most` tokens. Return a row for "
-        "each item, in order: its share, its first token in the share, and its number of tokens.",
-        points=15,
-        hints=(
-            "A share of n tokens has ceil(n / most) items; repeat_interleave gives each its share.",
-            "An item's place in its share is its own index less that of the share's first item.",
-        ),
-        tests=("tests/test_parts.py::test_a_pass_is_cut_into_items_of_a_few_tokens",),
-    ),
-    Task(
-        number=5,
-        file="library.py",
-        functions=("levels",),
-        title="what this processor can do",
-        text="Return the levels in LEVELS whose instructions this processor has, the best first. A "
-        "processor that is not x86_64 has only `plain`.",
-        points=15,
-        hints=(
-            "torch.cpu.get_capabilities() maps names to True or False; a level needs all of its "
-            "names.",
-        ),
-        tests=("tests/test_parts.py::test_the_best_level_that_the_processor_has_comes_first",),
+        tests=(f"{PARTS}::test_weights_are_packed_by_panels",),
     ),
 )

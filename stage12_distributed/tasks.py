@@ -18,7 +18,7 @@ TASKS = (
         "prompt, and two at random. Skip those with at least `bound` times the mean number of "
         "requests in flight, unless all have that many. Choose the cheapest, by tokens that it "
         "must compute plus its tokens in flight; break ties at random. Change no count.",
-        points=30,
+        points=25,
         hints=(
             "`replica.match(digests)` counts blocks. The last token is always computed, so at most "
             "(tokens - 1) // block_size of them help.",
@@ -48,7 +48,7 @@ TASKS = (
         "weight (out, in) this rank holds: channels of its own query heads, of its heads of keys "
         "and values, or of its part of the MLP; None for all. c_attn stacks queries, keys and "
         "values.",
-        points=25,
+        points=20,
         hints=(
             "A layer's last two names are its key in LAYERS: what its outputs count, and what its "
             "inputs count.",
@@ -67,7 +67,7 @@ TASKS = (
         "after a death (`Failed.died`) it costs nothing. Count retries. A request is in flight on "
         "a replica from before the try to its end, however it ends. If no replica is left, send "
         "the last failure, or busy(FULL) if there was none.",
-        points=25,
+        points=20,
         hints=(
             "`choose` takes the replicas that were tried already.",
             "`start` before the try, `finish` in a finally.",
@@ -91,7 +91,7 @@ TASKS = (
         "room. Return whether the copies are what was leased: the lease has not expired, and no "
         "block was taken for something else in the meantime. Only then publish them. In the end "
         "the cache holds the blocks, and no table does.",
-        points=20,
+        points=15,
         hints=(
             "Share the blocks that match before you take others, which could evict them.",
             "A generation read before the copy proves nothing about it.",
@@ -102,6 +102,29 @@ TASKS = (
             f"{LEASES}::test_the_tokens_are_those_of_one_engine",
             f"{LEASES}::test_a_lease_that_has_expired_fails_its_request",
             f"{LEASES}::test_no_answer_comes_from_blocks_that_were_freed",
+        ),
+    ),
+    Task(
+        number=5,
+        file="tensor/ring.py",
+        functions=("all_reduce",),
+        title="an all-reduce around a ring",
+        text="Add up the tensors of all ranks, so that every rank has the sum, equal to the last "
+        "bit. A rank can only exchange: it sends a piece to the next rank, and gets one from the "
+        "rank before. It may do so 2 (size - 1) times, with a `size`-th of the tensor at most "
+        "(rounded up). The size of the tensor need not be a multiple; x does not change.",
+        points=20,
+        hints=(
+            "If all numbers went round, each rank would send size - 1 tensors. How much must it "
+            "send if each rank is to finish only one piece of the sum?",
+            "After the first turn, which piece has two summands, and on which rank? Which one does "
+            "that rank pass on next?",
+            "Which piece is finished on which rank after size - 1 turns? What is left to do, and "
+            "why is nothing added then?",
+        ),
+        tests=(
+            "tests/test_ring.py::test_every_rank_has_the_sum",
+            "tests/test_ring.py::test_each_rank_sends_less_than_two_tensors",
         ),
     ),
 )

@@ -21,6 +21,7 @@ from .. import cli, paths
 from ..errors import UserError
 from ..task import Task
 from . import grading, mine, proof, variant, wrong
+from .judge import Judge, Limits
 from .museum import planting
 from .museum.exhibits import find
 
@@ -180,13 +181,8 @@ def grade(options: argparse.Namespace) -> None:
     submission = mine.HOME if options.submission is None else Path(options.submission)
     chosen = list(dict.fromkeys(mine.find_stage(name) for name in options.stages))
     if not chosen:
-        known = filter(mine.tasks, paths.discover())
-        chosen = [stage for stage in known if (submission / stage).is_dir()]
-    if not chosen:
-        raise UserError(
-            f"{submission} holds no stage: "
-            "name the stages, or the folder of the submission with --submission."
-        )
+        known = list(filter(mine.tasks, paths.discover()))
+        chosen = [stage for stage in known if (submission / stage).is_dir()] or known
     if options.submission is None:
         for stage in chosen:
             _without_exhibit(stage)
@@ -195,13 +191,13 @@ def grade(options: argparse.Namespace) -> None:
         variant.check(*chosen)
         extra = variant.of(options.variant).extra()
     verdicts = []
-    limits = grading.Limits(options.seconds, options.memory)
-    for verdict in grading.grade(chosen, submission, limits, options.trust, extra):
-        verdicts.append(verdict)
-        points = f"{verdict.points:3} of {verdict.task.points:3}"
-        print(f"{points}  {verdict.name} ({verdict.seconds:.0f} s)", flush=True)
-        if verdict.why:
-            print(textwrap.indent(verdict.why, "            "))
+    with _judge(options) as judge:
+        for verdict in grading.grade(judge, chosen, submission, extra):
+            verdicts.append(verdict)
+            points = f"{verdict.points:3} of {verdict.task.points:3}"
+            print(f"{points}  {verdict.name} ({verdict.seconds:.0f} s)", flush=True)
+            for text in filter(None, (verdict.why, verdict.note and f"(to read: {verdict.note})")):
+                print(textwrap.indent(text, "            "))
     points = f"{sum(verdict.points for verdict in verdicts):3}"
     print(f"{points} of {sum(verdict.task.points for verdict in verdicts):3}  all")
     if out is not None:
@@ -210,9 +206,21 @@ def grade(options: argparse.Namespace) -> None:
         junit.write_text(grading.junit(verdicts), encoding="utf-8")
 
 
+def grade_class(options: argparse.Namespace) -> None:
+    chosen = list(dict.fromkeys(mine.find_stage(name) for name in options.stages))
+    with _judge(options) as judge:
+        points = grading.grade_class(judge, chosen, Path(options.folder), Path(options.out))
+    for name, score in points.items():
+        print(f"{score:4}  {name}")
+
+
+def _judge(options: argparse.Namespace) -> Judge:
+    return Judge(Limits(options.seconds, options.memory), confined=not options.unconfined)
+
+
 def capstone(options: argparse.Namespace) -> int:
     from ..bench import staircase  # it needs the stages, and no other command does
-    from .capstone import judge
+    from .capstone import ROUNDS, capstone
 
     out = None if options.out is None else cli.output_file(options.out, ".json")
     if options.submission is None:
@@ -220,7 +228,8 @@ def capstone(options: argparse.Namespace) -> int:
             _without_exhibit(stage)
     submission = mine.HOME if options.submission is None else Path(options.submission)
     plan = staircase.BENCHMARK.quick if options.quick else staircase.FULL
-    result = judge(submission, plan, options.trust)
+    with _judge(options) as judge:
+        result = capstone(judge, submission, plan, 1 if options.quick else ROUNDS)
     for name in result.failed:
         print(f"  {name}")
     if out is not None:
@@ -258,10 +267,26 @@ def main(argv: list[str] | None = None) -> int | None:
         subparser.add_argument(
             "--submission", metavar="FOLDER", help="what to judge; default: mine/"
         )
+
+    def judged(subparser: argparse.ArgumentParser, seconds: float = Limits.seconds) -> None:
         subparser.add_argument(
-            "--trust",
+            "--seconds",
+            type=cli.number(1, 3600),
+            default=seconds,
+            metavar="S",
+            help="time for each process",
+        )
+        subparser.add_argument(
+            "--memory",
+            type=cli.whole_number(256, 2**20),
+            default=Limits.memory,
+            metavar="MIB",
+            help="memory for each",
+        )
+        subparser.add_argument(
+            "--unconfined",
             action="store_true",
-            help="run even files with code that could reach the judge: read them first",
+            help="without bubblewrap: in a container, or for your own code",
         )
 
     def seeded(subparser: argparse.ArgumentParser, about: str) -> None:
@@ -292,30 +317,22 @@ def main(argv: list[str] | None = None) -> int | None:
     add_stage(parsed)
     parsed.add_argument("task", nargs="?", type=cli.whole_number(1, 99), help="only this task")
     parsed.add_argument("--yes", action="store_true", help="do not ask")
-    parsed = command("grade", grade, "judge all tasks, each in its own process")
+    parsed = command("grade", grade, "judge all tasks, each in a contained process")
     parsed.add_argument("stages", nargs="*", help="which stages; default: those in the submission")
     submitted(parsed)
     seeded(parsed, "for stage05: judge the rules of this seed, too")
     parsed.add_argument("--out", metavar="FILE", help="write results for Gradescope, a .json file")
     parsed.add_argument("--junit", metavar="FILE", help="write results as JUnit XML, a .xml file")
-    limits = grading.Limits()
-    parsed.add_argument(
-        "--seconds",
-        type=cli.number(1, 3600),
-        default=limits.seconds,
-        metavar="S",
-        help="time for each task",
-    )
-    parsed.add_argument(
-        "--memory",
-        type=cli.whole_number(256, 2**20),
-        default=limits.memory,
-        metavar="MIB",
-        help="memory for each",
-    )
-    parsed = command("capstone", capstone, "an engine of your own stages 02 to 05, and its number")
+    judged(parsed)
+    parsed = command("grade-class", grade_class, "grade all submissions in a folder; can resume")
+    parsed.add_argument("folder", help="holds a folder for each submission")
+    parsed.add_argument("stages", nargs="+", help="which stages")
+    parsed.add_argument("--out", metavar="FOLDER", required=True, help="where results go")
+    judged(parsed)
+    parsed = command("capstone", capstone, "an engine of your own stages 02 to 05, and 09")
     submitted(parsed)
-    parsed.add_argument("--quick", action="store_true", help="a quarter of the workload")
+    judged(parsed, seconds=900)
+    parsed.add_argument("--quick", action="store_true", help="a quarter of the workload, once")
     parsed.add_argument("--out", metavar="FILE", help="write the result, a .json file")
     parsed = command("prove", prove, "for authors of tasks: are they all good? takes minutes")
     parsed.add_argument("stages", nargs="*", help="which stages; default: all")

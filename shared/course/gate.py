@@ -1,17 +1,13 @@
-"""Reads a submission before it runs, and refuses code that could reach the judge.
+"""Reads a submission, and remarks on code that solutions have no need for.
 
-The tests call the submission in their own process, where Python lets any code change any other: a
-line that replaces a function of pytest, or an object that claims to equal everything, would pass
-all tests. So a file may use only a part of Python, in which neither can be written:
+A courtesy to the instructor, and no protection: no list of forbidden Python is complete, and the
+verdict does not depend on this one (judge.py makes it, in another process). A remark says where a
+file does something unusual for its task, and so where to read first:
 
-- only modules that the reference's file imports, and a few harmless ones; a module is not a value
-  (`torch` may stand only in `torch.name`), and a name after it must not be another project's
-  module;
-- no names with two underscores, no frames, no `eval`, `open`, `setattr` and the like;
-- no classes that imitate a value: no special methods or bases except the reference's;
-- no setting of attributes on anything imported, or of attributes that a library's class has.
-
-This is a filter, not a proof: see "Hostile submissions" in INSTRUCTORS.md.
+- imports beyond the reference's and a few harmless ones, or a module used as a value;
+- names with two underscores, frames, `eval`, `open`, `setattr` and the like;
+- special methods, or bases, that the reference does not have;
+- attributes set on anything imported, or that a library's class has.
 """
 
 from __future__ import annotations
@@ -48,26 +44,22 @@ ATTRIBUTES = NAMES | _words(
 BASES = _words("object Exception ValueError RuntimeError Enum NamedTuple Protocol ABC")
 
 
-def refused(source: bytes, stage: str, file: str, reference: str | None = None) -> str:
-    """Why a submitted file is not run, in a sentence; "" if it may run. A file that is not Python
-    may run: its import fails. reference: what the file may use; default: what the stage's file
-    does."""
+def remark(source: bytes, stage: str, file: str) -> str:
+    """A sentence on the first unusual line of a submitted file; "" if there is none, or if the file
+    is not Python."""
     try:
         tree = mine.parse(source.decode("utf-8-sig"))
     except (SyntaxError, UnicodeDecodeError):
         return ""
-    reference = mine.read(paths.ROOT / stage / file) if reference is None else reference
+    reference = mine.parse(mine.read(paths.ROOT / stage / file))
     try:
-        problems = sorted(_Gate(stage, file, mine.parse(reference)).problems(tree))
+        problems = sorted(_Gate(stage, file, reference).problems(tree))
     except RecursionError:
         problems = [(1, "code that is nested too deeply")]
     if not problems:
         return ""
     line, problem = problems[0]
-    return (
-        f"{file}, line {line}: {problem}. Solutions need no such thing, so the file was not run: "
-        "write it differently, or ask your instructor to read it."
-    )
+    return f"{file}, line {line}: {problem}. Solutions need no such thing: read this file."
 
 
 class _Gate:

@@ -21,6 +21,7 @@ from ..checkpoint import PRESETS, Checkpoint, Config, random_tensors
 from ..parity import random_prompt
 from ..tokenizer import byte_alphabet
 from . import stages
+from .driver import random_checkpoint as random_checkpoint
 
 # Shapes to compare with `transformers`: heads, depths, odd vocabularies and contexts, GPT-2 124M.
 SHAPES = {  # tokens, positions, width, layers, heads
@@ -104,21 +105,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     chosen = config.getoption("markexpr")
     return f"chosen: -m '{chosen}' (to run the rest, give another -m: slow, gpu, weights)"
-
-
-def random_checkpoint(config: Config, seed: int = 0, spread: float = 4.0) -> Checkpoint:
-    """Seeded random weights, `spread` times as wide as a fresh GPT-2's, with nonzero biases.
-
-    With fresh weights a layer hardly changes its input, and a mistake in it would not show.
-    """
-    generator = torch.Generator().manual_seed(seed + 1)
-    tensors = random_tensors(config, seed)
-    for name, tensor in tensors.items():
-        if tensor.ndim == 1:
-            tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
-        elif not name.startswith("w"):
-            tensor *= spread
-    return Checkpoint(config, tensors)
 
 
 def make_folder(folder: Path, vocabulary: int = 257) -> Path:

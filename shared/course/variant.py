@@ -1,7 +1,7 @@
 """Variants of stage 05: `start stage05 --variant SEED`, then `grade stage05 --variant SEED`.
 
 A seed, such as a student's id, gives four rules that differ from the reference's, in plain words,
-and their tests. So the solution is not in the repository, and a neighbour's is mostly another one.
+their tests, and a solution for the judge. So a neighbour's is mostly another one.
 The student writes the rules as two classes, in a separate folder of the copy; the other tasks stay
 as they are. Equal seeds give equal bytes, and `grade` takes the seed from the instructor.
 """
@@ -20,7 +20,8 @@ from typing import Any
 from .. import paths
 from ..errors import UserError
 from ..task import Task
-from . import grading, mine
+from . import mine
+from .judge import Extra
 
 STAGE, FOLDER, FILE, POINTS = "stage05_paged", "variant", "variant.py", 20
 
@@ -79,6 +80,44 @@ class VariantScheduler(Scheduler):
         super().__init__(pool, **options)
 '''
 
+# A solution of each rule, in the order of the tables.
+POOL = """
+        self.shares = [0] * count
+
+    def publish(self, block: int, digest: bytes) -> None:
+        if self.digests[block] is None and digest not in self.by_digest:
+            self.shares[block] = 0
+        super().publish(block, digest)
+
+    def share(self, block: int) -> None:
+        super().share(block)
+        self.shares[block] += 1
+
+    def take(self) -> int:
+        if self.cached and not self.free:
+            self.cached.move_to_end({}, last=False)
+        return super().take()
+"""
+VICTIMS = (
+    "next(block for block in self.by_digest.values() if block in self.cached)",
+    "min(self.cached, key=lambda block: self.shares[block])",
+    "list(self.cached)[-1]",
+)
+SCHEDULER = """
+        watermark = options.get("watermark", 1 / {})
+        self.watermark = int(watermark * pool.count + {})
+
+    def _rank(self, request: Request) -> Any:
+        priority, arrival = super()._rank(request)
+        return priority, {}, arrival
+"""
+ROUNDED = {"up": "0.999", "down": "0"}
+RANKS = (
+    "len(self.tables[request].blocks)",
+    "-request.computed",
+    "request.sampling.max_tokens - len(request.output.token_ids)",
+)
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -106,12 +145,22 @@ class Variant:
         source = mine.read(Path(__file__).with_name("variant_test.txt")).replace("\r\n", "\n")
         return Template(source).substitute(vars(self) | rules)
 
-    def extra(self) -> grading.Extra:
+    def solution(self) -> str:
+        """The source of right classes, for the judge."""
+        victim = dict(zip(EVICTIONS, VICTIMS, strict=True))[self.eviction]
+        rank = dict(zip(TIES, RANKS, strict=True))[self.tie]
+        first = "super().__init__(count, block_size)\n"
+        source = SOURCE.replace("size: int = 16", f"size: int = {self.size}")
+        source = source.replace(first, first + POOL.format(victim))
+        rules = SCHEDULER.format(SHARES[self.share], ROUNDED[self.rounding], rank)
+        return source.replace("(pool, **options)\n", f"(pool, **options)\n{rules}")
+
+    def extra(self) -> Extra:
         """The task, for grading."""
         title, file = f"the rules of variant {self.name}", f"{FOLDER}/{FILE}"
-        test, number = "tests/test_variant.py", len(mine.tasks(STAGE)) + 1
-        task = Task(number, file, (), title, self.text(), POINTS, (), (test,))
-        return grading.Extra(STAGE, task, SOURCE, self.tests())
+        number = len(mine.tasks(STAGE)) + 1
+        task = Task(number, file, (), title, self.text(), POINTS, (), ())
+        return Extra(STAGE, task, self.solution())
 
 
 def seed(text: str) -> str:

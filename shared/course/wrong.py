@@ -9,6 +9,9 @@ A stage's `wrong.txt` holds at least four for each of its tasks, separated by em
 Text after "- " occurs once in the task's functions of the reference, with its indentation if it
 spans lines; text after "+ " replaces it. There may be several such edits. Without "- ", the text is
 a body for the task's functions. `python -m shared.course.exercise prove` runs them.
+
+A stage's `right.txt` holds, in the same form, unusual solutions that are right: grading must give
+them all points.
 """
 
 from __future__ import annotations
@@ -34,29 +37,29 @@ class Wrong:
     edits: tuple[tuple[str, str], ...]
 
 
-def text(stage: str) -> str:
-    """What a stage's `wrong.txt` holds."""
-    path = paths.ROOT / stage / "wrong.txt"
+def text(stage: str, file: str = "wrong.txt") -> str:
+    """What a stage's `wrong.txt` or `right.txt` holds."""
+    path = paths.ROOT / stage / file
     return mine.read(path).replace("\r\n", "\n") if path.is_file() else ""
 
 
-def read(stage: str) -> list[Wrong]:
-    """The wrong solutions of a stage's tasks, in order. Raises ValueError for a malformed file."""
+def read(stage: str, file: str = "wrong.txt") -> list[Wrong]:
+    """The solutions in a file of a stage, in order. Raises ValueError for a malformed file."""
     solutions = []
-    for entry in filter(None, re.split(r"\n{2,}", text(stage).strip("\n"))):
+    for entry in filter(None, re.split(r"\n{2,}", text(stage, file).strip("\n"))):
         title, *lines = entry.split("\n")
         match = re.fullmatch(r"task (\d+): (.+)", title)
         if not match or not lines or any(line[:2] not in ("- ", "+ ") for line in lines):
-            raise ValueError(f"{stage}/wrong.txt: this is not a wrong solution: {title}")
+            raise ValueError(f"{stage}/{file}: this is not a solution: {title}")
         texts = [(sign, list(part)) for sign, part in groupby(lines, key=lambda line: line[0])]
         sides = ["\n".join(line[2:] for line in part) for _, part in texts]
         if texts[0][0] == "+":
             sides.insert(0, "")
         if len(sides) % 2:
-            raise ValueError(f"{stage}/wrong.txt: {title}: each - needs its +")
+            raise ValueError(f"{stage}/{file}: {title}: each - needs its +")
         task = next((t for t in mine.tasks(stage) if t.number == int(match[1])), None)
         if task is None:
-            raise ValueError(f"{stage}/wrong.txt: there is no such task: {title}")
+            raise ValueError(f"{stage}/{file}: there is no such task: {title}")
         solutions.append(Wrong(task, match[2], tuple(zip(sides[::2], sides[1::2], strict=True))))
     return solutions
 

@@ -34,7 +34,7 @@ def test_the_norm_divides_in_float32_and_weighs_in_the_dtype(dtype):
 
 
 def test_a_pair_turns_as_a_complex_number():
-    x, positions = normal(7, 3, 10), torch.tensor([0, 1, 2, 3, 50, 51, 900])
+    x, positions = normal(7, 3, 10), torch.tensor([0, 1, 2, 3, 50, 301, 900])
     turns = frequencies(Rope(100.0), 10)
     got = rotate(x, *rotation(positions, turns, 1.5))
     angles = positions[:, None, None].float() * turns

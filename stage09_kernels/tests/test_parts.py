@@ -12,8 +12,9 @@ from shared.measure import load
 from shared.paths import ROOT
 from stage09_kernels import benchmark, library
 from stage09_kernels.cache import cut
-from stage09_kernels.online import attend
+from stage09_kernels.online import attend, merge
 from stage09_kernels.program import interleave, pack
+from stage09_kernels.tile import MR, NR, Memory, most_loads, product
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,44 @@ def test_an_online_softmax_reads_its_blocks_and_nothing_else(tokens, block, widt
         expected = F.scaled_dot_product_attention(query, all_keys, all_values)[0, 0]
         output = attend(q, keys, values, table, tokens).double()
         torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_parts_of_a_sequence_are_put_together():
+    for scale in (1, 300):  # all parts count, and one part alone
+        merged(torch.arange(1000, 1009).double() + scale * torch.randn(9).double())
+
+
+def merged(scores):
+    values, parts = torch.randn(9, 8).double(), []
+    for first, last in ((0, 0), (0, 4), (4, 4), (4, 5), (5, 9), (9, 9)):
+        largest = scores[first:last].max() if last > first else torch.tensor(-torch.inf).double()
+        weights = (scores[first:last] - largest).exp()
+        parts.append((largest, weights.sum(), weights @ values[first:last]))
+    expected = scores.softmax(0) @ values
+    torch.testing.assert_close(merge(parts), expected)
+    torch.testing.assert_close(merge(parts[::-1]), expected)
+    torch.testing.assert_close(merge(parts[1:2]), scores[:4].softmax(0) @ values[:4])
+
+
+SIZES = [(1, 1, 1), (MR, 7, NR), (MR + 1, 5, NR + 1), (2 * MR + 3, 3, 2 * NR + 5)]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_product_of_tiles_is_the_product(sizes):
+    rows, inputs, outputs = sizes
+    x, weights = torch.randn(rows, inputs).double(), torch.randn(inputs, outputs).double()
+    torch.testing.assert_close(product(Memory(x), Memory(weights)), x @ weights)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_tile_loads_each_number_once(sizes):
+    rows, inputs, outputs = sizes
+    x, weights = Memory(torch.randn(rows, inputs)), Memory(torch.randn(inputs, outputs))
+    product(x, weights)
+    most = most_loads(*sizes)
+    assert (x.loads, weights.loads) <= most and weights.loads <= most[1], (
+        f"{sizes}: {x.loads} numbers of x and {weights.loads} weights were loaded, at most {most}"
+    )
 
 
 def test_a_pass_is_cut_into_items_of_a_few_tokens():

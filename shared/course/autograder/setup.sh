@@ -7,6 +7,7 @@ root=${AUTOGRADER_ROOT:-/autograder}
 export DEBIAN_FRONTEND=noninteractive
 
 apt-get update
+apt-get install -y --no-install-recommends bubblewrap || true # else the container is all there is
 python=
 for version in 3.13 3.12 3.11; do # the newest that the image's system has
   if apt-get install -y --no-install-recommends "python$version" "python$version-venv" gcc libc6-dev; then

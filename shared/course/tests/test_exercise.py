@@ -19,6 +19,7 @@ import pytest
 from shared import paths
 from shared.bench import staircase
 from shared.course import capstone, exercise, mine, proof, wrong
+from shared.course.judge import Judge, Limits
 from shared.course.museum import planting, trials
 from shared.course.museum.exhibits import find
 from shared.course.testing import python
@@ -125,7 +126,7 @@ def test_bad_wrong_solutions_are_found(monkeypatch):
     line, entry = "self.length = length", "task 1: {}\n- {}\n+ {}".format
 
     def problems(*entries: str) -> str:
-        monkeypatch.setattr(wrong, "text", lambda stage: "\n\n".join(entries))
+        monkeypatch.setattr(wrong, "text", lambda stage, file="": "\n\n".join(entries))
         return "\n".join(wrong.check(STAGE))
 
     edits = {  # (name, old text, new text): the problem
@@ -314,7 +315,7 @@ def test_bad_arguments_are_one_sentence(home, say):
     for arguments, error in (
         *(("hint 2 x", "not a whole number"), ("hint 2 3 --step 4", "--step is from 1 to 3")),
         *(("grade --out x.txt", "ends in .json"), ("grade --seconds 0", "not a number")),
-        *(("grade --submission nowhere", "holds no stage"), ("", "COMMAND")),
+        *(("grade --submission nowhere", "There is no folder"), ("", "COMMAND")),
     ):
         pytest.raises(UserError, say, *arguments.split()).match(error)
 
@@ -332,22 +333,21 @@ def submission(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_collecting(submission, tmp_path):
-    assert capstone.collect(submission, tmp_path / "a") == []
+def test_collecting(submission):
+    files, still_open = capstone.collect(submission)
+    assert still_open == [] and len(files) == sum(len(mine.files(s)) for s in capstone.STAGES)
     stage = capstone.STAGES[1]
     task = mine.tasks(stage)[0]
     path = submission / stage / task.file
     source = mine.read(path)
     mine.write(path, mine.emptied(source, stage, task))
-    (still_open,) = capstone.collect(submission, tmp_path / "b")
-    assert still_open == f"{mine.label(stage, task)}: {task.title}"
-    mine.write(path, "import os\n" + source)
-    with pytest.raises(UserError, match=f"{stage}: {task.file}, line 1"):
-        capstone.collect(submission, tmp_path / "c")
-    assert capstone.collect(submission, tmp_path / "d", trust=True) == []
+    assert capstone.collect(submission)[1] == [f"{mine.label(stage, task)}: {task.title}"]
+    mine.write(path, "def (:")
+    with pytest.raises(UserError, match=f"{stage}/{task.file} is not Python: line 1"):
+        capstone.collect(submission)
     path.unlink()
-    with pytest.raises(UserError, match=f"no {stage}/{task.file}"):
-        capstone.collect(submission, tmp_path / "e")
+    with pytest.raises(UserError, match=f"There is no {task.file} in the submission"):
+        capstone.collect(submission)
 
 
 @pytest.mark.slow
@@ -360,14 +360,13 @@ def test_the_reference_as_a_submission(submission, capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_function_that_works_alone_and_not_together(submission, monkeypatch):
-    """A wrong scheduler fails the contract, and nothing is measured."""
-    stage = "stage05_paged"
-    path = submission / stage / "scheduler.py"
+def test_a_function_that_works_alone_and_not_together(submission):
+    """A wrong scheduler fails, and nothing is measured."""
+    path = submission / "stage05_paged" / "scheduler.py"
     source = mine.read(path)
     right = "known = request.token_count - 1"
     assert right in source
     mine.write(path, source.replace(right, "known = request.token_count"))
-    monkeypatch.setattr(capstone, "CONTRACT", (f"{stage}/tests/test_contract.py",))
-    result = capstone.judge(submission, staircase.BENCHMARK.quick)
+    with Judge(Limits(300), seeds=[1, 2]) as made:
+        result = capstone.capstone(made, submission, staircase.BENCHMARK.quick)
     assert result.failed and result.rates == {}

@@ -1,4 +1,4 @@
-"""The gate of grading: what could reach the judge is refused, and no solution is."""
+"""The gate: what is unusual in a submission is remarked on, and no solution is."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PLACES = [("stage02_kv_cache", "cache.py"), ("stage06_serving", "protocol.py")]
 def test_the_reference_and_wrong_solutions_pass_the_gate(stage):
     for file in mine.files(stage):
         reference = mine.read(paths.ROOT / stage / file)
-        assert gate.refused(reference.encode(), stage, file) == ""
+        assert gate.remark(reference.encode(), stage, file) == ""
         own = [each for each in wrong.read(stage) if each.task.file == file]
         source = wrong.applied(reference, stage, own[0])
-        assert gate.refused(source.encode(), stage, file) == ""
+        assert gate.remark(source.encode(), stage, file) == ""
 
 
 HONEST = """
@@ -53,18 +53,18 @@ except (ValueError, IndexError) as error:
 HOSTILE, TORCH = mine.read(Path(__file__).with_name("hostile.txt")).split("\n\n")
 
 
-def refused(code: str, stage: str, file: str) -> str:
+def remark(code: str, stage: str, file: str) -> str:
     source = mine.read(paths.ROOT / stage / file) + "\n" + code.replace(r"\n", "\n") + "\n"
-    return gate.refused(source.encode(), stage, file)
+    return gate.remark(source.encode(), stage, file)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place[0])
-def test_what_could_reach_the_judge_is_refused_and_plain_python_is_not(place):
+def test_what_is_unusual_is_remarked_on_and_plain_python_is_not(place):
     code = HOSTILE.splitlines() + (TORCH.splitlines() if place == PLACES[0] else [])
-    assert len(code) > 35 and [line for line in code if not refused(line, *place)] == []
-    deep = refused("x = " + "a." * 5000 + "b", *place)
+    assert len(code) > 35 and [line for line in code if not remark(line, *place)] == []
+    deep = remark("x = " + "a." * 5000 + "b", *place)
     assert deep == "" or "nested" in deep
-    sentence = refused("\nimport sys", *place)
+    sentence = remark("\nimport sys", *place)
     assert "the import of sys" in sentence and sentence.startswith(f"{place[1]}, line ")
-    assert refused(HONEST, *place) == ""
-    assert refused("def (:", *place) == "" == gate.refused(b"\xff", *place)
+    assert remark(HONEST, *place) == ""
+    assert remark("def (:", *place) == "" == gate.remark(b"\xff", *place)

@@ -1,0 +1,284 @@
+"""The judge: what it compares, what contains a submission, and that no cheat gets a point."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shared import paths
+from shared.course import judge, mine, wrong
+from shared.course.judge import Ended, Judge, Limits
+from shared.errors import UserError
+
+WITH_TASKS = list(filter(mine.tasks, paths.discover()))
+STAGE, FILE = "stage04_continuous", "plan.py"
+TASK = mine.find_task(STAGE, 1)  # Plan.tokens
+REFERENCE = mine.read(paths.ROOT / STAGE / FILE)
+EMPTY = mine.emptied(REFERENCE, STAGE, TASK)
+CHEATS = dict(
+    entry.split("\n", 1)
+    for entry in mine.read(Path(__file__).with_name("cheats.txt"))
+    .removeprefix("### ")
+    .split("\n### ")
+)
+contained = pytest.mark.skipif(bool(judge.unconfined()), reason="there is no bubblewrap")
+
+
+@pytest.fixture(scope="module")
+def two_seeds() -> Iterator[Judge]:
+    with Judge(Limits(seconds=40, memory=1500, disk=64), seeds=[3, 4]) as made:
+        yield made
+
+
+@contained
+def test_the_reference_passes_and_nothing_else_that_is_in_the_file(two_seeds):
+    assert two_seeds.why(STAGE, TASK, REFERENCE.encode()) == ""
+    assert "NotImplementedError" in two_seeds.why(STAGE, TASK, EMPTY.encode())
+    first = wrong.applied(REFERENCE, STAGE, wrong.read(STAGE)[0])
+    (line,) = two_seeds.why(STAGE, TASK, first.encode()).splitlines()
+    assert re.match(r"seed 3: Plan.tokens of .* is .*, not ", line), line
+    # Another task of the file may be wrong, or not Python's business.
+    why = two_seeds.why(STAGE, TASK, b"def (:")
+    assert "SyntaxError" in why and "plan.py" in why
+
+
+QUICK = ("all processes", "a daemon that would write later", "results of its own, and the end")
+
+
+def judged(made: Judge, code: str) -> str:
+    """Why an empty solution with this code is wrong. Nothing that it starts may be left."""
+    before = {process.pid for process in psutil.process_iter()}
+    why = made.why(STAGE, TASK, f"{EMPTY}\n\n{code}\n".encode())
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            alive = process.pid not in before and process.status() != psutil.STATUS_ZOMBIE
+            assert not (alive and "shared.course.driver" in process.cmdline())
+    assert len(why) < 5000 and all(letter.isprintable() or letter in "\n\t" for letter in why)
+    return why
+
+
+@contained
+@pytest.mark.parametrize("name", QUICK)
+def test_a_cheat_gets_nothing(name, two_seeds):
+    assert judged(two_seeds, CHEATS[name])
+
+
+@contained
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(CHEATS.keys() - set(QUICK)))
+def test_each_cheat_gets_nothing(name, two_seeds):
+    assert judged(two_seeds, CHEATS[name])
+
+
+@contained
+@pytest.mark.slow
+def test_what_the_gate_once_refused_gets_nothing(two_seeds):
+    for line in mine.read(Path(__file__).with_name("hostile.txt")).splitlines():
+        code = line.replace(r"\n", "\n")
+        assert judged(
+            two_seeds,
+            f"import math, torch\ntry:\n{textwrap.indent(code, '    ')}\nexcept Exception: pass",
+        )
+
+
+@contained
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", WITH_TASKS)
+def test_the_reference_passes_with_fifty_seeds(stage):
+    seeds = [random.SystemRandom().randrange(2**40) for _ in range(50)]
+    with Judge(Limits(seconds=300), seeds=seeds) as made:
+        for task in mine.tasks(stage):
+            source = mine.read(paths.ROOT / stage / task.file)
+            assert made.why(stage, task, source.encode()) == ""
+            assert made.why(stage, task, mine.emptied(source, stage, task).encode())
+
+
+@contained
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", WITH_TASKS)
+def test_wrong_solutions_get_nothing_and_right_ones_all(stage):
+    """Those of wrong.txt and of right.txt, each in place of its task."""
+    with Judge() as made:
+        for file in ("wrong.txt", "right.txt"):
+            for solution in wrong.read(stage, file):
+                reference = mine.read(paths.ROOT / stage / solution.task.file)
+                source = wrong.applied(reference, stage, solution).encode()
+                why = made.why(stage, solution.task, source)
+                assert bool(why) == (file == "wrong.txt"), f"{solution.name}: {why}"
+
+
+LOOK = """
+import json, os, pathlib, socket
+tried = {}
+for name in ("/project/x", "/x", "/dev/shm/x", "/usr/x", "/tmp/x", "ROOT/x"):
+    try:
+        open(name, "w").close()
+        tried[name] = True
+    except OSError:
+        tried[name] = False
+tried["home"] = os.environ["HOME"]
+tried["variables"] = sorted(os.environ)
+tried["root"] = os.path.exists("ROOT/shared") or os.path.exists("ROOT/.git")
+tried["processes"] = len([name for name in os.listdir("/proc") if name.isdigit()])
+tried["uid"] = os.getuid()
+tried["rights"] = [l.split()[1] for l in open("/proc/self/status") if l.startswith("CapEff")]
+tried["interfaces"] = [name for _, name in socket.if_nameindex()]
+tried["solutions"] = [str(p) for p in pathlib.Path(".").rglob("*") if p.name in
+    ("wrong.txt", "right.txt", "tests", "README.md", "museum", "stage05_paged")]
+raise ValueError(json.dumps(tried))
+"""
+
+
+@contained
+def test_what_a_submission_sees(two_seeds, monkeypatch):
+    monkeypatch.setenv("GITHUB_TOKEN", "a secret token")
+    seen = json.loads(seen_by(two_seeds, LOOK.replace("ROOT", str(paths.ROOT))))
+    writable = {name for name, may in seen.items() if may is True}
+    assert writable == {"/tmp/x"} and seen["home"] == "/tmp"
+    assert "GITHUB_TOKEN" not in seen["variables"] and seen["root"] is False
+    assert seen["processes"] <= 4 and seen["uid"] == 65534 and int(seen["rights"][0], 16) == 0
+    assert seen["interfaces"] == ["lo"] and seen["solutions"] == []
+
+
+def seen_by(made: Judge, code: str) -> str:
+    """The text of the ValueError that `code` raises in a contained process."""
+    with made._tree(made._base(STAGE), {f"{STAGE}/{FILE}": f"{code}\n".encode()}) as tree:
+        job = {"stage": STAGE, "task": 1, "seeds": [1], "alone": True}
+        ended = judge.run(tree, job, made.limits)
+    (line,) = ended.lines
+    monkey = judge.parsed(line)["raised"]
+    return monkey.removeprefix("ValueError: ").rpartition(" (plan.py")[0]
+
+
+@contained
+def test_the_tree_has_no_reference_of_the_task(two_seeds):
+    with two_seeds._tree(two_seeds._base(STAGE), {}) as tree:
+        judge.empty_out(tree, STAGE, TASK)
+        body = "rows += range(len(ids) - work.rows, len(ids))"
+        assert body in REFERENCE
+        texts = [path.read_bytes() for path in tree.rglob("*") if path.is_file()]
+        assert not [text for text in texts if body.encode() in text]
+        assert not list((tree / STAGE / "__pycache__").glob("plan.*"))
+
+
+@contained
+def test_a_grader_that_is_killed_takes_the_judged_process_with_it(tmp_path):
+    loop = "while True:\n    pass\n"
+    mine.write(tmp_path / FILE, loop)
+    words = ["grade", "stage04", "--submission", str(tmp_path), "--seconds", "600"]
+    grader = psutil.Popen([sys.executable, "-m", "shared.course.exercise", *words], cwd=paths.ROOT)
+    judged: list[psutil.Process] = []
+    try:
+        while not [child for child in judged if child.cpu_times().user > 4]:
+            assert grader.poll() is None
+            judged = [c for c in grader.children(recursive=True) if c.is_running()]
+            time.sleep(0.1)
+    except psutil.NoSuchProcess:
+        pass
+    finally:
+        grader.kill()
+        grader.wait()
+    psutil.wait_procs(judged, timeout=60)
+    alive = [p for p in judged if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert judged and alive == []
+
+
+def test_a_difference_is_one_line():
+    tensor = {"dtype": "float64", "shape": [2, 2], "values": [1.0, 2.0, 3.0, 4.0]}
+    right: list[Any] = [
+        {"call": "f(3)", "a": [1, 2], "t": tensor},
+        {"call": "g", "b": 0.5, "c": None},
+    ]
+
+    def changed(**new: Any) -> list[Any]:
+        return [
+            {**right[0], **{k: v for k, v in new.items() if k in "at"}},
+            {**right[1], **{k: v for k, v in new.items() if k not in "at"}},
+        ]
+
+    for result, words in (
+        (right, ""),
+        (changed(call="other words"), ""),
+        (changed(a=[1, 3]), "f(3): [0].a[1] is 3, not 2"),
+        (changed(a=[1]), "f(3): the length of [0].a is 1, not 2"),
+        (changed(a=[1, True]), "is true, not 2"),
+        (changed(b=0.5 + 1e-7), ""),
+        (changed(b=0.51), "g: [1].b is 0.51, not 0.5"),
+        (changed(b="nan"), 'is "nan", not 0.5'),
+        (changed(t={**tensor, "values": [1.0, 2.0, 3.0, 4.0 + 1e-10]}), ""),
+        (
+            changed(t={**tensor, "values": [1.0, 2.0, 3.1, 4.0]}),
+            "f(3): element [1, 0] is 3.1, not 3",
+        ),
+        (changed(t={**tensor, "shape": [4]}), "the shape is [4], not [2, 2]"),
+        (changed(t={**tensor, "values": 7}), "not"),
+        (changed(t=None), "is null, not"),
+        (changed(d=1), "has"),
+        (None, "is null, not"),
+        (right[:1], "the length of the result is 1, not 2"),
+    ):
+        why = judge.difference(right, result)
+        assert words in why and bool(why) == bool(words), (why, words)
+
+
+def test_results_are_parsed_with_limits():
+    for data in (b"", b"noise", b"{", b"[NaN]", b"[Infinity]", b"[" * 99999, b"1" * 9999, b"\xff"):
+        assert judge.parsed(data) is None
+    good = b'{"data": [1]}'
+    for lines, why, words in (
+        ([good], "", ""),
+        ([b'{"now": "f(1)"}', good], "", ""),
+        ([], "It crashed.", "It crashed."),
+        ([], "", "0 results for 1"),
+        ([good, good], "", "2 results for 1"),
+        ([b"noise"], "", "not a result"),
+        ([b'{"data": [1], "more": 1}'], "", "not a result"),
+        ([b'{"data": [2]}'], "", "seed 5: [0] is 2, not 1"),
+        ([b'{"raised": "KeyError: \\u001b[31m1"}'], "", "seed 5: KeyError: 1"),
+    ):
+        found = judge.verdict(judge.difference, [5], [[1]], Ended(lines, why, ""))
+        assert words in found and bool(found) == bool(words)
+
+    def strange(expected: object, result: object) -> str:
+        raise TypeError("it is no list")
+
+    assert "not a result" in judge.verdict(strange, [5], [[1]], Ended([good], "", ""))
+
+
+def test_without_bubblewrap_grading_asks_for_a_container(monkeypatch):
+    monkeypatch.setattr(judge, "unconfined", lambda: "There is no bubblewrap (bwrap) here")
+    with pytest.raises(UserError, match=r"no bubblewrap.*Containerfile.*--unconfined"):
+        Judge()
+    Judge(confined=False).__exit__()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="processes of POSIX")
+def test_outside_of_bubblewrap_orphans_end_too():
+    """`grade --unconfined` in a process of its own, which adopts orphans. If root runs this test,
+    the judged process belongs to another user, who may not reach this Python."""
+    code = f"""
+import sys
+from shared.course import judge, mine
+from shared.course.tests import test_judge as here
+judge.NOBODY = {os.getuid()}
+with judge.Judge(judge.Limits(seconds=60), confined=False, seeds=[1]) as made:
+    print(made.why(here.STAGE, here.TASK, here.REFERENCE.encode()) == "")
+    print(here.judged(made, here.CHEATS["a daemon that would write later"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=paths.ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.startswith("True\nseed 1: "), done

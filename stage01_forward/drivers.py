@@ -1,0 +1,224 @@
+"""What grading calls in the tasks of this stage: see shared/course/driver.py."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+
+from shared.course.driver import arrays, outcome, tensors, tiny
+
+from . import generation, numpy_gpt2, sampling, scoring
+from .attention import Recompute
+from .engine import Engine
+from .generation import Output, Row
+from .params import SamplingParams
+
+
+def prompt_of(draw: Random, longest: int = 20) -> list[int]:
+    count = draw.choice([1, *[draw.randint(1, longest)] * 5])
+    return [draw.randrange(100) for _ in range(count)]
+
+
+def options_of(draw: Random, longest: int = 9, **fixed: Any) -> SamplingParams:
+    """Sampling options, most of them random."""
+    tokens = draw.randint(1, longest)
+    options: dict[str, Any] = {
+        "max_tokens": tokens,
+        "min_tokens": draw.choice([0, 0, draw.randint(0, tokens)]),
+        "temperature": draw.choice([0, 0.005, 0.8, 1.5]),
+        "top_k": draw.choice([0, 0, -1, 1, 5, 100]),
+        "top_p": draw.choice([1.0, 1.0, 0.3, 0.9]),
+        "min_p": draw.choice([0.0, 0.0, 0.05, 0.5]),
+        "repetition_penalty": draw.choice([1.0, 1.0, 1.3]),
+        "seed": draw.randrange(1000),
+        "stop_token_ids": tuple(draw.sample(range(100), draw.choice([0, 0, 15]))),
+        "ignore_eos": draw.random() < 0.5,
+        "logprobs": draw.choice([None, None, 0, 3]),
+    }
+    return SamplingParams(**options | fixed)
+
+
+def counts_of(steps: Any) -> list[Any]:
+    """Records without their times."""
+    return [(s.rows, s.prefill_tokens, s.decode_tokens, s.wasted_tokens) for s in steps]
+
+
+# ---- tasks ----
+
+
+def formulas(draw: Random) -> Any:
+    seen: list[Any] = []
+    for kind in ("float64", "float32"):
+        for _ in range(3):
+            shape = [draw.randint(1, 4) for _ in range(draw.randint(0, 2))] + [draw.randint(2, 9)]
+            x, (weight, bias) = arrays(draw, *shape, kind=kind), arrays(draw, 2, shape[-1])
+            x = x * draw.choice([1, 1, 3]) + draw.choice([0, 5])
+            epsilon = draw.choice([1e-5, 0.1, 1.0])
+            call = f"an array of shape {shape}, epsilon {epsilon}"
+            norm = numpy_gpt2.layer_norm(x, weight, bias, epsilon)
+            gelu, soft = numpy_gpt2.gelu(x), numpy_gpt2.softmax(x)
+            seen.append({"call": call, "layer_norm": norm, "gelu": gelu, "softmax": soft})
+            large = draw.choice([-1e4, 1e4]) + 300 * x
+            seen.append({"call": "large scores", "softmax": numpy_gpt2.softmax(large)})
+    return seen
+
+
+def ends(draw: Random) -> Any:
+    model, seen = tiny(draw), list[Any]()
+    for _ in range(60):
+        params = options_of(draw)
+        prompt, output = prompt_of(draw, 40), prompt_of(draw, 25)[1:]
+        if draw.random() < 0.5:  # at the end of the context, one token more or less
+            params = options_of(draw, max_tokens=64)
+            prompt = [1] * (model.config.n_positions - len(output) - draw.choice([0, 1, 1, 2]))
+        eos = tuple(draw.sample(range(100), 3))
+        token = draw.choice([draw.randrange(100), *eos, *params.stop_token_ids])
+        reason = generation.finish_reason(token, Row(params, prompt, output), model.config, eos)
+        call = f"token {token} after {len(prompt)} + {len(output)} tokens, eos {eos}, {params}"
+        seen.append({"call": call, "reason": reason})
+    return seen
+
+
+def weights_of(draw: Random, layers: int, width: int, tied: bool) -> numpy_gpt2.Weights:
+    shapes = {"wte": (31, width), "wpe": (16, width), "ln_f": (width,)}
+    for layer in range(layers):
+        inner = {"attn.c_attn": 3, "attn.c_proj": 1, "mlp.c_fc": 4}
+        shapes |= {f"h.{layer}.{name}": (width, n * width) for name, n in inner.items()}
+        shapes[f"h.{layer}.mlp.c_proj"] = (4 * width, width)
+        shapes |= {f"h.{layer}.{name}": (width,) for name in ("ln_1", "ln_2")}
+    weights = {f"{name}.weight": arrays(draw, *shape) for name, shape in shapes.items()}
+    weights |= {f"{name}.bias": arrays(draw, shape[-1]) for name, shape in shapes.items()}
+    if not tied:
+        weights["lm_head.weight"] = arrays(draw, 31, width)
+    return weights
+
+
+def page(draw: Random) -> Any:
+    heads = draw.choice([1, 2, 3])
+    width, layers = heads * draw.choice([2, 4]), draw.randint(1, 3)
+    weights = weights_of(draw, layers, width, draw.random() < 0.5)
+    ids = [draw.randrange(31) for _ in range(draw.randint(1, 16))]
+    x, epsilon = arrays(draw, len(ids), width), draw.choice([1e-5, 0.1])
+    shapes = f"{len(ids)} tokens, {heads} heads, {layers} layers of {width} channels"
+    out = numpy_gpt2.attention(x, weights, "h.0.attn", heads)
+    block = numpy_gpt2.block(x, weights, layers - 1, heads, epsilon)
+    return [
+        {"call": f"attention of {shapes}", "result": out},
+        {"call": f"block of {shapes}", "result": block},
+        {
+            "call": f"gpt2 of {shapes}",
+            "result": numpy_gpt2.gpt2(ids, weights, layers, heads, epsilon),
+        },
+    ]
+
+
+def model(draw: Random) -> Any:
+    """The model with attention, and with a function of each token alone for other shapes."""
+    made, seen = tiny(draw), list[Any]()
+    config = made.config
+    ids = torch.tensor(prompt_of(draw, 30))
+    hidden = made(ids, torch.arange(len(ids)), Recompute().attend)
+    seen.append({"call": f"the model on {len(ids)} tokens", "hidden": hidden})
+    for shape in ((3,), (2, 3), (2, 1, 2)):
+        calls: list[Any] = []
+
+        def attend(layer: int, q: Any, k: Any, v: Any, calls: list[Any] = calls) -> Any:
+            calls.append((layer, q.shape, k.shape, v.shape))
+            return q * 0.5 + k * v * (1 + layer)
+
+        ids = torch.tensor([draw.randrange(100) for _ in range(12)])[: np.prod(shape)].view(shape)
+        places = torch.randperm(config.n_positions)[: ids.numel()].view(shape)
+        hidden = made(ids, places, attend)
+        seen.append({"call": f"the model on ids of shape {shape}", "hidden": hidden})
+        x = tensors(draw, *shape, config.n_embd)
+        seen[-1] |= {"calls": calls, "block": made.h[-1](x, attend)}
+    return seen
+
+
+def samples(draw: Random) -> Any:
+    seen: list[Any] = []
+    for _ in range(6):
+        kind = draw.choice([torch.float64, torch.float32, torch.bfloat16])
+        wide, count = draw.choice([1, 5, 100]), draw.randint(1, 4)
+        logits = tensors(draw, count, 100) * 3
+        if draw.random() < 0.4:
+            logits = logits.round()  # ties
+        logits = (logits if wide == 100 else logits * wide).to(kind)
+        if draw.random() < 0.15:
+            place = draw.randrange(count), draw.randrange(100)
+            logits[place] = draw.choice([torch.nan, torch.inf, -torch.inf])
+            if draw.random() < 0.3:
+                logits[0] = -torch.inf
+        rows = [
+            Row(options_of(draw, longest=20), prompt_of(draw), prompt_of(draw)[1:])
+            for _ in range(count)
+        ]
+        for row in rows:
+            if draw.random() < 0.2:
+                row.mask = torch.rand(100) < 0.3
+                row.mask[draw.randrange(100)] = True
+        before = logits.clone()
+        drawn = outcome(sampling.sample, logits, rows, (3, 50))
+        call = f"sample, {kind}, {[row.params for row in rows]}"
+        same = torch.equal(before.nan_to_num(), logits.nan_to_num())
+        seen.append({"call": call, "sampled": drawn, "unchanged": same})
+        more = draw.choice([0, 1])
+        again = outcome(sampling.sample, logits, rows[:more] or rows, (3, 50))
+        seen.append({"call": f"again, {call}", "sampled": again})
+    for _ in range(12):
+        scores, params = tensors(draw, 40) * draw.choice([1, 4]), options_of(draw, temperature=0.9)
+        if draw.random() < 0.5:
+            scores = scores.round()
+        if draw.random() < 0.5:
+            scores = scores.float()
+        call = f"distribution, {params}"
+        seen.append({"call": call, "result": sampling.distribution(scores, params)})
+        weights = (scores - scores.max()).exp()
+        if params.min_p and draw.random() < 0.5:
+            weights[draw.randrange(40)] = params.min_p
+        seen.append({"call": f"_filtered, {params}", "result": sampling._filtered(weights, params)})
+        spread = weights.double() * (torch.rand(40) < 0.4)
+        spread[draw.randrange(40)] = 1.0
+        for dart in (0.0, draw.random(), draw.random(), 1 - 2**-53, 1.0):
+            hit = sampling.draw(spread / spread.sum(), dart)
+            seen.append({"call": f"draw with the dart {dart}", "token": hit})
+    return seen
+
+
+def outputs_of(outputs: Any) -> Any:
+    return [(o.token_ids, o.finish_reason, o.tokens) for o in outputs]
+
+
+def loop(draw: Random) -> Any:
+    made, passes = tiny(draw), list[int]()
+    made.register_forward_pre_hook(lambda _, given: passes.append(given[0].numel()))
+    engine = Engine(made, eos_ids=draw.sample(range(100), 4))
+    prompts = [prompt_of(draw, 60) for _ in range(4)]
+    params = [options_of(draw, longest=12) for _ in prompts]
+    outputs = engine.generate(prompts, params)
+    seen: list[Any] = [{"call": f"generate {params}", "outputs": outputs_of(outputs)}]
+    seen[-1] |= {"steps": counts_of(engine.steps), "passes": list(passes)}
+    tokens, output = [], Output(prompts[0])
+    for token in engine._tokens(output, params[1]):
+        tokens.append((token, len(output.tokens), len(passes)))
+    return [*seen, {"call": f"stream {params[1]}", "tokens": tokens}]
+
+
+def judged(draw: Random) -> Any:
+    made, seen = tiny(draw), list[Any]()
+    for length in (draw.randint(0, 2), draw.randint(3, 64), draw.randint(65, 300)):
+        ids = [draw.randrange(100) for _ in range(length)]
+        stride = draw.choice(
+            [None, 1 + length // 40, 64, draw.randint(1, 64), draw.choice([0, 65])]
+        )
+        judged = list[int]()
+        result = outcome(scoring.perplexity, made, ids, stride, judged.append)
+        call = f"perplexity of {length} tokens, stride {stride}"
+        seen.append({"call": call, "result": result, "progress": judged})
+    return seen
+
+
+DRIVERS = {1: formulas, 2: ends, 3: page, 4: model, 5: samples, 6: loop, 7: judged}

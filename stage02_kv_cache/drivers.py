@@ -1,0 +1,118 @@
+"""What grading calls in the tasks of this stage: see shared/course/driver.py."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import torch
+
+from shared.config import Config
+from shared.course.driver import outcome, tensors, tiny
+from stage01_forward.drivers import counts_of, options_of, outputs_of, prompt_of
+
+from . import cache
+from .engine import Engine
+
+SMALL = Config(50, 24, 24, 2, 6, n_kv_head=3, name="small")
+KINDS = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def slots(draw: Random) -> Any:
+    seen: list[Any] = []
+    for capacity in (None, draw.randint(1, 24), draw.choice([0, -1, 25, 24, 1])):
+        kind = draw.choice(KINDS)
+        made = outcome(cache.KVCache, SMALL, capacity, kind)
+        call = f"KVCache(capacity={capacity}, dtype={kind})"
+        if isinstance(made, Exception):
+            seen.append({"call": call, "result": made})
+            continue
+        seen.append({"call": call, "kv": made.kv, "bytes": made.bytes})
+        for _ in range(30):
+            name, count = draw.choice(["extend", "crop"]), draw.choice([-1, 0, 1, 2, 5, 8, 24, 25])
+            if draw.random() < 0.3:
+                count = made.capacity - made.length if name == "extend" else made.length
+            before = made.length
+            result = outcome(getattr(made, name), count)
+            call = f"{name}({count}) of a cache with {before} of {made.capacity}"
+            seen.append({"call": call, "length": made.length, "capacity": made.capacity})
+            if isinstance(result, Exception):
+                seen[-1]["error"] = result
+            elif name == "extend":
+                result.new.fill_(draw.randint(1, 100))
+                seen[-1] |= {"positions": result.positions, "seen": result.seen.shape}
+        seen.append({"call": "the numbers in the end", "kv": made.kv})
+    return seen
+
+
+def visible(attention: Any, end: int) -> Any:
+    """(T, end): what a step's queries see, however its mask is stated."""
+    count = len(attention.positions)
+    everything = torch.ones(count, end, dtype=torch.bool)
+    if attention.mask is not None:
+        return everything & attention.mask
+    return everything.tril() if attention.square else everything
+
+
+def views(draw: Random) -> Any:
+    seen: list[Any] = []
+    for _ in range(12):
+        kv = tensors(draw, 2, 2, 1, 24, 2, dtype=draw.choice(KINDS))
+        start = draw.choice([0, 0, draw.randrange(23)])
+        end = draw.choice([start + 1, draw.randint(start + 1, 24)])
+        step = cache.CachedAttention(kv, start, end)
+        call = f"CachedAttention over {start} to {end}"
+        seen.append({"call": call, "positions": step.positions, "visible": visible(step, end)})
+        seen[-1] |= {"needed": step.mask is not None, "new": step.new.clone()}
+        step.new[1] = 7
+        kv[0, :, :, 0] = 8  # both are views of the same memory
+        seen[-1] |= {"kv": kv, "seen": step.seen}
+    return seen
+
+
+def attend(draw: Random) -> Any:
+    seen: list[Any] = []
+    for kind in KINDS:
+        kv_heads = draw.choice([1, 2, 3, 6])
+        made = cache.KVCache(SMALL, dtype=kind)
+        made.kv = tensors(draw, 2, 2, kv_heads, 24, 4, dtype=kind)
+        while made.length < 24:
+            count = draw.choice([1, 1, 2, draw.randint(1, 24 - made.length)])
+            count, start = min(count, 24 - made.length), made.length
+            step, layer = made.extend(count), draw.randrange(2)
+            q = tensors(draw, count, 6, 4).to(kind)
+            k, v = tensors(draw, 2, count, kv_heads, 4).to(kind)
+            out = step.attend(layer, q, k, v)
+            call = f"attend, {count} tokens from {start} on, {kv_heads} heads of keys, {kind}"
+            seen.append({"call": call, "out": out, "written": made.kv[layer, :, :, start:]})
+        # The cache has a dtype of its own, such as half of the model's.
+        made.crop(draw.randrange(24))
+        q, (k, v) = tensors(draw, 1, 6, 4), tensors(draw, 2, 1, kv_heads, 4)
+        result = made.extend(1).attend(1, q, k, v)
+        seen.append({"call": f"queries in float64, a cache in {kind}", "out": result.to(kind)})
+    return seen
+
+
+def loop(draw: Random) -> Any:
+    made, passes = tiny(draw), list[int]()
+    made.register_forward_pre_hook(lambda _, given: passes.append(given[0].numel()))
+    engine = Engine(made, eos_ids=draw.sample(range(100), 4))
+    prompts = [prompt_of(draw, 60) for _ in range(4)]
+    params = [options_of(draw, longest=12) for _ in prompts]
+    outputs = engine.generate(prompts, params)
+    seen: list[Any] = [{"call": f"generate {params}", "outputs": outputs_of(outputs)}]
+    seen[-1] |= {"steps": counts_of(engine.steps), "passes": list(passes)}
+    lengths, tokens = [], []
+    for token in engine.stream(prompts[0], options_of(draw, longest=9)):
+        tokens.append(token)
+        lengths.append(engine.cache.length)
+    seen.append({"call": "a stream", "tokens": tokens, "lengths": lengths})
+    long = options_of(draw, max_tokens=9, min_tokens=0, ignore_eos=True, stop_token_ids=())
+    first, second = (engine.stream(prompt[:40], long) for prompt in prompts[:2])
+    taken: list[Any] = [next(first), next(first), next(second)]
+    taken.append(outcome(next, first))
+    taken += list(second)
+    return [*seen, {"call": "two streams, one after the other", "taken": taken}]
+
+
+DRIVERS = {1: slots, 2: views, 3: attend, 4: loop}

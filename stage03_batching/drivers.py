@@ -1,0 +1,186 @@
+"""What grading calls in the tasks of this stage: see shared/course/driver.py."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import torch
+
+from shared.config import Config
+from shared.course.driver import outcome, tensors, tiny
+from stage01_forward.drivers import counts_of, options_of, outputs_of, prompt_of
+from stage01_forward.generation import Output
+from stage01_forward.params import SamplingParams
+
+from . import attention, cache
+from .engine import Engine
+
+SMALL = Config(50, 24, 24, 2, 6, n_kv_head=3, name="small")
+KINDS = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def columns(draw: Random) -> Any:
+    seen: list[Any] = []
+    for _ in range(4):
+        lengths = [draw.randint(1, 9) for _ in range(draw.randint(1, 4))]
+        kind, count = draw.choice(KINDS), max(lengths) + draw.randint(0, 9)
+        made = cache.PaddedCache(SMALL, lengths, count, dtype=kind)
+        seen.append(
+            {"call": f"PaddedCache({lengths}, {count})", "kv": made.kv, "bytes": made.bytes}
+        )
+        seen[-1] |= {"padding": made.padding, "columns": made.columns, "last": made.last_position}
+        for _ in range(12):
+            wanted, before = draw.choice([-1, 0, 1, 1, 2, 5, count - made.length]), made.length
+            step = outcome(made.extend, wanted)
+            call = f"extend({wanted}) of a cache with {before} of {count}"
+            seen.append({"call": call, "length": made.length})
+            if isinstance(step, Exception):
+                seen[-1]["error"] = step
+            else:
+                step.new.fill_(draw.randint(1, 100))
+                seen[-1] |= {"seen": step.seen.shape, "positions": step.positions}
+        seen.append({"call": "the numbers in the end", "kv": made.kv})
+    return seen
+
+
+def by_hand(draw: Random) -> Any:
+    seen: list[Any] = []
+    for kind in KINDS:
+        for masked in (True, False):
+            rows, heads, group = draw.randint(1, 3), draw.choice([1, 2, 3]), draw.choice([1, 1, 2])
+            queries, keys = draw.randint(1, 6), draw.randint(1, 9)
+            causal = not masked and draw.random() < 0.6
+            keys = queries if causal else keys
+            mask = None
+            if masked:
+                mask = torch.rand(rows, 1, queries, keys) < 0.5
+                mask[..., draw.randrange(keys)] = True
+            q = tensors(draw, rows, heads * group, queries, 4) * draw.choice([1, 30])
+            k, v = tensors(draw, 2, rows, heads, keys, 4).to(kind)
+            if mask is not None:  # what is hidden may hold any number
+                hidden = ~mask.any(2)[..., None].expand_as(k)
+                k[hidden], v[hidden] = 1e4, -1e4
+            q = q.to(draw.choice([kind, torch.float64]))
+            out = attention.masked_attention(q, k, v, mask, causal)
+            shapes = f"q {list(q.shape)} {q.dtype}, keys {list(k.shape)} {kind}"
+            call = f"masked_attention, {shapes}, {'mask' if masked else f'causal={causal}'}"
+            seen.append({"call": call, "kind": out.dtype, "out": out.to(kind)})
+    return seen
+
+
+def masks(draw: Random) -> Any:
+    """Positions and masks. Those of padding may be anything valid."""
+    seen: list[Any] = []
+    for _ in range(12):
+        rows, last = draw.randint(1, 4), draw.randint(8, 20)
+        padding = torch.tensor([0, *(draw.randint(0, 7) for _ in range(rows - 1))])
+        kv = tensors(draw, 2, 2, rows, 1, 24, 1)
+        start = draw.choice([0, 0, draw.randint(8, 20)])
+        end = max(8, draw.choice([start + 1, draw.randint(start + 1, 24)]))
+        step = cache.PaddedAttention(kv, padding, start, end, last)
+        positions: list[Any] = step.positions.tolist()
+        visible: list[Any] = step.mask.expand(rows, 1, end - start, end)[:, 0].tolist()
+        for row, pads in enumerate(padding.tolist()):
+            for place, column in enumerate(range(start, end)):
+                if column < pads:
+                    valid, some = 0 <= positions[row][place] <= last, any(visible[row][place])
+                    positions[row][place], visible[row][place] = valid, some
+        call = f"columns {start} to {end}, padding {padding.tolist()}, last position {last}"
+        seen.append({"call": call, "positions": positions, "visible": visible})
+        seen[-1]["new"] = step.new.clone()
+        step.new[1] = 7
+        kv[0, :, :, :, 0] = 8  # both are views of the same memory
+        seen[-1] |= {"kv": kv, "seen": step.seen}
+    return seen
+
+
+def attend(draw: Random) -> Any:
+    seen: list[Any] = []
+    for kind in KINDS:
+        lengths = [draw.randint(1, 9) for _ in range(draw.randint(1, 4))]
+        group, width = draw.choice([1, 2]), max(lengths)
+        made = cache.PaddedCache(SMALL, lengths, 24, dtype=kind)
+        heads = 6 // group
+        made.kv = tensors(draw, 2, 2, len(lengths), heads, 24, 4, dtype=kind)
+        for count in (width, 1, draw.randint(1, 5), 1):
+            start = made.length
+            step, layer = made.extend(count), draw.randrange(2)
+            q = tensors(draw, len(lengths), count, 6, 4).to(kind)
+            k, v = tensors(draw, 2, len(lengths), count, heads, 4).to(kind)
+            out = step.attend(layer, q, k, v)
+            real = [
+                out[row, max(0, width - length - start) :] for row, length in enumerate(lengths)
+            ]
+            call = f"attend, columns {start} to {start + count}, prompts {lengths}, {kind}"
+            seen.append({"call": call, "out": real, "kv": made.kv[layer, ..., start:, :].clone()})
+    return seen
+
+
+def crowd(draw: Random) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts with their options, some of which end at the end of the context."""
+    prompts = [prompt_of(draw, draw.choice([9, 60])) for _ in range(draw.randint(1, 6))]
+    return prompts, [options_of(draw, longest=12, top_k=draw.choice([0, 5])) for _ in prompts]
+
+
+def batch(draw: Random) -> Any:
+    made, passes, seen = tiny(draw), list[Any](), list[Any]()
+    made.register_forward_pre_hook(lambda _, given: passes.append(given[0].shape))
+    for spoilt in (False, False, True):
+        engine = Engine(made, eos_ids=draw.sample(range(100), 4))
+        prompts, params = crowd(draw)
+        outputs = [Output(list(prompt)) for prompt in prompts]
+        logits, calls = made.logits, [0]
+        broken = draw.randrange(len(prompts) + 3) if spoilt else -1
+
+        def poisoned(hidden: Any, logits: Any = logits, n: int = broken, calls: Any = calls) -> Any:
+            scores = logits(hidden)
+            calls[0] += 1
+            if calls[0] == 2 and 0 <= n < len(scores):
+                scores = scores.clone()
+                scores[n] = torch.nan
+            return scores
+
+        made.logits = poisoned
+        events = [
+            (row, token, len(outputs[row].tokens)) for row, token in engine._tokens(outputs, params)
+        ]
+        made.logits = logits
+        call = f"_tokens of {[len(prompt) for prompt in prompts]} tokens, {params}"
+        seen.append({"call": call, "events": sorted(events, key=lambda e: (e[2], e[0]))})
+        seen[-1] |= {"outputs": outputs_of(outputs), "errors": [o.error is None for o in outputs]}
+        seen[-1] |= {"steps": counts_of(engine.steps), "passes": list(passes)}
+        seen[-1]["bytes"] = engine.cache_bytes
+        passes.clear()
+    return seen
+
+
+def all_of(engine: Engine, outputs: list[Output], sampling: Any) -> list[Any]:
+    return list(engine.run(outputs, sampling))
+
+
+def run(draw: Random) -> Any:
+    made, passes, seen = tiny(draw), list[Any](), list[Any]()
+    made.register_forward_pre_hook(lambda _, given: passes.append(given[0].shape))
+    engine = Engine(made, max_batch=draw.randint(1, 3))
+    for _ in range(3):
+        prompts, params = crowd(draw)
+        for place in range(len(prompts)):
+            if draw.random() < 0.3:
+                prompts[place] = draw.choice([[], [100], [-1, 3], [1] * 64])
+        if draw.random() < 0.2:
+            prompts, params = [], []
+        outputs = [Output(list(prompt)) for prompt in prompts]
+        sampling = params[0] if params and draw.random() < 0.3 else params
+        if draw.random() < 0.15:
+            sampling = [*params, options_of(draw)]
+        call = f"run, at most {engine.max_batch}, {[len(prompt) for prompt in prompts]} tokens"
+        events = outcome(all_of, engine, outputs, sampling)
+        seen.append({"call": call, "events": events, "outputs": outputs_of(outputs)})
+        seen[-1] |= {"errors": [o.error for o in outputs], "steps": counts_of(engine.steps)}
+        seen[-1] |= {"bytes": engine.cache_bytes, "passes": list(passes)}
+        passes.clear()
+    return seen
+
+
+DRIVERS = {1: columns, 2: by_hand, 3: masks, 4: attend, 5: batch, 6: run}

@@ -1,0 +1,113 @@
+"""What grading calls in the tasks of this stage: see shared/course/driver.py."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import torch
+
+from shared.course.difference import difference
+from shared.course.driver import now, tensors
+
+from . import online, program, tile
+
+
+def running_softmax(draw: Random) -> Any:
+    """Blocks in any order, with NaN in all that must not be read."""
+    seen: list[Any] = []
+    for _ in range(12):
+        block, width = draw.choice([1, 4, 5, 16]), draw.choice([2, 8, 24])
+        tokens = draw.choice([1, block, block + 1, draw.randint(1, 60)])
+        count, kind = -(-tokens // block), draw.choice([torch.float64, torch.float32])
+        keys, values = torch.full((2, count + 3, block, width), torch.nan, dtype=kind)
+        table = draw.sample(range(count + 3), count)
+        lines = tensors(draw, 2, tokens, width, dtype=kind)
+        for token in range(tokens):
+            keys[table[token // block], token % block] = lines[0, token]
+            values[table[token // block], token % block] = lines[1, token]
+        scale = draw.choice([1, 1, 30, 300])
+        q = scale * tensors(draw, width, dtype=kind)
+        call = f"attend: {tokens} tokens in blocks {table} of {block}, width {width}, times {scale}"
+        now(call)
+        seen.append({"call": call, "out": online.attend(q, keys, values, table, tokens)})
+        keys[table[0], 0] += 100  # a maximum in the first block, and then in the last one
+        seen.append({"call": call, "out": online.attend(q, keys, values, table, tokens)})
+        keys[table[-1], (tokens - 1) % block] += 1e4
+        seen.append({"call": call, "out": online.attend(q, keys, values, table, tokens)})
+    return seen
+
+
+def merged(draw: Random) -> Any:
+    """Parts of random sizes, some of them empty."""
+    seen: list[Any] = []
+    for _ in range(12):
+        width = draw.choice([2, 8])
+        parts, sizes = [], [draw.choice([0, 1, 3, 9]) for _ in range(draw.randint(1, 5))]
+        sizes[draw.randrange(len(sizes))] = 2
+        for size in sizes:
+            scores = tensors(draw, size) * draw.choice([1, 30, 400])
+            values = tensors(draw, size, width)
+            largest = scores.max() if size else torch.tensor(-torch.inf, dtype=torch.float64)
+            weights = (scores - largest).exp()
+            parts.append((largest, weights.sum(), weights @ values))
+        call = f"merge of parts of {sizes} tokens, with the maxima {[p[0].item() for p in parts]}"
+        seen.append({"call": call, "out": online.merge(parts)})
+    return seen
+
+
+def tiles(draw: Random) -> Any:
+    """Products of all sizes, with what was loaded."""
+    seen: list[Any] = []
+    for _ in range(6):
+        rows = draw.choice([1, 3, 4, 5, 9])
+        inputs, outputs = draw.choice([1, 2, 7]), draw.choice([1, 15, 16, 17, 40])
+        counts = {"x": 0, "weights": 0}
+
+        def counted(name: str, numbers: torch.Tensor, counts: Any = counts) -> tile.Memory:
+            """A memory whose numbers can only be loaded."""
+            memory = tile.Memory(numbers)
+            del memory._numbers
+
+            def load(row: int, column: int, count: int = 1) -> torch.Tensor:
+                if row < 0 or column < 0 or count < 1 or column + count > numbers.shape[1]:
+                    raise IndexError(f"{count} numbers at ({row}, {column}) of {name}")
+                counts[name] += count
+                return numbers[row, column : column + count].clone()
+
+            setattr(memory, "load", load)  # noqa: B010
+            return memory
+
+        x, weights = tensors(draw, rows, inputs), tensors(draw, inputs, outputs)
+        call = f"product of ({rows}, {inputs}) and ({inputs}, {outputs})"
+        now(call)
+        out = tile.product(counted("x", x), counted("weights", weights))
+        seen.append({"call": call, "out": out, "loads": counts})
+    return seen
+
+
+def loads_little(expected: Any, result: Any) -> str:
+    """The products are right, and no more was loaded than a tile needs; less is as good."""
+    for right, entry in zip(expected, result, strict=True):
+        for name, most in right["loads"].items():
+            if entry["loads"][name] > most:
+                return f"{right['call']}: {name} loaded {entry['loads'][name]}, at most {most}"
+        entry["loads"] = right["loads"]
+    return difference(expected, result)
+
+
+def panels(draw: Random) -> Any:
+    seen: list[Any] = []
+    for _ in range(6):
+        inputs = draw.choice([1, 5])
+        sizes = [draw.choice([1, 3, 63, 64, 65, 130]) for _ in range(draw.randint(1, 3))]
+        kind = draw.choice([torch.float32, torch.float64, torch.bfloat16])
+        weights = [tensors(draw, size, inputs) for size in sizes]
+        packed = program.pack(weights, kind)
+        call = f"pack of {sizes} outputs and {inputs} inputs, {kind}"
+        seen.append({"call": call, "panels": packed})
+    return seen
+
+
+DRIVERS = {1: running_softmax, 2: merged, 3: tiles, 4: panels}
+RULES = {3: loads_little}
