@@ -147,9 +147,13 @@ def main() -> None:
     """The contained process: its job on standard input, a line of JSON for each seed on standard
     output, and all that is printed on standard error."""
     global _lines
-    job = json.loads(sys.stdin.readline())
     _lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    now("")  # contained, and ready for the job
+    line = sys.stdin.readline()
+    if not line:  # the judge has ended
+        return
+    job = json.loads(line)
     _limit(job["seconds"], job["disk"])
     torch.set_num_threads(1)
     for line in results(job):

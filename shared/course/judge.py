@@ -274,6 +274,8 @@ def run(tree: Path, job: Mapping[str, Any], limits: Limits, confined: bool = Tru
     assert process.stdin and process.stdout and process.stderr
     data, printed = _Pipe(process.stdout, MOST_DATA), _Pipe(process.stderr, 4 * MOST_OUTPUT)
     try:
+        # The job comes when it is contained: without a judge it has none, and ends.
+        data.first.wait(limits.seconds)
         with contextlib.suppress(OSError):  # it has ended already
             job = {**job, "seconds": limits.seconds, "disk": limits.disk}
             process.stdin.write(json.dumps(job).encode() + b"\n")
@@ -283,7 +285,7 @@ def run(tree: Path, job: Mapping[str, Any], limits: Limits, confined: bool = Tru
         _end(process, None if confined else before)
     lines = data.end().splitlines()
     note = next((parsed(line) for line in reversed(lines) if is_note(line)), None)
-    if why and isinstance(note, dict):
+    if why and isinstance(note, dict) and note["now"]:
         why = f"{plain(str(note['now']), 300)}: {why}"
     return Ended(lines, why, printed.end().decode("utf-8", "replace"))
 
@@ -326,6 +328,7 @@ class _Pipe:
 
     def __init__(self, stream: IO[bytes], most: int) -> None:
         self.kept = bytearray()
+        self.first = threading.Event()  # there are bytes, or the end
         self._stream, self._most = stream, most
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -334,6 +337,8 @@ class _Pipe:
         with self._stream:
             while chunk := self._stream.read1(65536):  # type: ignore[attr-defined]
                 self.kept += chunk[: self._most - len(self.kept)]
+                self.first.set()
+        self.first.set()
 
     def end(self) -> bytes:
         """The bytes kept. Does not wait for an orphan that holds the pipe open."""

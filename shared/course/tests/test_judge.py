@@ -158,7 +158,7 @@ def seen_by(made: Judge, code: str) -> str:
     with made._tree(made._base(STAGE), {f"{STAGE}/{FILE}": f"{code}\n".encode()}) as tree:
         job = {"stage": STAGE, "task": 1, "seeds": [1], "alone": True}
         ended = judge.run(tree, job, made.limits)
-    (line,) = ended.lines
+    *_, line = ended.lines
     monkey = judge.parsed(line)["raised"]
     return monkey.removeprefix("ValueError: ").rpartition(" (plan.py")[0]
 
@@ -175,25 +175,43 @@ def test_the_tree_has_no_reference_of_the_task(two_seeds):
 
 
 @contained
-def test_a_grader_that_is_killed_takes_the_judged_process_with_it(tmp_path):
-    loop = "while True:\n    pass\n"
-    mine.write(tmp_path / FILE, loop)
-    words = ["grade", "stage04", "--submission", str(tmp_path), "--seconds", "600"]
-    grader = psutil.Popen([sys.executable, "-m", "shared.course.exercise", *words], cwd=paths.ROOT)
+@pytest.mark.parametrize("spent", [0.0, 0.1, 4.0])
+def test_a_grader_that_is_killed_takes_the_judged_process_with_it(tmp_path, spent):
+    """Killed while a process starts, before it is contained, and while the submission runs."""
+    mine.write(tmp_path / "all" / FILE, "while True:\n    pass\n")
+    words = ["grade", "stage04", "--submission", str(tmp_path / "all"), "--seconds", "600"]
+    grader = psutil.Popen(
+        [sys.executable, "-m", "shared.course.exercise", *words],
+        cwd=paths.ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
     judged: list[psutil.Process] = []
     try:
-        while not [child for child in judged if child.cpu_times().user > 4]:
+        while not [process for process in judged if process_time(process) >= spent]:
             assert grader.poll() is None
-            judged = [c for c in grader.children(recursive=True) if c.is_running()]
-            time.sleep(0.1)
-    except psutil.NoSuchProcess:
-        pass
+            judged = grader.children(recursive=True)
+            time.sleep(0.001)
     finally:
         grader.kill()
         grader.wait()
-    psutil.wait_procs(judged, timeout=60)
-    alive = [p for p in judged if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert judged and alive == []
+    deadline = time.monotonic() + 60
+    while left := [p for p in psutil.process_iter() if str(tmp_path) in " ".join(words_of(p))]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def process_time(process: psutil.Process) -> float:
+    try:
+        return float(process.cpu_times().user)
+    except psutil.Error:
+        return 0.0
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []
 
 
 def test_a_difference_is_one_line():
