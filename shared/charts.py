@@ -10,6 +10,7 @@ and `render` turn it into SVG.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -37,8 +38,7 @@ INK, FAINT = "#222222", "#d9d9d9"
 
 STYLE: dict[str, Any] = {
     "svg.hashsalt": "staircase",  # ids inside the file would be random
-    # letters as outlines: the same picture on every screen, whichever fonts it has
-    "svg.fonttype": "path",
+    "svg.fonttype": "none",  # letters stay letters: to be searched, selected and read aloud
     "font.family": "DejaVu Sans",  # comes with matplotlib
     "font.size": 10,
     "axes.titlesize": 12,
@@ -65,6 +65,13 @@ STYLE: dict[str, Any] = {
     "figure.facecolor": "white",
     "figure.dpi": 100,
 }
+
+# Verdana and Geneva have the widths of DejaVu Sans, for which the pictures are laid out.
+FONTS = b"'DejaVu Sans', Verdana, Geneva, sans-serif"
+# On a dark page light and dark change places, and hues stay.
+DARK = b"""<style>@media (prefers-color-scheme: dark) {
+svg { filter: invert(0.89) hue-rotate(180deg); background: #ffffff }
+}</style>"""
 
 Spread = Mapping[str, Sequence[tuple[float, float]]]
 Band = tuple[Sequence[Sequence[int]], int]  # runs, room: see `bands`
@@ -105,9 +112,9 @@ def lines(
 
     series: name -> a value for each x, at most five names; NaN leaves a gap. spread: name -> (low,
     high) for each x, as a band.
-    dashed: names of predictions, drawn thin, broken and without a marker. limits: name -> a value
-    that nothing can exceed, as a horizontal line. Raises ValueError if a length is wrong or there
-    are too many series.
+    dashed: names of predictions, drawn thin, broken and without a marker, in the colours of the
+    other series, in their order. limits: name -> a value that nothing can exceed, as a horizontal
+    line. Raises ValueError if a length is wrong or there are too many series.
     """
     _check(series, len(x), spread)
     figure, axes = new_figure(title, xlabel, ylabel)
@@ -121,8 +128,10 @@ def lines(
             # Powers of ten would set exponents too small to read.
             axes.yaxis.set_major_formatter("{x:g}")
         ends = []
+        measured = [name for name in series if name not in dashed]
         for number, (name, values) in enumerate(series.items()):
-            colour = COLOURS[number]
+            group = dashed if name in dashed else measured
+            colour = COLOURS[group.index(name)]
             if name in dashed:
                 axes.plot(x, values, color=colour, linestyle=(0, (2, 2)), linewidth=1.2)
             else:
@@ -229,6 +238,8 @@ def bars(
                     textcoords="offset points",
                     va="center",
                     fontsize=9,
+                    zorder=5,
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
                 )
         for name, value in (limits or {}).items():
             outlined = [withStroke(linewidth=3, foreground="white")]  # it crosses dark bars
@@ -400,17 +411,25 @@ def roofline(
 
 
 def render(figure: Figure) -> bytes:
-    """The figure as SVG: the same bytes for the same figure and the same version of matplotlib."""
+    """The figure as SVG: the same bytes for the same figure and the same version of matplotlib.
+
+    A screen reader reads its title, and as its description all other words in it. On a dark page it
+    is dark.
+    """
     target = io.BytesIO()
+    title = figure.axes[0].get_title(loc="left") if figure.axes else ""
+    if figure.get_suptitle():
+        title = figure.get_suptitle()
     with matplotlib.rc_context(style()):
-        title = (
-            figure.axes[0].get_title(loc="left") if figure.axes else ""
-        )  # what a screen reader says
-        figure.savefig(
-            target, format="svg", bbox_inches="tight", metadata={"Date": None, "Title": title}
-        )
+        metadata = {"Date": None, "Title": " ".join(title.split())}
+        figure.savefig(target, format="svg", bbox_inches="tight", metadata=metadata)
     # matplotlib leaves blanks at the ends of lines, which git complains about.
-    return b"\n".join(line.rstrip() for line in target.getvalue().splitlines()) + b"\n"
+    content = b"\n".join(line.rstrip() for line in target.getvalue().splitlines()) + b"\n"
+    content = content.replace(b"'DejaVu Sans'", FONTS)
+    words = dict.fromkeys(re.findall(rb"<text[^>]*>([^<]*[A-Za-z][^<]*)</text>", content))
+    words.pop(metadata["Title"].encode(), None)
+    described = b"<desc>" + b"; ".join(words) + b"</desc>\n" + DARK
+    return content.replace(b"</title>", b"</title>\n" + described, 1)
 
 
 def save(figure: Figure, path: Path) -> None:

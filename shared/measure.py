@@ -211,24 +211,26 @@ def alternate(
 
 @dataclass(frozen=True)
 class Summary:
-    """The median of repeated measurements, and their whole range."""
+    """The median of repeated measurements, their whole range, and how many there were."""
 
     median: float
     low: float
     high: float
+    count: int = 3
 
     def of(self, work: float) -> Summary:
         """The rates at which `work` was done, if these values are seconds."""
-        return Summary(work / self.median, work / self.high, work / self.low)
+        return Summary(work / self.median, work / self.high, work / self.low, self.count)
 
     def show(self, digits: int = 1) -> str:
-        """For a table: the median, followed by the range."""
-        return f"{self.median:,.{digits}f} ({self.low:,.{digits}f} to {self.high:,.{digits}f})"
+        """For a table: the median, followed by the range if it rests on three runs or more."""
+        median, low, high = (f"{x:,.{digits}f}" for x in (self.median, self.low, self.high))
+        return f"{median} ({low} to {high})" if self.count >= 3 else median
 
 
 def summarize(values: Sequence[float]) -> Summary:
     """Median, least and most of at least one value."""
-    return Summary(statistics.median(values), min(values), max(values))
+    return Summary(statistics.median(values), min(values), max(values), len(values))
 
 
 # ---- what the machine can do ---------------------------------------------------------------------

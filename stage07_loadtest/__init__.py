@@ -5,9 +5,7 @@ It speaks HTTP and imports no stage.
 
 from shared import openmp
 
-QUESTION = (
-    "How long do users wait when there are many of them, and how do we know the figure is true?"
-)
+QUESTION = "How long do users wait when there are many of them, and why trust the number?"
 FIRST_FILE = "metrics.py"
 
 openmp.choose()  # before PyTorch is loaded

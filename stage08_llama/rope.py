@@ -2,8 +2,9 @@
 with the position.
 
 The dot product of two vectors that are rotated by angles a and b depends on a - b alone, so
-attention sees distances and not places. Slow pairs reach far, and fast pairs tell neighbours apart.
-Models that were stretched to longer contexts slow some pairs down: `frequencies` has the four ways.
+attention sees distances and not places. Slow pairs reach far, and fast pairs distinguish adjacent
+tokens. Models that were stretched to longer contexts slow some pairs down: `frequencies` has the
+four ways.
 
 Channel i is paired with channel i + D / 2, as in checkpoints of Hugging Face. Meta's own files pair
 2i with 2i + 1; the wrong pairing agrees at position 0 only.

@@ -328,17 +328,18 @@ def gathering(row: Row) -> float:
 
 def claims(results: Results) -> Iterator[Claim]:
     """What the lesson predicts, for the GPT-2 124M shape and 256 tokens of context."""
-    copying = "the gather and PyTorch's attention read at a fraction of the bandwidth"
-    starting = "PyTorch's operators take longer to start, and read weights more slowly"
-    pair, waiting = (PAGED, KERNELS), "a loop that also computes does not wait for memory alone"
+    pair = (PAGED, KERNELS)
     for row in results.groups("steps", model="gpt2", context=256):
         if (row["dtype"], row["count"]) in (("float32", 32), ("float32", 1), ("bfloat16", 1)):
-            what, many = f"{kit.counted(row['count'], 'row')}, {row['dtype']}", row["count"] > 1
-            yield faster(f"gain: {what}", row, pair, gathering, copying if many else starting)
-            yield takes(f"a step: {what}", row.of(KERNELS), bound, waiting)
+            what = f"{kit.counted(row['count'], 'row')}, {row['dtype']}"
+            late = (1e3 * (row.of(name).median - bound(row)) for name in pair)
+            why = "stage 05's step takes {:.1f} ms longer than its bound, ours {:.1f}".format(*late)
+            yield faster(f"gain: {what}", row, pair, gathering, why)
+            yield takes(f"a step: {what}", row.of(KERNELS), bound, late_parts(row))
     for row in results.groups("prefill", model="gpt2", dtype="float32"):
         what = f"a prompt of {row['count']}"
-        why = "PyTorch's norms, GELU and attention are operators of their own"
+        late = (1e3 * (row.of(name).median - bound(row)) for name in pair)
+        why = "stage 05's pass takes {:.0f} ms longer than its bound, ours {:.0f}".format(*late)
         yield faster(f"gain: {what}", row, pair, bound, why)
         why = "softmax, norms and GELU are not counted"
         yield takes(what, row.of(KERNELS), bound, why)
@@ -356,6 +357,17 @@ def needs(row: Row, name: str) -> Cost:
         "norms": Cost(0, (2 * config.n_layer + 1) * 2 * 4 * count * config.n_embd),
         "tables": Cost(0, 0),
     }[name]
+
+
+def late_parts(row: Row) -> str:
+    """How the limits of a step's parts, which run one after another, add up; and which part takes
+    longest beyond its limit."""
+    names = [name for name in WHY if name in row["seconds"]]
+    least = {name: row.least([needs(row, name)]) for name in names}
+    late = {name: 1e3 * (row.of(name).median - least[name]) for name in names}
+    worst = max(names, key=late.__getitem__)
+    total = 1e3 * sum(least.values())
+    return f"the limits of its parts add up to {total:.1f} ms; {worst}: {late[worst]:.1f} ms more"
 
 
 def part(name: str) -> rows.Column:

@@ -43,7 +43,7 @@ FIRST = discover()[0]
 ONE_BY_ONE, BATCH = "transformers", "transformers, a batch"
 TITLES = {ONE_BY_ONE: "transformers, one by one", BATCH: "transformers, one batch"}
 FULL = kit.plan(
-    model="gpt2", dtype="float32", device="cpu", rounds=2,
+    model="gpt2", dtype="float32", device="cpu", rounds=3,
     requests=12, prompts=(8, 64), answers=(8, 64),
     contexts=8,  # memory for keys and values, where a stage takes several sequences
 )  # fmt: skip

@@ -14,7 +14,7 @@ counted. An engine that cannot be installed, ends or hangs is named with the rea
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -264,7 +264,8 @@ def picture(results: Results) -> Figure:
     """A panel per cell, a bar per engine."""
     panels = {}
     for row in results.groups("cells"):
-        rates = {title(entrant.variant): astuple(rate(entrant)) for entrant in row.variants}
+        summaries = {title(entrant.variant): rate(entrant) for entrant in row.variants}
+        rates = {name: (it.median, it.low, it.high) for name, it in summaries.items()}
         panels[f"{what(row)}, {row['dtype']}"] = rates
     return charts.panels(
         "Tokens per second, beside other engines", panels, (title(OURS), title(OLDER))

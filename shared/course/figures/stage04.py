@@ -101,7 +101,7 @@ def packed() -> Figure:
         text = "logits" if wanted else ""
         words(axes, 80.2, top + 1.5, text, ha="left")
     words(axes, 2, 29, "packed, (N,)", ha="left")
-    words(axes, 27, 29, "dark: written in this step; grey: before", ha="left")
+    words(axes, 27, 29, "coloured: written in this step; grey: before", ha="left")
     words(axes, 60, 29, "c has not reached its last token:\nno logits yet", ha="left")
     return figure
 

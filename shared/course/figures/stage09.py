@@ -33,10 +33,10 @@ def in_place() -> Figure:
         arrow(axes, (place, 6.4), (target + EACH / 2, 10.4), colour=ORANGE)
         box(axes, target, 10.4, EACH, 3.4, str(number), fill=TEAL)
     words(axes, 27, 12.1, "a copy", ha="right")
-    words(axes, 12, 8.4, "1 read, 2 write", ha="left", color=ORANGE)
+    words(axes, 12, 8.4, "\u2460 read, \u2461 write", ha="left", color=ORANGE)
     box(axes, 61, 10.4, 10, 3.4, "attention")
     arrow(axes, (40, 12.1), (61, 12.1), colour=ORANGE)
-    words(axes, 50.5, 13.2, "3 read", color=ORANGE)
+    words(axes, 50.5, 13.2, "\u2462 read", color=ORANGE)
     words(axes, 0, 18.5, "stage 09", ha="left", weight="bold")
     places = _memory(axes, 20)
     box(axes, 61, 26, 10, 3.4, "attention")
@@ -44,7 +44,7 @@ def in_place() -> Figure:
     arrow(axes, (61, 27.7), (40, 27.7), dashed=True)
     for place in places:
         arrow(axes, (place, 23.4), (61, 26.6), colour=ORANGE)
-    words(axes, 57, 24.2, "1 read", ha="left", color=ORANGE)
+    words(axes, 57, 24.2, "\u2460 read", ha="left", color=ORANGE)
     return figure
 
 
@@ -54,19 +54,24 @@ def blank(_: str) -> str:
 
 def a_block() -> Figure:
     """Keys lie channel by channel, values token by token: both are read forwards."""
-    figure, axes = canvas("Each row that the loop reads is one register", 72, 25)
-    for left, title, across, down, note in (
-        (4, "keys of a block: a row a channel", "t", "d", "row times q[d]:\na part of 8 scores"),
-        (40, "values of a block: a row a token", "d", "t", "row times a weight:\na part of 8 sums"),
+    figure, axes = canvas("Each row that the loop reads is one register", 78, 28)
+    for left, title, across, down, factor, sums in (
+        (8, "keys of a block: a row a channel", "t", "d", "q", "scores of t0 to t7"),
+        (48, "values of a block: a row a token", "d", "t", "w", "result, d0 to d7"),
     ):
         words(axes, left + 12, 1.5, title, weight="bold")
         rows = [[str(row)] * 8 for row in range(5)]
         cells(axes, left, 5, rows, lambda row: (ORANGE if row == "2" else WHITE, ""), label=blank)
         for number in range(5):
             words(axes, left - 0.6, 6.5 + 3 * number, f"{down}{number}", ha="right")
+            fill = ORANGE if number == 2 else PALE
+            box(axes, left - 7, 5 + 3 * number, 3.4, 3, f"{factor}{number}", fill=fill)
         for number in range(8):
             words(axes, left + 1.5 + 3 * number, 4, f"{across}{number}")
-        words(axes, left + 12, 22.8, note)
+        cells(axes, left, 23, [["sum"] * 8], lambda _: (TEAL, ""), label=blank)
+        words(axes, left - 0.6, 24.5, "sums", ha="right")
+        words(axes, left + 12, 21.4, f"times {factor}2, added to")
+        words(axes, left + 12, 27.2, sums)
     return figure
 
 

@@ -12,7 +12,7 @@ FILLS = {"S": NAVY, "T": TEAL, "a": VIOLET, "?": WHITE}
 def routing() -> Figure:
     """The request's prefix is on replica 0, part of it on replica 1, and nothing on replica 2."""
     figure, axes = canvas(
-        "What is computed, and what waits: the cheapest replica gets the request", 72, 33
+        "What is computed, and what waits: the cheapest replica gets the request", 72, 36
     )
     words(axes, 0, 5.5, "request", ha="left", weight="bold")
     cells(axes, 10, 4, ["SSSSa?"], lambda key: (FILLS[key], ""), label=lambda key: "")
@@ -38,11 +38,17 @@ def routing() -> Figure:
         best = number == 0
         text = f"{compute + flight}{', the least' if best else ''}"
         words(axes, 61, y + 1.5, text, ha="left", color=ORANGE if best else "black")
+    for left, key, text in (
+        (0, "S", "system prompt"), (18, "a", "the chat's"), (33, "T", "other prompts"),
+        (51, "?", "in no replica yet"),
+    ):  # fmt: skip
+        box(axes, left, 31, 2, 2, fill=FILLS[key])
+        words(axes, left + 2.8, 32, text, ha="left")
     words(
         axes,
         0,
-        31.8,
-        "No replica gets more than 1.5 times its share, and equal ones are taken at random.",
+        34.6,
+        "Replicas with more than 1.5 times the mean in flight are left out; ties break at random.",
         ha="left",
     )
     return figure
