@@ -65,3 +65,8 @@ def anchor(heading: str) -> str:
     """The anchor that a code host makes of a heading: "What `x` costs" -> "what-x-costs"."""
     words = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()
     return re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+
+
+def slug(heading: str, separator: str = "-") -> str:
+    """The same, as the book's generator calls it."""
+    return anchor(heading)
