@@ -421,7 +421,7 @@ def render(figure: Figure) -> bytes:
     if figure.get_suptitle():
         title = figure.get_suptitle()
     with matplotlib.rc_context(style()):
-        metadata = {"Date": None, "Title": " ".join(title.split())}
+        metadata: dict[str, Any] = {"Date": None, "Title": " ".join(title.split())}
         figure.savefig(target, format="svg", bbox_inches="tight", metadata=metadata)
     # matplotlib leaves blanks at the ends of lines, which git complains about.
     content = b"\n".join(line.rstrip() for line in target.getvalue().splitlines()) + b"\n"

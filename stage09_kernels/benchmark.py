@@ -232,6 +232,21 @@ def best_cells(results: Results) -> list[Row]:
     return list(best.values())
 
 
+def the_pass(row: Row) -> str:
+    return f"{row['count']} at {row['context']:,}" if row["context"] else "prompt"
+
+
+def gains(results: Results) -> list[dict[str, str]]:
+    """What each technique gains at most, and in which pass, for the lesson."""
+    lines: dict[str, dict[str, str]] = {}
+    for row in best_cells(results):
+        line = lines.setdefault(
+            row["technique"], {"technique": row["technique"], "float32": "", "bfloat16": ""}
+        )
+        line[row["dtype"]] = f"{row.gain(WITHOUT, ALL):.2f}x, {the_pass(row)}"
+    return list(lines.values())
+
+
 def attention(subject: Subject, plan: Any) -> Iterator[Group]:
     """Attention of all layers in a decode step: gathered, and in place."""
     config = subject.config
@@ -443,7 +458,7 @@ COLUMNS: dict[str, rows.Column] = {
     "between passes, paged, ms": between(PAGED),
     "ours, ms": between(KERNELS),
     "requests": lambda row: row.requests,
-    "pass": lambda row: f"{row['count']} at {row['context']:,}" if row["context"] else "prompt",
+    "pass": the_pass,
     "gain": rows.gain(WITHOUT, variant=ALL),
 }
 TABLES = rows.tables(
@@ -466,6 +481,7 @@ TABLES = rows.tables(
     main=lambda results: [row for row in first("steps")(results) if row["context"] > 128],
     parts=lambda results: results.groups("steps", model="gpt2"),
     best=best_cells,
+    gains=gains,
     order=lambda results: [row for row in results.groups("steps") if IN_ORDER in row["seconds"]],
     claims=closing(claims),
     each=closing(organs),

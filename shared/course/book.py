@@ -174,8 +174,8 @@ class Book:
             labels = {"lab": "Lab", "REPORT": "Report"}
             files = [name for page in named for name in page.values()]
             first = [{labels[PurePosixPath(name).stem]: name} for name in files[1:]]
-            code = {"Code": [_short(page, stage) for page in rest]}
-            chapters.append({title: [*files[:1], *first, code]})
+            folder = {"Code": [_short(page, stage) for page in rest]}
+            chapters.append({title: [*files[:1], *first, folder]})
         chapters.append({"Measured": pages("reports/README.md")})
         chapters.append({"Course": pages(*(n for n in self.titles if n.startswith(COURSE)))})
         chapters.append({"Project": pages(*self.titles)})
