@@ -34,7 +34,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from shared import charts, cli, measure
-from shared.bench import kit, rows
+from shared.bench import claims, kit, rows
 from shared.bench.kit import Group, Subject
 from shared.bench.rows import Results, Row, median, percentile
 from shared.measure import Summary, summarize
@@ -46,6 +46,7 @@ from .inside import Inside
 from .settings import PREFIX
 
 HTTP, NULL, LOSE, DISK = "http", "null", "lose", "disk"
+CHUNK = 256  # tokens of a step at most, the default
 OFFLINE, SERVER = "engine alone", "server"
 WATCHED = "watched"  # the engine's own process serves
 # The first token of a long prompt: computed, computed while its blocks are written to a folder, and
@@ -572,6 +573,28 @@ def restarts(results: Results) -> list[Row] | str:
     return results.groups(DISK) if measured else "not measured yet"
 
 
+def waits(results: Results) -> Iterator[claims.Claim]:
+    """The lesson's two times, over HTTP with stage 05's engine: predicted from the limits of the
+    machine and one reading of all keys and values more, which is the gather."""
+    paged = [group for group in results.groups(HTTP) if engine_of(group) == "paged"]
+    for row in (group.of(SERVER) for group in paged[-1:]):
+        prompt, answer = row.lengths[0]
+        count, context = row["streams"], prompt + answer // 2
+        gathered = count * context * row.config.kv_bytes_per_token(row.kind) / row.bandwidth
+        step = row.least([forward_cost(row.config, row.kind, 1, context, rows=count)]) + gathered
+        chunks = -(-count * prompt // CHUNK)
+        last = chunks * row.least([forward_cost(row.config, row.kind, CHUNK, sampled=4)])
+        between, first = (
+            1e3 * median(run[place] for run in row[key] if run)
+            for key, place in (("itl", 0), ("ttft", 1))
+        )
+        why = "attention and Python beside the products"
+        yield claims.Claim("time between two tokens, p50", 1e3 * step, between, "ms", why, 60.0)
+        what = f"first token, the last of {count} prompts (p99)"
+        why = "prompts come one by one, and their steps are rarely full"
+        yield claims.Claim(what, 1e3 * last, first, "ms", why, 2000.0)
+
+
 def most_of_first(results: Results) -> Row:
     """The first subject with the most streams."""
     groups = results.groups(HTTP)
@@ -630,6 +653,7 @@ TABLES = rows.tables(
     ],
     tokens=token_lines,
     loop=predictions,
+    waits=claims.closing(waits),
 )
 
 

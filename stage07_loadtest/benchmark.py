@@ -77,7 +77,7 @@ FULL = kit.plan(
     seconds=10.0, a_user=2.0,
     a_user_mixed=1.5,  # static batches of mixed lengths take two minutes at 2.0
     flood=(1.5, 500),  # of the closed loops' best rate, requests: the capacity
-    shares=(0.5, 0.9, 1.1),  # of the capacity, as Poisson arrivals
+    shares=(0.5, 0.9, 1.1, 1.3),  # of the capacity, as Poisson arrivals
     open_requests=1000,  # enough for a queue to grow above the capacity
     slices=20,  # of these requests, for the waiting over time
     burst=(40, 8.0, 2),  # requests, seconds to the next, how many
