@@ -84,6 +84,17 @@ def test_a_chart_has_the_same_bytes_in_another_process_and_whatever_a_user_has_s
         assert not re.search(rb"[ \t\r]\n", content) and content.endswith(b"</svg>\n")
 
 
+def test_a_chart_can_be_read_aloud_and_searched_and_turns_dark():
+    """Its title and its other words are text, and once each in the description."""
+    root = ElementTree.fromstring(charts.render(CHARTS[0]()))
+    title, description, *_ = (child.text for child in root if child.text and child.text.strip())
+    written = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    words = description.split("; ")
+    assert title in written and set(words) <= set(written)
+    assert title not in words and len(words) == len(set(words)) > 1
+    assert b"prefers-color-scheme: dark" in charts.render(CHARTS[0]())
+
+
 def test_colours_are_apart_in_grey():
     """So they are for the colour-blind too, and each has a shape of its own."""
     values = np.array([[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in charts.COLOURS]) / 255
