@@ -7,6 +7,7 @@ against the slow layers of the same quantized model.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
@@ -15,12 +16,15 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from tqdm import tqdm
 
 from shared import charts, cli, linear, measure, tokenizer
 from shared.bench import kit, rows
 from shared.bench.claims import Claim, closing
 from shared.bench.kit import Case, Group, Subject
 from shared.bench.rows import Results, Row
+from shared.errors import UserError
+from shared.paths import ROOT
 from shared.roofline import Cost, block_weights
 from stage01_forward import families
 from stage04_continuous.runner import Runner
@@ -29,7 +33,7 @@ from stage09_kernels.cache import KernelCache
 from stage09_kernels.runner import KernelRunner
 
 from . import quality
-from .cache import Int8KernelCache, Rounded
+from .cache import Int8KernelCache
 from .convert import Quantize
 from .gptq import calibrate, windows_of
 from .smoothquant import plant, smooth
@@ -39,14 +43,26 @@ F32, BF16, INT8, INT4 = "float32", "bfloat16", "int8", "int4"
 FORMATS = (F32, BF16, INT8, INT4)
 CACHES = (F32, BF16, INT8)
 BITS = {F32: 32, BF16: 16, INT8: 8, INT4: 5}  # of a weight in the layers; int4 with its groups' two
-WEIGHT_ONLY = "int8, weights only"
+WEIGHT_ONLY = "weights only"
+UNIT = "thousandths"
 FULL = kit.plan(
     models=("gpt2", "stories"), dtypes=(F32,), repeats=7,
     rows=(1, 8, 32, 64), context=256, prompt=512,
     lengths=(64, 256, 1000), crowd=32,  # contexts and rows for the caches
-    stories=200, windows=40, calibration=64,
+    stories=200, windows=20, calibration=32, answer=100,
 )  # fmt: skip
 FEW = {"rows": (1, 8), "lengths": (64, 256), "stories": 10, "windows": 2, "calibration": 2}
+KEYS = "keys and values in int8"
+LESSONS = sorted(ROOT.glob("stage0[1-7]_*/README.md"))  # text for a model of English
+QUALITY = {  # what is rounded, of each model
+    "stories": (
+        INT8, "int4, nearest", "int4, GPTQ", KEYS, "int8, outliers", "int8, outliers, SmoothQuant"
+    ),
+    "stories-chat": (INT8, "int4, nearest", "int4, GPTQ", KEYS),
+    "smollm2": (  # whose file is in int4: what its weights still lose is in the table of tokens
+        INT8, "int8, SmoothQuant", "int8, weights only", "int4, nearest", "int4, weights only", KEYS
+    ),
+}  # fmt: skip
 
 
 # ---- measurements -------------------------------------------------------------------------------
@@ -113,10 +129,8 @@ def steps(subject: Subject, plan: Any) -> Iterator[Group]:
 def weight_only(subject: Subject, plan: Any) -> Iterator[Group]:
     """int8 weights with activations rounded to int8, and as they are."""
     blocks = max(plan.rows) * -(-(plan.context + 1) // BLOCK)
-    runners = {
-        INT8: runner_of(subject, INT8, blocks),
-        WEIGHT_ONLY: runner_of(subject, INT8, blocks, activations="float"),
-    }
+    runners = {weights: runner_of(subject, weights, blocks) for weights in (BF16, INT8)}
+    runners[WEIGHT_ONLY] = runner_of(subject, INT8, blocks, activations="float")
     for count in (*plan.rows, plan.prompt):
         context = 0 if count == plan.prompt else plan.context
         inputs = decode_pass(count, context) if context else prompt_pass(subject, count)
@@ -148,75 +162,82 @@ def weight_bytes(subject: Subject, plan: Any) -> Iterator[Group]:
 
 
 def judged(subject: Subject, plan: Any) -> Iterator[Group]:
-    """What each format costs in words, on the embedded model; then the same with outliers."""
-    shape = kit.shape("stories")
-    words = tokenizer.load_tokenizer(shape.folder)
-    end = shape.config.eos_ids[0]
-    text = partial(quality.text_ids, words, end)
-    windows = windows_of(
-        text(plan.calibration * quality.WINDOW, None, "calibration"), plan.calibration
-    )
-    ids = text(plan.windows * quality.WINDOW, None, "judged")
-    float_model = families.load_model(shape, dtype=torch.float32)
+    """What each format costs in words, on models that say something."""
+    for name, changes in QUALITY.items():
+        try:
+            shape = families.load(name, weights=F32)
+        except UserError as error:  # the package of smollm2 is not installed
+            tqdm.write(f"{name} is not judged: {error}", file=sys.stderr)
+            continue
+        words, told = tokenizer.load_tokenizer(shape.folder), name.startswith("stories")
+        learnt, count = (quality.WINDOW * n for n in (plan.calibration, plan.windows))
+        if told:
+            end = quality.end_of_text(shape.config)
+            learning = quality.text_ids(words, end, learnt, None, "calibration")
+            ids = quality.text_ids(words, end, count, None, "judged")
+        else:
+            text = words.encode("\n".join(quality.read_text(str(path)) for path in LESSONS))
+            ids, learning = text[:count], text[count : count + learnt]
+        reference = quality.engine_of(families.load_model(shape, dtype=torch.float32))
+        starts = range(0, min(len(ids), 10 * quality.WINDOW), quality.WINDOW)
+        prompts = [ids[start : start + 20] for start in starts]
+        for how in tqdm(changes, desc=name, unit="format", leave=False):
+            model = families.load_model(shape, dtype=torch.float32)
+            change(model, how, windows_of(learning, plan.calibration))
+            engine = quality.engine_of(model, dtype=torch.int8 if how == KEYS else None)
+            group: Group = {"model": name, "how": how}
+            if told:
+                group["nats"] = asdict(quality.held_out(reference, engine, words, plan.stories))
+            group["divergence"] = asdict(quality.divergence(reference, engine, ids))
+            places = quality.first_differences(reference, engine, prompts, plan.answer)
+            yield group | {"first": places}
 
-    def changed(how: str) -> Any:
-        model = families.load_model(shape, dtype=torch.float32)
-        if "outliers" in how:
-            plant(model, [1, 2], 2.0**7)
-        if "SmoothQuant" in how:
-            smooth(model, windows)
-        if "GPTQ" in how:
-            calibrate(model, windows, how.split(",")[0])
-        elif how.startswith("int"):
-            linear.convert(model, Quantize(how.split(",")[0]), {})
-        return model
 
-    for how in QUALITY:
-        model = changed(how)
-        with_keys: dict[str, Any] = {"attention": Rounded} if how.startswith("keys") else {}
-        nats = quality.held_out(float_model, model, words, plan.stories, **with_keys)
-        divergence = quality.divergence(float_model, model, ids, **with_keys)
-        yield {"how": how, "nats": asdict(nats), "divergence": asdict(divergence)}
-
-
-QUALITY = (
-    "int8",
-    "int4, nearest",
-    "int4, GPTQ",
-    "keys and values in int8",
-    "int8, outliers",
-    "int8, outliers, SmoothQuant",
-)
+def change(model: Any, how: str, windows: list[Any]) -> None:
+    """Make of a float `model` what one of QUALITY names."""
+    weights = how.partition(",")[0]
+    if "outliers" in how:
+        plant(model, [1, 2], 2.0**7)
+    if "SmoothQuant" in how:
+        smooth(model, windows)
+    if "GPTQ" in how:
+        calibrate(model, windows, weights)
+    elif how != KEYS:
+        linear.convert(model, Quantize(weights, "float" if WEIGHT_ONLY in how else "int8"), {})
 
 
 # ---- tables and charts --------------------------------------------------------------------------
 
 
-def cost(row: Row) -> Cost:
-    """What a pass must read and compute, the weights in the format of the row's variant."""
-    config, weights = row.config, row.variant
+def cost(row: Row, weights: str, keys: str = "") -> Cost:
+    """What a pass must read and compute, with weights and cache in these formats; "": the cache
+    that the weights have in `runner_of`."""
+    config, keys = row.config, keys or (F32 if weights == F32 else BF16)
     new = 1 if row["context"] else row["count"]
     count, context = (row["count"], row["context"]) if row["context"] else (1, 0)
     head, head_bits = config.vocab_size * config.n_embd, max(BITS[weights], 8)
     read = (block_weights(config) * BITS[weights] + head * head_bits) / 8
-    cached = config.kv_bytes_per_token(torch.float32 if weights == F32 else torch.bfloat16)
+    scales = 4 * config.n_kv_head * config.n_layer if keys == INT8 else 0  # bytes
+    cached = config.kv_bytes_per_token(getattr(torch, keys)) + scales
     seen = count * (new * context + new * (new + 1) / 2)
     flops = 2.0 * block_weights(config) * count * new + 2 * head * count
     flops += 4 * config.n_head * config.head_dim * config.n_layer * seen
     return Cost(flops, read + count * context * cached)
 
 
-def bound(row: Row) -> float:
-    """The least seconds of a pass. Bytes are multiplied twice as fast as bfloat16's numbers."""
-    limits, weights = row.results.limits, row.variant
+def bound(row: Row, weights: str, keys: str = "") -> float:
+    """The least seconds of a pass. Bytes are multiplied twice as fast as bfloat16's numbers;
+    without rounded activations they are widened to float32."""
+    limits = row.results.limits
     rates = limits.gflops
-    rate = rates[F32] if weights == F32 else rates.get(BF16, rates[F32])
+    rate = rates[F32] if weights in (F32, WEIGHT_ONLY) else rates.get(BF16, rates[F32])
     rate *= 2 if weights in (INT8, INT4) else 1
-    return cost(row).seconds(replace(limits, gflops={F32: rate}), torch.float32)
+    read = INT8 if weights == WEIGHT_ONLY else weights
+    return cost(row, read, keys).seconds(replace(limits, gflops={F32: rate}), torch.float32)
 
 
 def of_bound(weights: str) -> rows.Column:
-    return lambda row: f"{bound(row.of(weights)) / row.of(weights).median:.0%}"
+    return lambda row: f"{bound(row, weights) / row.of(weights).median:.0%}"
 
 
 def gpt2(case: str, **where: Any) -> Any:
@@ -224,36 +245,68 @@ def gpt2(case: str, **where: Any) -> Any:
 
 
 def claims(results: Results) -> Iterator[Claim]:
-    """What the lesson predicts for the GPT-2 124M shape, and what words may cost."""
+    """What the lesson predicts for the GPT-2 124M shape, and for the embedded model's."""
     sizes = {row["weights"]: row["bytes"] for row in results.groups("weight_bytes", model="gpt2")}
     for weights, share in ((INT8, 0.25), (INT4, 0.19)):
         what = f"bytes of {weights} weights, of float32's"
         yield Claim(what, share, sizes[weights] / sizes[F32], "x", "panels are padded")
     rest = "attention, norms and the start of a step are not faster"
-    for row in results.groups("steps", model="gpt2"):
-        if row["count"] not in (1, 32) or not row["context"]:
-            continue
-        for weights in (INT8, INT4):
-            fast, base = row.of(weights), row.of(BF16)
-            what = f"{weights} over bfloat16, {kit.counted(row['count'], 'row')}"
-            yield Claim(what, bound(base) / bound(fast), row.gain(BF16, weights), "x", rest)
-    for row in results.groups("steps", model="stories", count=1):
-        yield Claim("int8 over bfloat16, stories", 1.0, row.gain(BF16, INT8), "x", rest)
-    lost = {row["how"]: row["nats"] for row in results.groups("judged")}
+    for count, weights in ((1, INT8), (1, INT4), (32, INT8)):
+        for row in decode(results, "steps", "gpt2", count):
+            what = f"{weights} over bfloat16, {kit.counted(count, 'row')}"
+            predicted = bound(row, BF16) / bound(row, weights)
+            yield Claim(what, predicted, row.gain(BF16, weights), "x", rest)
+    for row in decode(results, "steps", "stories", 1):
+        why = "fewer bytes come from the processor's cache, too"
+        yield Claim("int8 over bfloat16, stories", 1.0, row.gain(BF16, INT8), "x", why)
+    for row in decode(results, "caches", "gpt2", results.plan["crowd"])[-1:]:
+        what = f"keys in int8 over bfloat16, {row['count']} rows at {row['context']:,}"
+        predicted = bound(row, INT8, BF16) / bound(row, INT8, INT8)
+        why = "codes are widened to floats before they are multiplied"
+        yield Claim(what, predicted, row.gain(BF16, INT8), "x", why)
+    for row in results.groups("weight_only", model="gpt2", context=0):
+        what = f"weights only over bfloat16, a prompt of {row['count']}"
+        predicted = bound(row, BF16) / bound(row, WEIGHT_ONLY)
+        why = "each code is widened again for every few rows"
+        yield Claim(what, predicted, row.gain(BF16, WEIGHT_ONLY), "x", why)
 
-    def difference(how: str) -> float:
-        return lost[how]["quantized"] - lost[how]["float_model"]
 
-    for how in ("int8", "keys and values in int8"):
-        yield Claim(f"{how}: loss, millinats", 0.3, 1e3 * difference(how), "", "", aim=True)
-    left = difference("int4, GPTQ") / difference("int4, nearest")
-    yield Claim("of int4's loss, left by GPTQ", 0.7, left, "x", "", aim=True)
+def decode(results: Results, case: str, model: str, count: int) -> list[Row]:
+    """The decode steps of a case."""
+    return [row for row in results.groups(case, model=model, count=count) if row["context"]]
+
+
+def losses(results: Results) -> Iterator[Claim]:
+    """What may be lost, as it was aimed at before anything was measured."""
+    rows = {(row["model"], row["how"]): row for row in results.groups("judged")}
+
+    def lost(how: str) -> float:
+        nats = rows["stories", how]["nats"]
+        return 1e3 * (nats["quantized"] - nats["float_model"])
+
+    for how, name in ((INT8, INT8), (KEYS, "keys in int8")):
+        yield Claim(f"{name}: nats a token", 0.3, lost(how), UNIT, "", aim=True)
+        kl = 1e3 * rows["stories", how]["divergence"]["mean"]
+        yield Claim(f"{name}: KL", 0.5, kl, UNIT, "", aim=True)
+    left = lost("int4, GPTQ") / lost("int4, nearest")
+    yield Claim("int4: of the loss, left by GPTQ", 0.7, left, "x", "", aim=True)
 
 
 def millinats(row: Row) -> str:
-    nats = row["nats"]
-    difference = 1e3 * (nats["quantized"] - nats["float_model"])
-    return f"{difference:+.2f} ({1e3 * nats['low']:+.2f} to {1e3 * nats['high']:+.2f})"
+    """Of held-out stories; of the windows for a model that was not made for stories."""
+    lost = dict(row["divergence"])
+    if nats := row.group.get("nats"):
+        lost = nats | {"difference": nats["quantized"] - nats["float_model"]}
+    difference, low, high = (1e3 * lost[key] for key in ("difference", "low", "high"))
+    return f"{difference:+.2f} ({low:+.2f} to {high:+.2f})"
+
+
+def differs(row: Row) -> str:
+    """The first token that differs, by the median of the greedy answers that differ, and how many
+    do not."""
+    places = [place for place in row["first"] if place is not None]
+    alike = f"{len(row['first']) - len(places)} of {len(row['first'])} alike"
+    return f"{rows.median(places):.0f}; {alike}" if places else alike
 
 
 COLUMNS: dict[str, rows.Column] = {
@@ -274,12 +327,14 @@ COLUMNS: dict[str, rows.Column] = {
     ),
     "int8 over bfloat16 keys": rows.gain(BF16, variant=INT8),
     "MB": "bytes * 1e-6:,.0f",
-    "weights only over both": rows.gain(INT8, variant=WEIGHT_ONLY),
+    "weights only over bfloat16": rows.gain(BF16, variant=WEIGHT_ONLY),
     "what is rounded": "how",
-    "nats a token lost, in thousandths": millinats,
+    "nats lost, in thousandths": millinats,
     "KL": lambda row: f"{row['divergence']['mean']:.5f}",
     "KL, 99.9 %": lambda row: f"{row['divergence']['percentile']:.4f}",
+    "KL, highest": lambda row: f"{row['divergence']['highest']:.3f}",
     "same likeliest token": lambda row: f"{row['divergence']['top_1']:.2%}",
+    "first token that differs": differs,
 }
 TABLES = rows.tables(
     COLUMNS,
@@ -290,10 +345,12 @@ TABLES = rows.tables(
       | of the bound, int4 | same tokens
     small < small: pass | {F32}, ms | {BF16}, ms | {INT8}, ms | {INT4}, ms | int8 over bfloat16
     caches < cached: rows | context | {F32}, ms | {BF16}, ms | {INT8}, ms | int8 over bfloat16 keys
-    only < only: pass | {INT8}, ms | {WEIGHT_ONLY}, ms | weights only over both
+    only < only: pass | {BF16}, ms | {INT8}, ms | {WEIGHT_ONLY}, ms | weights only over bfloat16
     bytes < bytes: weights | MB
-    quality < judged: what is rounded | nats a token lost, in thousandths | KL | KL, 99.9 %
+    quality < judged: model | what is rounded | nats lost, in thousandths | KL
       | same likeliest token
+    divergence < judged: model | what is rounded | KL | KL, 99.9 % | KL, highest
+      | first token that differs
     """,
     main=gpt2("steps"),
     small=lambda results: results.groups("steps", model="stories"),
@@ -301,6 +358,7 @@ TABLES = rows.tables(
     only=gpt2("weight_only"),
     bytes=gpt2("weight_bytes"),
     claims=closing(claims),
+    losses=closing(losses),
 )
 
 

@@ -6,14 +6,15 @@ Two protocols, each printed with its figures:
   difference is taken story by story, and its interval is that of resampled stories (bootstrap).
 - llama.cpp's: disjoint windows of 512 tokens, the tail dropped, and only the second half of each
   scored. KL(float || quantized) of the next token: mean, 99.9th percentile, maximum; how often the
-  likeliest token is the same.
+  likeliest token is the same; nats a token above the float model, with an interval of windows.
+Both models run in the kernels, as a server runs them.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +28,10 @@ from shared.errors import UserError
 from shared.linear import convert
 from shared.stories import grammar
 from stage01_forward import families
-from stage01_forward.families import attention_of
 from stage01_forward.params import SamplingParams
 from stage01_forward.perplexity import read_text
-from stage01_forward.scoring import ROWS
-from stage02_kv_cache.engine import Engine
+from stage05_paged.blocks import BlockPool
+from stage09_kernels.make import make
 
 from .convert import FORMATS, Quantize
 from .gptq import calibrate, windows_of
@@ -39,6 +39,7 @@ from .layers import ACTIVATIONS
 from .smoothquant import plant, smooth
 
 WINDOW = 512
+BLOCKS = 256  # of a cache: for a context of the embedded model's, or 10 short answers
 RESAMPLED = 2000  # times, for an interval of 95 %
 
 
@@ -69,7 +70,7 @@ class Nats:
 
 @dataclass(frozen=True)
 class Divergence:
-    """KL(float || quantized) in nats over the scored tokens."""
+    """KL(float || quantized) in nats over the scored tokens, and what the text itself takes."""
 
     windows: int
     tokens: int
@@ -77,12 +78,16 @@ class Divergence:
     percentile: float  # 99.9th
     highest: float
     top_1: float  # share of tokens with the same likeliest token
+    difference: float  # nats a token of the text above the float model
+    low: float  # of the difference, 95 %
+    high: float
 
     def __str__(self) -> str:
         return (
             f"{self.windows} windows of {WINDOW}, second half scored, {self.tokens:,} tokens: KL "
             f"mean {self.mean:.6f}, 99.9 % {self.percentile:.5f}, maximum {self.highest:.4f}; the "
-            f"same likeliest token {self.top_1:.3%}"
+            f"same likeliest token {self.top_1:.3%}; {self.difference:+.5f} nats a token (95 %: "
+            f"{self.low:+.5f} to {self.high:+.5f})"
         )
 
 
@@ -91,71 +96,87 @@ def end_of_text(config: Config) -> int:
     return config.eos_ids[-1] if config.eos_ids else 0
 
 
+def engine_of(model: Any, **options: Any) -> Any:
+    """The kernels' engine for whole passes and some greedy answers. options: dtype=torch.int8 for
+    keys and values in int8."""
+    return make(model, pool=BlockPool(BLOCKS), prefix_caching=False, **options)
+
+
 @torch.inference_mode()
-def logprobs(
-    model: Any, ids: Tensor, first: int = 0, attention: Callable[..., Any] = lambda whole: whole
-) -> Tensor:
-    """Log probabilities (T - first, V) in float32 behind each of `ids` (T,) from `first` on.
-    attention: takes that of a pass and returns another, such as cache.Rounded."""
-    attend = attention(attention_of(model.config)).attend
-    hidden = model(ids, torch.arange(len(ids)), attend)
-    parts = [model.logits(rows).float().log_softmax(-1) for rows in hidden[first:].split(ROWS)]
-    return torch.cat(parts)
+def logprobs(engine: Any, ids: Sequence[int], first: int = 0) -> Tensor:
+    """Log probabilities (T - first, V) in float32 behind each of `ids` (T,) from `first` on."""
+    share = list(range(BLOCKS)), 0, len(ids)
+    logits: Tensor = engine.runner.run(ids, [share], range(first, len(ids)))
+    return logits.float().log_softmax(-1)
 
 
-def _nats(model: Any, ids: Tensor, **how: Any) -> float:
-    """-ln p of ids[1:]. how: see `logprobs`."""
-    return -logprobs(model, ids[:-1], **how).gather(1, ids[1:, None]).double().sum().item()
+def _nats(scores: Tensor, following: Sequence[int]) -> float:
+    """-ln p of the tokens `following` (T,) by log probabilities (T, V)."""
+    picked = scores.gather(1, torch.tensor(following)[:, None])
+    return -picked.double().sum().item()
 
 
-def held_out(reference: Any, model: Any, tokenizer: Any, count: int, **how: Any) -> Nats:
-    """Both models on the same `count` stories. The tokenizer is that of a stories model. how: of
-    `model`, see `logprobs`."""
+def interval(differences: Tensor, tokens: Tensor) -> tuple[float, float]:
+    """The 95 % of the sum of `differences` (S,) over that of `tokens` (S,), float64, among texts
+    that are drawn from these ones again and again."""
+    generator = torch.Generator().manual_seed(0)
+    picks = torch.randint(len(tokens), (RESAMPLED, len(tokens)), generator=generator)
+    ratios = differences[picks].sum(1) / tokens[picks].sum(1)
+    low, high = ratios.quantile(torch.tensor([0.025, 0.975]).double()).tolist()
+    return low, high
+
+
+def held_out(reference: Any, engine: Any, tokenizer: Any, count: int) -> Nats:
+    """Both engines on the same `count` stories. The tokenizer is that of a stories model."""
     rows: list[tuple[float, ...]] = []
+    end = end_of_text(reference.runner.config)
     stories = itertools.islice(grammar.stories("held out"), count)
     for story in tqdm(stories, total=count, unit="story", desc="held out", disable=None):
-        end = end_of_text(reference.config)
-        ids = torch.tensor([end, *tokenizer.encode(story.text), end])
-        nats = _nats(reference, ids), _nats(model, ids, **how)
+        ids = [end, *tokenizer.encode(story.text), end]
+        nats = [_nats(logprobs(kind, ids[:-1]), ids[1:]) for kind in (reference, engine)]
         rows.append((len(ids) - 1, -story.log_probability, *nats))
     table = torch.tensor(rows, dtype=torch.float64)  # (S, 4)
     tokens, floor, before, after = table.sum(0).tolist()
-    generator = torch.Generator().manual_seed(0)
-    picks = torch.randint(count, (RESAMPLED, count), generator=generator)
-    differences = (table[:, 3] - table[:, 2])[picks].sum(1) / table[:, 0][picks].sum(1)
-    low, high = differences.quantile(torch.tensor([0.025, 0.975]).double()).tolist()
-    shares = floor / tokens, before / tokens, after / tokens
-    return Nats(count, int(tokens), *shares, low, high)
+    low, high = interval(table[:, 3] - table[:, 2], table[:, 0])
+    return Nats(count, int(tokens), floor / tokens, before / tokens, after / tokens, low, high)
 
 
-def divergence(
-    reference: Any, model: Any, ids: Sequence[int], window: int = WINDOW, **how: Any
-) -> Divergence:
-    """llama.cpp's protocol over a text's token ids. how: of `model`, see `logprobs`. Raises
-    UserError for less than a window."""
-    windows = torch.tensor(ids[: len(ids) // window * window]).split(window)
+def divergence(reference: Any, engine: Any, ids: Sequence[int], window: int = WINDOW) -> Divergence:
+    """llama.cpp's protocol over a text's token ids, by two engines. Raises UserError for less than
+    a window."""
     if len(ids) < window:
         raise UserError(
             f"The text has {len(ids)} tokens, but a window has {window}: give a longer text."
         )
-    sums, same = [], 0
-    for part in tqdm(windows, unit="window", desc="KL", disable=None):
-        p = logprobs(reference, part[:-1], window // 2).double()
-        q = logprobs(model, part[:-1], window // 2, **how).double()
+    starts, middle = range(0, len(ids) - window + 1, window), window // 2
+    sums, lost, same = [], [], 0
+    for start in tqdm(starts, unit="window", desc="KL", disable=None):
+        part = ids[start : start + window]
+        p, q = (logprobs(kind, part[:-1], middle).double() for kind in (reference, engine))
         sums.append((p.exp() * (p - q)).sum(-1))  # (T,)
         same += int((p.argmax(-1) == q.argmax(-1)).sum())
-    kl = torch.cat(sums)
-    highest = kl.max().item()
-    percentile = kl.sort().values[int(0.999 * (len(kl) - 1))].item()
-    return Divergence(len(windows), len(kl), kl.mean().item(), percentile, highest, same / len(kl))
+        lost.append(_nats(q, part[middle + 1 :]) - _nats(p, part[middle + 1 :]))
+    kl, losses = torch.cat(sums), torch.tensor(lost, dtype=torch.float64)
+    low, high = interval(losses, torch.full_like(losses, len(kl) / len(losses)))
+    return Divergence(
+        windows=len(starts),
+        tokens=len(kl),
+        mean=kl.mean().item(),
+        percentile=kl.sort().values[int(0.999 * (len(kl) - 1))].item(),
+        highest=kl.max().item(),
+        top_1=same / len(kl),
+        difference=losses.sum().item() / len(kl),
+        low=low,
+        high=high,
+    )
 
 
 def first_differences(
-    reference: Any, model: Any, prompts: Sequence[Sequence[int]], tokens: int
+    reference: Any, engine: Any, prompts: Sequence[Sequence[int]], tokens: int
 ) -> list[int | None]:
     """For each prompt, which of the `tokens` of the greedy answer is the first that differs."""
     params = SamplingParams(max_tokens=tokens)
-    answers = [Engine(m).generate(prompts, params) for m in (reference, model)]
+    answers = [kind.generate(prompts, params) for kind in (reference, engine)]
     places: list[int | None] = []
     for want, have in zip(*answers, strict=True):
         pairs = itertools.zip_longest(want.token_ids, have.token_ids)
@@ -233,11 +254,12 @@ def main(argv: list[str] | None = None) -> None:
         calibrate(model, windows, options.weights, **how)
     else:
         convert(model, Quantize(options.weights, options.activations), {})
+    engines = engine_of(reference.model), engine_of(model)
     if options.stories:
-        print(held_out(reference.model, model, tokenizer, options.stories), flush=True)
-    print(divergence(reference.model, model, ids), flush=True)
+        print(held_out(*engines, tokenizer, options.stories), flush=True)
+    print(divergence(*engines, ids), flush=True)
     prompts = [ids[start : start + 20] for start in range(0, min(len(ids), 10 * WINDOW), WINDOW)]
-    places = first_differences(reference.model, model, prompts, 200)
+    places = first_differences(*engines, prompts, 200)
     shown = ", ".join("none" if place is None else str(place) for place in places)
     print(f"first difference of {len(places)} greedy answers of at most 200 tokens: {shown}")
 

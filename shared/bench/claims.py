@@ -3,6 +3,7 @@ what was measured, and why they differ."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -40,7 +41,7 @@ class Claim:
 
     def held(self, predicted: float) -> bool:
         """Whether the measurement is as `predicted`."""
-        low, high = (0, 1) if self.aim else (1 / OFF, OFF)
+        low, high = (-math.inf, 1) if self.aim else (1 / OFF, OFF)
         return low <= self.measured / predicted <= high
 
     def verdict(self, by_hand: float) -> str:

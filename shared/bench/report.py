@@ -192,7 +192,7 @@ class Report:
         stage, _, short = name.rpartition(".")
         stage = stage or here
         if stage in self.modules and stage not in self.tables:
-            return UNMEASURED if short in self.modules[stage].draw else None
+            return UNMEASURED if short in {"limits", *self.modules[stage].draw} else None
         return (self.tables[""] | self.tables.get(stage, {})).get(short)
 
 
