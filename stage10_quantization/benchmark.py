@@ -250,25 +250,30 @@ def claims(results: Results) -> Iterator[Claim]:
     for weights, share in ((INT8, 0.25), (INT4, 0.19)):
         what = f"bytes of {weights} weights, of float32's"
         yield Claim(what, share, sizes[weights] / sizes[F32], "x", "panels are padded")
-    rest = "attention, norms and the start of a step are not faster"
     for count, weights in ((1, INT8), (1, INT4), (32, INT8)):
         for row in decode(results, "steps", "gpt2", count):
             what = f"{weights} over bfloat16, {kit.counted(count, 'row')}"
             predicted = bound(row, BF16) / bound(row, weights)
-            yield Claim(what, predicted, row.gain(BF16, weights), "x", rest)
+            why = reached(row, {name: bound(row, name) for name in (BF16, weights)})
+            yield Claim(what, predicted, row.gain(BF16, weights), "x", why)
     for row in decode(results, "steps", "stories", 1):
-        why = "fewer bytes come from the processor's cache, too"
-        yield Claim("int8 over bfloat16, stories", 1.0, row.gain(BF16, INT8), "x", why)
+        yield Claim("int8 over bfloat16, stories", 1.0, row.gain(BF16, INT8), "x", "not known")
     for row in decode(results, "caches", "gpt2", results.plan["crowd"])[-1:]:
         what = f"keys in int8 over bfloat16, {row['count']} rows at {row['context']:,}"
-        predicted = bound(row, INT8, BF16) / bound(row, INT8, INT8)
-        why = "codes are widened to floats before they are multiplied"
-        yield Claim(what, predicted, row.gain(BF16, INT8), "x", why)
+        least = {keys: bound(row, INT8, keys) for keys in (BF16, INT8)}
+        gained = row.gain(BF16, INT8)
+        yield Claim(what, least[BF16] / least[INT8], gained, "x", reached(row, least))
     for row in results.groups("weight_only", model="gpt2", context=0):
         what = f"weights only over bfloat16, a prompt of {row['count']}"
-        predicted = bound(row, BF16) / bound(row, WEIGHT_ONLY)
-        why = "each code is widened again for every few rows"
-        yield Claim(what, predicted, row.gain(BF16, WEIGHT_ONLY), "x", why)
+        least = {name: bound(row, name) for name in (BF16, WEIGHT_ONLY)}
+        gained = row.gain(BF16, WEIGHT_ONLY)
+        yield Claim(what, least[BF16] / least[WEIGHT_ONLY], gained, "x", reached(row, least))
+
+
+def reached(row: Row, least: dict[str, float]) -> str:
+    """The share of its bound that each variant reaches, by its least seconds."""
+    shares = (f"{name} {least[name] / row.of(name).median:.0%}" for name in least)
+    return f"of their bounds: {', '.join(shares)}"
 
 
 def decode(results: Results, case: str, model: str, count: int) -> list[Row]:
@@ -285,11 +290,18 @@ def losses(results: Results) -> Iterator[Claim]:
         return 1e3 * (nats["quantized"] - nats["float_model"])
 
     for how, name in ((INT8, INT8), (KEYS, "keys in int8")):
-        yield Claim(f"{name}: nats a token", 0.3, lost(how), UNIT, "", aim=True)
-        kl = 1e3 * rows["stories", how]["divergence"]["mean"]
-        yield Claim(f"{name}: KL", 0.5, kl, UNIT, "", aim=True)
-    left = lost("int4, GPTQ") / lost("int4, nearest")
-    yield Claim("int4: of the loss, left by GPTQ", 0.7, left, "x", "", aim=True)
+        row = rows["stories", how]
+        why = f"95 %: {1e3 * row['nats']['low']:+.2f} to {1e3 * row['nats']['high']:+.2f}"
+        yield Claim(f"{name}: nats a token", 0.3, lost(how), UNIT, why, aim=True)
+        kl = row["divergence"]
+        why = f"99.9 % of the tokens are below {1e3 * kl['percentile']:.1f}"
+        yield Claim(f"{name}: KL", 0.5, 1e3 * kl["mean"], UNIT, why, aim=True)
+    nearest, best = "int4, nearest", "int4, GPTQ"
+    kls = [rows["stories", how]["divergence"]["mean"] for how in (nearest, best)]
+    why = f"of the KL: {kls[1] / kls[0]:.0%}"
+    yield Claim(
+        "int4: of the loss, left by GPTQ", 0.7, lost(best) / lost(nearest), "x", why, aim=True
+    )
 
 
 def millinats(row: Row) -> str:
@@ -341,6 +353,8 @@ TABLES = rows.tables(
     f"""
     steps < main: pass | {F32}, ms | {BF16}, ms | {INT8}, ms | {INT4}, ms
       | int8 over bfloat16 | int4 over bfloat16
+    few < main: pass | {BF16}, ms | {INT8}, ms | {INT4}, ms | int8 over bfloat16
+      | int4 over bfloat16
     bounds < main: pass | of the bound, float32 | of the bound, bfloat16 | of the bound, int8
       | of the bound, int4 | same tokens
     small < small: pass | {F32}, ms | {BF16}, ms | {INT8}, ms | {INT4}, ms | int8 over bfloat16
@@ -349,10 +363,18 @@ TABLES = rows.tables(
     bytes < bytes: weights | MB
     quality < judged: model | what is rounded | nats lost, in thousandths | KL
       | same likeliest token
+    words < words: model | what is rounded | nats lost, in thousandths | KL
+      | same likeliest token
     divergence < judged: model | what is rounded | KL | KL, 99.9 % | KL, highest
       | first token that differs
     """,
     main=gpt2("steps"),
+    words=lambda results: [
+        row
+        for row in results.groups("judged")
+        if row["model"] == "stories"
+        or (row["model"], row["how"]) in (("smollm2", INT8), ("smollm2", f"{INT8}, {WEIGHT_ONLY}"))
+    ],
     small=lambda results: results.groups("steps", model="stories"),
     cached=gpt2("caches"),
     only=gpt2("weight_only"),

@@ -22,7 +22,7 @@ from stage10_quantization import smoothquant
 from stage10_quantization.convert import INT4, INT8, Format, Quantize
 from stage10_quantization.gptq import calibrate, gptq, windows_of
 from stage10_quantization.layers import QuantizedLinear
-from stage10_quantization.quality import divergence, text_ids
+from stage10_quantization.quality import divergence, engine_of, text_ids
 from stage10_quantization.rounding import codes_of, fit
 
 SMALL = Format(3, group=4, minimum=True, dtype=torch.float16)
@@ -139,7 +139,9 @@ def test_gptq_removes_a_third_of_the_divergence(stories):
             calibrate(quantized, windows_of(ids(8 * 512, "calibration"), 8), "int4")
         else:
             convert(quantized, Quantize("int4"), {})
-        found[name] = divergence(model, quantized, ids(8 * 512, "judged")).mean
+        found[name] = divergence(
+            engine_of(model), engine_of(quantized), ids(8 * 512, "judged")
+        ).mean
     assert found["gptq"] < 0.7 * found["nearest"]
 
 
@@ -220,7 +222,7 @@ def test_planted_outliers_break_int8_and_smoothquant_repairs_it(stories):
         if name == "smooth":
             smoothquant.smooth(quantized, windows)
         convert(quantized, Quantize("int8"), {})
-        found[name] = divergence(model, quantized, text).mean
+        found[name] = divergence(engine_of(model), engine_of(quantized), text).mean
     assert found["planted"] > 100 * found["plain"] and found["smooth"] < 2 * found["plain"], found
 
 

@@ -24,13 +24,18 @@ def models():
     checkpoint = load("stories")
     model = load_model(checkpoint)
     quantized = copy.deepcopy(model)
-    convert(quantized, Quantize("int4"), {})
+    convert(quantized, Quantize("int4", "float"), {})  # kernels round less than a code
     return model, quantized, load_tokenizer(checkpoint.folder), checkpoint.folder
 
 
-def test_nats_are_the_cross_entropy_of_each_story_and_their_floor_the_grammars(models):
+@pytest.fixture(scope="module")
+def engines(models):
+    return tuple(map(quality.engine_of, models[:2]))
+
+
+def test_nats_are_the_cross_entropy_of_each_story_and_their_floor_the_grammars(models, engines):
     model, quantized, tokenizer, folder = models
-    nats = quality.held_out(model, quantized, tokenizer, 5)
+    nats = quality.held_out(*engines, tokenizer, 5)
     stream, tokens, floor, both = grammar.stories("held out"), 0, 0.0, [0.0, 0.0]
     differences = []
     for story in (next(stream) for _ in range(5)):
@@ -54,36 +59,40 @@ def test_stories_are_read_as_the_model_learnt_them(name):
     """In float it is as near to the floor as its card says."""
     checkpoint = load(name)
     model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint.folder)
-    nats = quality.held_out(model, model, tokenizer, 10)
+    engine = quality.engine_of(model)
+    nats = quality.held_out(engine, engine, tokenizer, 10)
     assert checkpoint.folder
     card = json.loads((checkpoint.folder / "evaluation.json").read_text())["held_out"]
     assert abs((nats.float_model - nats.floor) - (card["cross_entropy"] - card["floor"])) < 2e-3
 
 
-def test_the_divergence_is_that_of_the_second_half_of_whole_windows(models):
+def test_the_divergence_is_that_of_the_second_half_of_whole_windows(models, engines):
     model, quantized, tokenizer, _ = models
     ids = quality.text_ids(tokenizer, 2047, 2 * 512 + 300, None, "judged")
-    found = quality.divergence(model, quantized, ids)
+    found = quality.divergence(*engines, ids)
     assert (found.windows, found.tokens) == (2, 2 * 255)
-    kl, same = [], 0
+    kl, lost, same = [], [], 0
     for start in (0, 512):
         window = torch.tensor(ids[start : start + 512])
         with torch.inference_mode():
             hidden = [m(window, torch.arange(512), Recompute().attend) for m in (model, quantized)]
             rows = [model.logits(hidden[0]), quantized.logits(hidden[1])]
         p, q = (r.double().softmax(-1)[256:511] for r in rows)
+        lost.append((p / q).log().gather(1, window[257:, None]).sum().item())
         kl += torch.nn.functional.kl_div(q.log(), p, reduction="none").sum(-1).tolist()
         same += sum(a == b for a, b in zip(p.argmax(-1), q.argmax(-1), strict=True))
     assert found.mean == pytest.approx(sum(kl) / 510, rel=1e-3)
     assert found.highest == pytest.approx(max(kl), rel=1e-3) and found.top_1 == same / 510
     assert sorted(kl)[-3] < found.percentile <= found.highest
+    assert found.difference == pytest.approx(sum(lost) / 510, rel=1e-3)
+    assert min(lost) / 255 <= found.low + 1e-6 < found.high <= max(lost) / 255 + 1e-6
     assert "windows of 512, second half scored" in str(found)
     with pytest.raises(UserError, match="511 tokens.* window has 512"):
-        quality.divergence(model, quantized, ids[:511])
+        quality.divergence(*engines, ids[:511])
 
 
-def test_a_model_differs_in_nothing_from_itself(models):
-    model, quantized, tokenizer, _ = models
+def test_a_model_differs_in_nothing_from_itself(models, engines):
+    tokenizer, (model, quantized) = models[2], engines
     nats = quality.held_out(model, model, tokenizer, 2)
     assert nats.difference == nats.low == nats.high == 0
     found = quality.divergence(model, model, list(range(600)))
@@ -92,11 +101,19 @@ def test_a_model_differs_in_nothing_from_itself(models):
     assert quality.first_differences(model, model, prompts, 20) == [None, None]
     params = quality.SamplingParams(max_tokens=60)
     places = quality.first_differences(model, quantized, prompts, 60)
-    answers = [quality.Engine(m).generate(prompts, params) for m in (model, quantized)]
+    answers = [m.generate(prompts, params) for m in (model, quantized)]
     for place, want, have in zip(places, *answers, strict=True):
         assert want.token_ids[:place] == have.token_ids[:place]
         assert place is None or want.token_ids[place] != have.token_ids[place]
     assert any(place is not None for place in places)
+
+
+def test_keys_and_values_in_int8_cost_something(models, engines):
+    """The model is the same; what an engine keeps of it is not."""
+    model, _, tokenizer, _ = models
+    ids = quality.text_ids(tokenizer, 2047, 512, None, "judged")
+    found = quality.divergence(engines[0], quality.engine_of(model, dtype=torch.int8), ids)
+    assert 0 < found.mean < 1e-3
 
 
 def test_the_command_prints_each_figure_with_its_protocol(capsys, tmp_path):

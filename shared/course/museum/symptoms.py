@@ -629,6 +629,70 @@ def a_chat_with_kernels() -> None:
         say(f"{stage[:7]}: {tokenizer.decode(output.token_ids).strip()}")
 
 
+# ---- stage 10 ----
+
+
+def rounded_beside_others() -> None:
+    """Stage 05 answers with the embedded model in int8: the same prompt alone, and then beside two
+    others."""
+    model = stages.load_model(stages.families().load("stories"))
+    convert, quantize = load("shared.linear").convert, load("stage10_quantization.convert").Quantize
+    convert(model, quantize("int8"), {})
+    prompts = [encode(text) for text in reversed(CROWD)]
+    for name, count in (("alone", 1), ("beside two others", 3)):
+        outputs = load("stage05_paged.make").make(model, 3).generate(prompts[:count], greedy(40))
+        say(f"{name}: {decode(outputs[0].token_ids)}")
+
+
+def zeros_in_two_versions() -> None:
+    """Stage 10 reads the same eight weights of a row from a GPTQ file of the first version, and of
+    the second."""
+    torch, packed = load("torch"), load("stage10_quantization.formats.packed")
+    for version, zero in (("gptq", 0x44444444), ("gptq_v2", 0x55555555)):
+        parts = {
+            "qweight": torch.full((1, 8), 0x76543210, dtype=torch.int32),
+            "qzeros": torch.full((1, 1), zero, dtype=torch.int32),
+            "scales": torch.full((1, 8), 0.5),
+        }
+        options = {"bits": 4, "group_size": 8, "checkpoint_format": version}
+        matrix = packed.gptq(parts, (8, 8), options)
+        say(f"{version}: {matrix.dequantized()[0].tolist()}")
+
+
+def columns_out_of_order() -> None:
+    """Stage 10 rounds a matrix to four bits by GPTQ, its columns in their order and then by the
+    size of their inputs. The loss is that of the layer's outputs, over that of the nearest
+    codes."""
+    torch, convert = load("torch"), load("stage10_quantization.convert")
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(32, 128, generator=generator) * torch.logspace(-1, 1, 128)
+    x = torch.randn(512, 128, generator=generator) * torch.rand(128, generator=generator) ** 3
+    hessian = x.t() @ x
+
+    def loss(matrix: Any) -> float:
+        error = matrix.dequantized() - weight
+        return float((error @ hessian * error).sum())
+
+    nearest = loss(convert.INT4.quantized("w", weight))
+    for name, act_order in (("in order", False), ("by size", True)):
+        matrix = load("stage10_quantization.gptq").gptq(weight, hessian, convert.INT4, act_order)
+        say(f"columns {name}: {loss(matrix) / nearest:.0%}")
+
+
+def a_smoothed_story() -> None:
+    """Stage 05 tells a story with the embedded model, before and after stage 10 has moved scales
+    from its activations into its weights."""
+    model = stages.load_model(stages.families().load("stories"))
+    for name in ("before", "after"):
+        if name == "after":
+            load("stage10_quantization.smoothquant").smooth(model, [load("torch").arange(200)])
+        (output,) = load("stage05_paged.make").make(model, 1).generate([encode(ONCE)], greedy(60))
+        say(f"{name}: {decode(output.token_ids)}")
+
+
+# ---- stage 12 ----
+
+
 def equal_replicas() -> None:
     """Stage 12 routes 40 requests with one prompt, one after the other, among four idle replicas
     that all have it."""
