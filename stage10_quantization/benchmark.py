@@ -217,8 +217,7 @@ def cost(row: Row, weights: str, keys: str = "") -> Cost:
     count, context = (row["count"], row["context"]) if row["context"] else (1, 0)
     head, head_bits = config.vocab_size * config.n_embd, max(BITS[weights], 8)
     read = (block_weights(config) * BITS[weights] + head * head_bits) / 8
-    scales = 4 * config.n_kv_head * config.n_layer if keys == INT8 else 0  # bytes
-    cached = config.kv_bytes_per_token(getattr(torch, keys)) + scales
+    cached = config.kv_bytes_per_token(getattr(torch, keys))
     seen = count * (new * context + new * (new + 1) / 2)
     flops = 2.0 * block_weights(config) * count * new + 2 * head * count
     flops += 4 * config.n_head * config.head_dim * config.n_layer * seen

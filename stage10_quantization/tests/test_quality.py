@@ -35,7 +35,7 @@ def engines(models):
 
 def test_nats_are_the_cross_entropy_of_each_story_and_their_floor_the_grammars(models, engines):
     model, quantized, tokenizer, folder = models
-    nats = quality.held_out(*engines, tokenizer, 5)
+    nats = quality.held_out(engines[0], engines[1], tokenizer, 5)
     stream, tokens, floor, both = grammar.stories("held out"), 0, 0.0, [0.0, 0.0]
     differences = []
     for story in (next(stream) for _ in range(5)):
@@ -69,7 +69,7 @@ def test_stories_are_read_as_the_model_learnt_them(name):
 def test_the_divergence_is_that_of_the_second_half_of_whole_windows(models, engines):
     model, quantized, tokenizer, _ = models
     ids = quality.text_ids(tokenizer, 2047, 2 * 512 + 300, None, "judged")
-    found = quality.divergence(*engines, ids)
+    found = quality.divergence(engines[0], engines[1], ids)
     assert (found.windows, found.tokens) == (2, 2 * 255)
     kl, lost, same = [], [], 0
     for start in (0, 512):
@@ -88,7 +88,7 @@ def test_the_divergence_is_that_of_the_second_half_of_whole_windows(models, engi
     assert min(lost) / 255 <= found.low + 1e-6 < found.high <= max(lost) / 255 + 1e-6
     assert "windows of 512, second half scored" in str(found)
     with pytest.raises(UserError, match="511 tokens.* window has 512"):
-        quality.divergence(*engines, ids[:511])
+        quality.divergence(engines[0], engines[1], ids[:511])
 
 
 def test_a_model_differs_in_nothing_from_itself(models, engines):
