@@ -633,15 +633,16 @@ def a_chat_with_kernels() -> None:
 
 
 def rounded_beside_others() -> None:
-    """Stage 05 answers with the embedded model in int8: the same prompt alone, and then beside two
-    others."""
-    model = stages.load_model(stages.families().load("stories"))
-    convert, quantize = load("shared.linear").convert, load("stage10_quantization.convert").Quantize
-    convert(model, quantize("int8"), {})
-    prompts = [encode(text) for text in reversed(CROWD)]
-    for name, count in (("alone", 1), ("beside two others", 3)):
-        outputs = load("stage05_paged.make").make(model, 3).generate(prompts[:count], greedy(40))
-        say(f"{name}: {decode(outputs[0].token_ids)}")
+    """Stage 10 multiplies a token's activations by a matrix in int8: alone, and then beside another
+    user's token, whose numbers are a hundred times as large."""
+    torch, layers = load("torch"), load("stage10_quantization.layers")
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(rows, 64, generator=generator) for rows in (4, 2))
+    matrix = load("stage10_quantization.convert").INT8.quantized("w", weight)
+    x[1] *= 100
+    for name, count in (("alone", 1), ("beside another", 2)):
+        outputs = layers.multiply(matrix, x[:count])[0].tolist()
+        say(f"{name}: {[round(number, 2) for number in outputs]}")
 
 
 def zeros_in_two_versions() -> None:
