@@ -1,0 +1,17 @@
+"""Stage 11: several tokens from one reading of the weights, and answers in a given form.
+
+`engine.py` is stage 04's engine with another end of a step: drafts were computed beside the newest
+token, and as many as the sampler agrees with are kept. `drafts.py` puts them into the plan, and
+`proposers.py` makes them.
+"""
+
+from shared import openmp
+from stage01_forward.offer import Offer
+
+QUESTION: str = (
+    "A pass reads all weights for one token of a request: why not verify several at once?"
+)
+FIRST_FILE: str = "engine.py"
+OFFER = Offer(__name__)
+
+openmp.choose()  # before PyTorch is loaded

@@ -1,0 +1,134 @@
+"""A small model that drafts for a large one. It has keys and values of its own, at the same
+addresses.
+
+The small model's cache has the same blocks as the large one's. Before each pass it does the same
+moves and reads the same tokens, so what holds for the one cache holds for the other: a block found
+by its digest, copied, swapped out and in has the keys and values of both. To draft, it goes on from
+there token by token. What it writes then is overwritten by the next pass, and tokens past the end
+of a table go to blocks of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared.errors import UserError
+from stage01_forward.sampling import distribution, draw
+from stage04_continuous.request import Request
+from stage04_continuous.runner import Runner
+from stage05_paged.blocks import BlockPool, BlockTable
+from stage05_paged.cache import PagedCache
+
+from .drafts import DraftPlan, Drafts
+
+
+class DraftModel:
+    """Proposes what `model` would say; at the same time an observer of the engine's passes.
+
+    pool, tables: those of the target's scheduler. most, sequences: of drafts of a request, and of
+        requests in a pass. drawn: whether sampling requests get drafts drawn from the model's
+        distribution, which `distributions` keeps for `Rejection`; else its likeliest tokens.
+    Raises UserError if the models have other vocabularies.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        target: Any,
+        pool: BlockPool,
+        tables: Mapping[Request, BlockTable],
+        most: int,
+        sequences: int,
+        swap_blocks: int = 0,
+        drawn: bool = False,
+    ) -> None:
+        ours, theirs = model.config.vocab_size, target.vocab_size
+        if ours != theirs:
+            raise UserError(
+                f"The draft model {model.config.name} has {ours} tokens and {target.name} "
+                f"{theirs}: choose one with the same vocabulary."
+            )
+        if model.config.n_positions < target.n_positions:
+            raise UserError(
+                f"The draft model {model.config.name} sees {model.config.n_positions} tokens and "
+                f"{target.name} {target.n_positions}: lower --max-model-len, or choose another."
+            )
+        self.pool, self.tables, self.drawn = pool, tables, drawn
+        self.spare = -(-most // pool.block_size)  # blocks past the end of a table
+        count = pool.count + self.spare * min(sequences, pool.count)
+        cache = PagedCache(model.config, count, pool.block_size, swap_blocks, model.dtype)
+        self.runner = Runner(model, cache)
+        self.distributions: dict[Request, Tensor] = {}
+        self.generators: dict[Request, torch.Generator] = {}
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Drafts]:
+        self.distributions = {}
+        drafts: list[Drafts] = [[] for _ in requests]
+        going = [
+            index
+            for index, (request, count) in enumerate(zip(requests, most, strict=True))
+            if count and request.decoding  # a prompt's last tokens are not read yet
+        ]
+        kept: dict[int, list[Tensor]] = {index: [] for index in going}
+        while going:
+            ids = [
+                (requests[i].tokens(requests[i].token_count - 1, 1) + drafts[i])[-1] for i in going
+            ]
+            shares = [
+                (self._table(i, requests[i]), self._place(requests[i], drafts[i]), 1) for i in going
+            ]
+            logits = self.runner.run(ids, shares, list(range(len(going)))).double().cpu()
+            for index, scores in zip(going, logits, strict=True):
+                drafts[index].append(self._token(requests[index], scores, kept[index]))
+            going = [index for index in going if len(drafts[index]) < most[index]]
+        for index, several in kept.items():
+            if several:
+                self.distributions[requests[index]] = torch.stack(several)
+        return drafts
+
+    def before(self, plan: DraftPlan) -> None:
+        """Prepare the same memory and read the same tokens as the target."""
+        self.runner.move(plan.moves)
+        ids, shares, _ = plan.tokens()
+        if ids:
+            self.runner.run(ids, shares, [])
+
+    def after(self, plan: DraftPlan) -> None:
+        """Nothing to do."""
+
+    def forget(self, request: Request) -> None:
+        self.generators.pop(request, None)
+
+    @staticmethod
+    def _place(request: Request, drafts: Drafts) -> int:
+        """The position of the newest token."""
+        return request.token_count - 1 + len(drafts)
+
+    def _table(self, index: int, request: Request) -> list[int]:
+        first = self.pool.count + index * self.spare
+        return self.tables[request].blocks + list(range(first, first + self.spare))
+
+    def _token(self, request: Request, scores: Tensor, kept: list[Tensor]) -> int:
+        if not self.drawn or request.sampling.greedy:
+            return int(scores.argmax())
+        kept.append(distribution(scores, request.sampling))
+        generator = self.generators.get(request)
+        if generator is None:
+            generator = self.generators[request] = _generator(request)
+        return draw(kept[-1], float(torch.rand((), dtype=torch.float64, generator=generator)))
+
+
+def _generator(request: Request) -> torch.Generator:
+    """Random numbers for a request's drafts: others than those that accept them, which must not
+    depend on what was drawn."""
+    seed = request.sampling.seed
+    generator = torch.Generator()
+    if seed is None or seed == -1:
+        generator.seed()
+    else:
+        generator.manual_seed((seed ^ 0x9E3779B9) % 2**63)
+    return generator

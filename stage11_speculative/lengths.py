@@ -1,0 +1,129 @@
+"""How many drafts a pass should verify: as many as are expected to gain more than they cost.
+
+A draft costs one more row of the pass. It gains a token if it is accepted, and so are all before
+it: with the probability of the product of their rates, its survival. The best n drafts of all
+requests are those with the highest survival, and n is the number that maximises the tokens a
+second, (requests + sum of the n survivals) / T(rows + n), with T the measured time of a pass.
+n = 0 is among them. Survival falls along a request, so what is chosen of it is a beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from stage04_continuous.request import Request
+from stage04_continuous.runner import AnyRunner
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+REPEATS = 3
+MEMORY = 0.9  # of a request's rate, what is left of the past after another draft
+PRIOR = 0.5  # a rate before anything is known of it
+PATIENCE = 64  # passes without drafts, after which a request may try one
+
+
+class Lengths(Protocol):
+    """Chooses how many drafts of each request a pass verifies."""
+
+    def choose(self, requests: Sequence[Request], proposed: Sequence[int], rows: int) -> list[int]:
+        """For `requests` with `proposed` drafts each, in a pass of `rows` tokens without any."""
+        ...
+
+    def note(self, request: Request, count: int, accepted: int) -> None:
+        """Of `count` drafts of a request, the first `accepted` were accepted."""
+
+    def forget(self, request: Request) -> None:
+        """Called when the request has ended."""
+
+
+class Fixed:
+    """All that is proposed."""
+
+    def choose(self, requests: Sequence[Request], proposed: Sequence[int], rows: int) -> list[int]:
+        return list(proposed)
+
+    def note(self, request: Request, count: int, accepted: int) -> None:
+        """Nothing is learned."""
+
+    def forget(self, request: Request) -> None:
+        """Nothing is kept."""
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of a pass by its rows: measured for `rows`, and on the line between two of them."""
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __call__(self, rows: int) -> float:
+        pairs = list(zip(self.rows, self.seconds, strict=True))
+        if rows <= pairs[0][0]:
+            return pairs[0][1]
+        for (low, fast), (high, slow) in zip(pairs, pairs[1:], strict=False):
+            if rows <= high or high == pairs[-1][0]:
+                return fast + (slow - fast) * (rows - low) / (high - low)
+        raise ValueError("at least two points are needed")
+
+
+def measure_passes(runner: AnyRunner, blocks: int, rows: Sequence[int] = ROWS) -> PassTimes:
+    """Times of decode passes of `runner`, a row a block: call it while no block is owned. Longer
+    passes never count as faster than shorter ones: that would be noise."""
+    from shared import measure
+
+    sizes = [count for count in rows if count <= blocks] or [1]
+    seconds: list[float] = []
+    for count in sizes:
+        shares = [([block], 0, 1) for block in range(count)]
+        run = lambda: runner.run([0] * count, shares, list(range(count)))  # noqa: B023, E731
+        run()
+        seconds.append(max([*seconds[-1:], min(measure.seconds(run) for _ in range(REPEATS))]))
+    if len(sizes) == 1:
+        sizes, seconds = [*sizes, 2 * sizes[0]], [*seconds, 2 * seconds[0]]
+    return PassTimes(tuple(sizes), tuple(seconds))
+
+
+class Adaptive:
+    """Chooses by the rates of each request and by `seconds` of a pass, as above.
+
+    A request's rate is that of its latest drafts, the newest counting most. A request whose drafts
+    do not pay tries one again every PATIENCE passes.
+    """
+
+    def __init__(self, seconds: PassTimes) -> None:
+        self.seconds = seconds
+        self.rates: dict[Request, float] = {}
+        self.idle: dict[Request, int] = {}  # passes without a draft
+
+    def choose(self, requests: Sequence[Request], proposed: Sequence[int], rows: int) -> list[int]:
+        slots = [
+            (self.rates.get(request, PRIOR) ** (place + 1), -place, index)
+            for index, (request, count) in enumerate(zip(requests, proposed, strict=True))
+            for place in range(count)
+        ]
+        slots.sort(reverse=True)
+        best, chosen, expected = len(requests) / self.seconds(rows), 0, float(len(requests))
+        for number, (survival, _, _) in enumerate(slots, 1):
+            expected += survival
+            if (speed := expected / self.seconds(rows + number)) > best:
+                best, chosen = speed, number
+        lengths = [0] * len(requests)
+        for _, _, index in slots[:chosen]:
+            lengths[index] += 1
+        for index, (request, count) in enumerate(zip(requests, proposed, strict=True)):
+            idle = 0 if lengths[index] else self.idle.get(request, 0) + (count > 0)
+            if idle >= PATIENCE:
+                lengths[index], idle = 1, 0
+            self.idle[request] = idle
+        return lengths
+
+    def note(self, request: Request, count: int, accepted: int) -> None:
+        rate = self.rates.get(request, PRIOR)
+        for place in range(min(count, accepted + 1)):  # those after a refused one say nothing
+            rate = MEMORY * rate + (1 - MEMORY) * (place < accepted)
+        self.rates[request] = rate
+
+    def forget(self, request: Request) -> None:
+        self.rates.pop(request, None)
+        self.idle.pop(request, None)

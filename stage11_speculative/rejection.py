@@ -1,0 +1,88 @@
+"""Rejection sampling (Leviathan et al., 2023; Chen et al., 2023): drafts that were drawn from a
+distribution q are accepted so often that the tokens have the target's distribution p.
+
+A draft x is accepted with the probability min(1, p(x) / q(x)). After the first refusal the token is
+drawn from what p has and q lacks, max(0, p - q). The chance that x comes out is then
+
+    q(x) min(1, p(x) / q(x)) + (1 - sum of min(p, q)) max(0, p - q)(x) / (sum of max(0, p - q))
+    = min(p, q)(x) + max(0, p - q)(x) = p(x), because both sums are 1 - (sum of min(p, q))
+
+The waves of `engine.py` accept with the probability sum of p q; this accepts sum of min(p, q),
+never less. But its random numbers depend on how many drafts there were, so a seed fixes the
+distribution of an answer and not the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shared.errors import UserError
+from stage01_forward.generation import NOT_FINITE
+from stage01_forward.sampling import distribution, draw, edit, logprobs_of
+from stage04_continuous.engine import Sampled
+from stage04_continuous.request import Request
+
+from .drafts import DraftPlan
+
+
+def accept(p: Tensor, q: Tensor, draft: int, dart: float) -> bool:
+    """Whether `draft`, drawn from q (V,), is accepted for p (V,). dart: from 0 to below 1. There is
+    no division, so q may be 0 where rounding made it so."""
+    return dart * float(q[draft]) < float(p[draft])
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """The distribution (V,) after a refusal. Where rounding leaves nothing of it, p."""
+    rest = (p - q).clamp_min(0)
+    total = rest.sum()
+    return rest / total if total > 0 else p
+
+
+class Drawn(Protocol):
+    """A proposer that draws: by request, the q (k, V) that its drafts of this pass came from."""
+
+    distributions: dict[Request, Tensor]
+
+
+class Rejection:
+    """Samples a wave by the rule above; a verifier of `Engine`. Requests whose drafts were not
+    drawn are sampled as always."""
+
+    def __init__(self, proposer: Drawn) -> None:
+        self.proposer = proposer
+
+    def __call__(
+        self,
+        plan: DraftPlan,
+        wave: int,
+        requests: Sequence[Request],
+        logits: Tensor,
+        eos_ids: Sequence[int],
+    ) -> list[Sampled]:
+        sampled: list[Sampled] = []
+        for request, unmodified in zip(requests, logits, strict=True):
+            row, params = request.row, request.sampling
+            scores = unmodified.to("cpu", torch.float64, copy=True)
+            edit(scores, row, eos_ids)
+            if not scores.max().isfinite():
+                request.output.fail(UserError(NOT_FINITE))
+                continue
+            drafts = plan.drafts.get(request, [])
+            if params.greedy:
+                token = int(scores.argmax())
+            else:
+                p = distribution(scores, params)
+                q = self.proposer.distributions.get(request)
+                if wave < len(drafts) and q is not None:
+                    accepted = accept(p, q[wave], drafts[wave], row.dart())
+                    token = drafts[wave] if accepted else draw(residual(p, q[wave]), row.dart())
+                else:
+                    token = draw(p, row.dart())
+            wanted = params.logprobs
+            logprobs = None if wanted is None else logprobs_of(unmodified, token, wanted)
+            sampled.append((request, token, logprobs))
+        return sampled

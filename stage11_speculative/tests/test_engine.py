@@ -1,0 +1,219 @@
+"""What drafts cost and save, pass by pass; and random lives with drafts, in scarce memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from stage04_continuous.request import Request
+from stage04_continuous.tests import lives
+from stage04_continuous.tests.oracle import (
+    DRAWN,
+    PENALIZED,
+    ask,
+    assert_answered,
+    finish,
+    greedy,
+    prompt_of,
+    the_model,
+)
+from stage05_paged.tests import test_contract as paged
+from stage05_paged.tests.engines import assert_idle, engine_of, preempt
+from stage09_kernels.cache import KernelCache
+from stage09_kernels.runner import KernelRunner
+from stage09_kernels.sample import sample_tokens
+from stage11_speculative.make import with_drafts
+from stage11_speculative.proposers import NGram, Recorded
+
+from .guesses import Guess
+
+KERNELS: dict[str, Any] = {
+    "make_cache": KernelCache,
+    "make_runner": KernelRunner,
+    "sample_tokens": sample_tokens,
+}
+
+
+def drafting(right: float | None, most: int = 4, **options: Any) -> Any:
+    return with_drafts(engine_of(**options), Guess(right), most)
+
+
+@pytest.mark.parametrize("params", [greedy(23), replace(DRAWN, max_tokens=23)])
+def test_right_drafts_save_passes_and_wrong_ones_cost_none(params):
+    """23 tokens: with 4 right drafts a pass ceil(23 / 5) passes, with wrong ones 23."""
+    for right, passes in ((1.0, 5), (0.0, 23), (None, 23)):
+        engine = drafting(right)
+        request = engine.add(Request(prompt_of(9), params))
+        finish(engine)
+        assert_answered(request)
+        assert len(engine.steps) == passes
+        counts = engine.scheduler.draft_counts
+        if right:
+            assert counts.accepted == counts.proposed == 23 - 5 and counts.per_position[0] == 5
+        assert right or counts.accepted == 0
+        assert sum(record.wasted_tokens for record in engine.steps) == (
+            counts.proposed - counts.accepted
+        )
+
+
+def test_drafts_end_before_max_tokens_and_before_the_context():
+    engine = drafting(1.0, most=50)
+    short, full = ask(engine, 9, 3), ask(engine, 58, 500)
+    tokens = engine.step()
+    assert_answered(short, full)
+    assert Counter(id for id, _ in tokens) == {short.id: 3, full.id: 6}
+    assert [row.decode_tokens for row in engine.steps[0].sequences] == [2, 5]
+    assert_idle(engine)
+
+
+def test_drafts_take_only_what_the_budget_leaves():
+    """Another prompt is read as fast as without them."""
+    engine = drafting(1.0, sequences=4, budget=12)
+    first = ask(engine, 9, 20)
+    engine.step()
+    assert len(first.output.token_ids) == 4  # 9 of the prompt, and 3 drafts
+    ask(engine, 30, 4)
+    engine.step()
+    assert [row.prefill_tokens for row in engine.steps[1].sequences] == [0, 11]
+    assert len(first.output.token_ids) == 5  # and no draft
+    finish(engine)
+
+
+def test_drafts_take_only_free_blocks():
+    """With the memory of two requests taken, neither is preempted for a draft's sake."""
+    engine = drafting(1.0, most=8, blocks=8, size=4, prefix_caching=False)
+    requests = [ask(engine, 13, 4), ask(engine, 13, 4)]  # 4 blocks each
+    finish(engine)
+    assert engine.scheduler.counts.preemptions == 0
+    assert_answered(*requests)
+    assert_idle(engine)
+
+
+def test_blocks_of_refused_drafts_are_given_back():
+    engine = drafting(0.0, most=8, size=4)
+    ask(engine, 4, 20)
+    for expected in (2, 2, 2, 2, 3):  # for 5, 6, 7, 8 and 9 tokens
+        engine.step()
+        assert engine.scheduler.pool.owned == expected
+    finish(engine)
+
+
+def test_no_other_request_finds_a_draft():
+    """A block that is full of drafts is published once they are verified, under the tokens that
+    came."""
+    engine = drafting(0.0, most=8, size=4)
+    first = ask(engine, 7, 20)
+    engine.step()
+    wrong = Guess(0.0)._of(first, 8)
+    pool = engine.scheduler.pool
+    assert len(pool.by_digest) == 1  # of 7 tokens and one more, 4 are full and verified
+    other = engine.add(Request(first.output.prompt_ids + wrong, greedy(2)))
+    engine.step()
+    assert engine.scheduler.counts.hit_tokens == 4
+    finish(engine)
+    assert_answered(first, other)
+    engine = drafting(1.0, most=8, size=4)
+    ask(engine, 7, 20)
+    engine.step()  # 7 tokens and 8 drafts: three full blocks
+    assert len(engine.scheduler.pool.by_digest) == 3
+
+
+def test_a_request_that_is_preempted_has_no_drafts_left():
+    for swap in (0, 40):
+        engine = drafting(0.7, swap_blocks=swap)
+        requests = [ask(engine, 9, 20), ask(engine, 12, 20)]
+        for step in range(30):
+            if step % 3 == 2 and requests[1] in engine.scheduler.running:
+                preempt(engine, requests[1])
+            engine.step()
+        finish(engine)
+        assert_answered(*requests)
+        assert_idle(engine)
+
+
+def test_the_same_seed_in_another_crowd():
+    """A request draws one random number a token, however many drafts its neighbours have."""
+    alone = drafting(None).generate([prompt_of(9)], PENALIZED)[0].token_ids
+    for right in (0.0, 0.5, 1.0):
+        crowd = [prompt_of(9), *(prompt_of(n) for n in (3, 5, 17))]
+        assert (
+            drafting(right, sequences=4, budget=40).generate(crowd, PENALIZED)[0].token_ids == alone
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_with_the_kernels_tokens_are_equal_in_every_dtype(dtype):
+    """Not only up to near ties: the kernels' bits do not depend on the number of rows."""
+    model = the_model(dtype)
+    prompts = [prompt_of(length) for length in (3, 9, 14, 30)]
+    params = [greedy(30), replace(DRAWN, max_tokens=30), greedy(30), PENALIZED]
+    plain = engine_of(model=model, **KERNELS)
+    want = [output.token_ids for output in plain.generate(prompts, params)]
+    for proposer in (Guess(0.8), Guess(0.2), NGram(2, 1)):
+        engine = with_drafts(engine_of(model=model, **KERNELS), proposer)
+        outputs = engine.generate(prompts, params)
+        assert [output.token_ids for output in outputs] == want
+    assert len(engine.steps) <= len(plain.steps)
+
+
+def test_an_n_gram_is_continued_as_the_last_time():
+    proposer = NGram(3, 2)
+    request = Request([1, 2, 3, 4, 5, 1, 2, 3, 9, 1, 2], greedy(9))
+    assert proposer.propose([request], [3]) == [[3, 9, 1]]
+    request.output.token_ids.append(3)
+    assert proposer.propose([request], [9]) == [[9, 1, 2, 3]]  # 1 2 3 came last before 9
+    assert proposer.propose([Request([7, 8, 9], greedy(9))], [9]) == [[]]
+    assert proposer.propose([request], [0]) == [[]]
+    proposer.forget(request)
+    assert request not in proposer.ends and request not in proposer.indexed
+
+
+def test_the_dial_is_right_as_often_as_it_is_set():
+    request = Request(prompt_of(9), greedy(64))
+    known = {tuple(prompt_of(9)): list(range(50))}
+    for alpha in (0.0, 0.7, 1.0):
+        dial = Recorded(known, alpha, 101)
+        right = [
+            id == place
+            for _ in range(100)
+            for place, id in enumerate(dial.propose([request], [40])[0])
+        ]
+        assert len(right) == 4000 and abs(sum(right) / 4000 - alpha) < 0.03
+
+
+class DraftLife(paged.PagedLife):
+    """The answers and the sanitizer judge; a plan is stage 05's up to its drafts."""
+
+    def make(self, sequences, token_budget, **options):
+        plain = super().make(sequences, token_budget, **options)
+        return with_drafts(plain, Guess(0.6), most=5)
+
+    def before(self, plan):
+        self.plan = plan
+        work = [engine_work(plan, share) for share in plan.work]
+        assert sum(share.count for share in plan.work) <= self.scheduler.token_budget
+        self.seen["drafts"] += bool(plan.drafts)
+        self.seen["several in a pass"] += len(plan.drafts) > 1
+        assert {share.request for share in work if share.rows} >= set(plan.drafts)
+
+    def _step(self):
+        for id, token in self.engine.step():
+            self.sent[id].append(token.id)
+        self.seen["accepted"] += bool(getattr(self.plan, "accepted", None))
+
+
+def engine_work(plan, share):
+    count = len(plan.drafts.get(share.request, ()))
+    return replace(share, count=share.count - count, rows=share.rows - count)
+
+
+@pytest.mark.parametrize(
+    "examples", [40, pytest.param(1500, marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_lives_of_fifty_calls(examples):
+    seen = lives.live(DraftLife, examples)
+    assert all(seen[event] for event in ("drafts", "several in a pass", "accepted"))

@@ -1,0 +1,132 @@
+"""Proposers and the choice of lengths, against slow and obvious versions."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stage04_continuous.request import Request
+from stage04_continuous.tests.oracle import greedy
+from stage11_speculative.lengths import PATIENCE, PRIOR, Adaptive, PassTimes
+from stage11_speculative.suffix import Automaton, Suffix
+
+TOKENS = st.lists(st.integers(0, 2), max_size=40)
+
+
+def longest(text, end):
+    """(length, place behind its first occurrence) of the longest end of `end` that is in `text`,
+    by trying all."""
+    for length in range(len(end), 0, -1):
+        for place in range(length, len(text) + 1):
+            if text[place - length : place] == end[len(end) - length :]:
+                return length, place
+    return 0, 0
+
+
+@given(TOKENS, TOKENS)
+def test_an_automaton_finds_the_longest_piece(text, other):
+    automaton, state, matched = Automaton(), 0, 0
+    for token in text:
+        automaton.append(token)
+    for count, token in enumerate(other, 1):
+        state, matched = automaton.step(state, matched, token)
+        length, place = longest(text, other[:count])
+        assert (matched, automaton.end[state] if matched else 0) == (length, place)
+    assert len(automaton.link) <= max(2, 2 * len(text))
+
+
+@given(TOKENS)
+def test_the_longest_repetition_in_a_text_of_its_own(text):
+    automaton = Automaton()
+    for count, token in enumerate(text, 1):
+        automaton.append(token)
+        state = automaton.link[automaton.last]
+        # The same piece may overlap itself, but must end before the end.
+        length, place = longest(text[: count - 1], text[:count])
+        assert (automaton.length[state], automaton.end[state]) == (length, place)
+
+
+def request_of(prompt, answer=(), salt=b""):
+    request = Request(list(prompt), greedy(50), salt=salt)
+    request.output.token_ids += answer
+    return request
+
+
+def test_drafts_are_no_longer_than_what_matched():
+    suffix = Suffix(shortest=2)
+    assert suffix.propose([request_of([1, 2, 3, 4, 5, 6, 9, 1, 2])], [9]) == [[3, 4]]
+    assert suffix.propose([request_of([1, 2, 3, 4, 5, 6, 9, 2])], [9]) == [[]]  # one token matched
+    assert suffix.propose([request_of([1, 2, 3, 4, 5, 6, 9, 1, 2])], [1]) == [[3]]
+
+
+def test_past_answers_serve_requests_of_the_same_salt_alone():
+    suffix = Suffix(shortest=2)
+    for salt in (b"a", b"b"):
+        past = request_of([9], [1, 2, 3, 4, 5], salt)
+        suffix.propose([past], [4])
+        if salt == b"a":
+            suffix.forget(past)
+    assert suffix.propose([request_of([7, 1, 2], salt=b"a")], [9]) == [[3, 4]]
+    assert suffix.propose([request_of([7, 1, 2], salt=b"b")], [9]) == [[]]
+    assert suffix.propose([request_of([7, 3, 4], salt=b"a")], [9]) == [[5]]  # not past its end
+
+
+def test_past_answers_begin_anew_when_they_are_many():
+    suffix = Suffix(shortest=2, most_tokens=8)
+    for start in (0, 10, 20):
+        past = request_of([9], range(start, start + 5))
+        suffix.propose([past], [4])
+        suffix.forget(past)
+    assert suffix.propose([request_of([7, 0, 1])], [9]) == [[]]
+    assert suffix.propose([request_of([7, 20, 21])], [9]) == [[22, 23]]
+
+
+FLAT = PassTimes((1, 64), (1.0, 1.0))
+STEEP = PassTimes((1, 64), (1.0, 64.0))  # a row more costs as much as the first
+
+
+def test_lengths_follow_what_a_row_costs():
+    requests = [request_of([1]) for _ in range(3)]
+    assert Adaptive(FLAT).choose(requests, [4, 0, 2], 3) == [4, 0, 2]
+    assert Adaptive(STEEP).choose(requests, [4, 0, 2], 3) == [0, 0, 0]
+    knee = PassTimes((1, 6, 64), (1.0, 1.0, 30.0))  # three rows more are free
+    assert sum(Adaptive(knee).choose(requests, [4, 0, 2], 3)) == 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 1)), min_size=1, max_size=4))
+def test_no_other_choice_is_expected_to_be_faster(rows):
+    from itertools import product
+
+    times = PassTimes((1, 4, 8, 64), (1.0, 1.1, 1.6, 9.0))
+    adaptive = Adaptive(times)
+    requests = [request_of([1]) for _ in rows]
+    adaptive.rates = {request: rate for request, (_, rate) in zip(requests, rows, strict=True)}
+    proposed = [count for count, _ in rows]
+
+    def speed(lengths):
+        survived = sum(
+            rate ** (place + 1)
+            for (_, rate), count in zip(rows, lengths, strict=True)
+            for place in range(count)
+        )
+        return (len(rows) + survived) / times(len(rows) + sum(lengths))
+
+    chosen = speed(adaptive.choose(requests, proposed, len(rows)))
+    best = max(map(speed, product(*(range(count + 1) for count in proposed))))
+    assert chosen >= best * (1 - 1e-12)
+
+
+def test_a_rate_is_learned_and_a_hopeless_request_tries_again():
+    adaptive, rng = Adaptive(PassTimes((1, 64), (1.0, 30.0))), random.Random(0)
+    good, bad = request_of([1]), request_of([2])
+    for _ in range(60):
+        adaptive.note(good, 4, 4 if rng.random() < 0.8 else 1)
+        adaptive.note(bad, 4, 0)
+    assert adaptive.rates[good] > 0.8 > PRIOR > 0.05 > adaptive.rates[bad]
+    tried = [adaptive.choose([good, bad], [4, 4], 2) for _ in range(2 * PATIENCE)]
+    assert all(lengths[0] for lengths in tried)
+    assert [lengths[1] for lengths in tried].count(1) == 2
+    adaptive.forget(good)
+    assert good not in adaptive.rates and good not in adaptive.idle

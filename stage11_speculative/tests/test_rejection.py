@@ -1,0 +1,199 @@
+"""Rejection sampling is exact: by enumeration of all that can happen, and by counting; and a draft
+model that is the target itself is never refused."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from shared.errors import UserError
+from stage01_forward.attention import Recompute
+from stage01_forward.params import SamplingParams
+from stage04_continuous.request import Request
+from stage04_continuous.tests.oracle import (
+    DRAWN,
+    ask,
+    assert_answered,
+    finish,
+    prompt_of,
+    the_model,
+)
+from stage05_paged.blocks import BlockPool
+from stage05_paged.engine import make
+from stage05_paged.fork import add_samples
+from stage05_paged.tests.engines import engine_of, evict, preempt
+from stage11_speculative import rejection
+from stage11_speculative.make import with_draft_model
+
+
+def conditional(count, seed):
+    """A toy language: the distribution of the next token after each text of up to two."""
+    generator = torch.Generator().manual_seed(seed)
+    texts = [text for length in range(3) for text in product(range(count), repeat=length)]
+    return {
+        text: torch.rand(count, dtype=torch.float64, generator=generator).pow(3).softmax(0)
+        if len(text) != 1 or text[0]  # after token 0 some tokens are impossible
+        else torch.eye(count, dtype=torch.float64)[1]
+        for text in texts
+    }
+
+
+@pytest.mark.parametrize("count, seed", [(3, 0), (3, 1), (4, 2)])
+def test_the_law_of_two_tokens_by_enumeration(count, seed):
+    """Every draft, accepted or not, and every token drawn after it, with its probability."""
+    p, q = conditional(count, seed), conditional(count, seed + 100)
+    law: dict[tuple[int, ...], float] = dict.fromkeys(product(range(count), repeat=2), 0.0)
+
+    def add(text, chance):
+        """A pass without drafts ends the text."""
+        if len(text) >= 2:
+            law[text[:2]] += chance
+            return
+        for token in range(count):
+            add((*text, token), chance * float(p[text][token]))
+
+    def verify(text, drafts, chance):
+        if not drafts:
+            add(text, chance)
+            return
+        now, guess, draft = p[text], q[text], drafts[0]
+        share = min(1.0, float(now[draft]) / float(guess[draft]))
+        for dart in (0.0, share - 1e-9, share + 1e-9):  # so that is its probability
+            if 0 <= dart < 1:
+                assert rejection.accept(now, guess, draft, dart) == (dart < share)
+        verify((*text, draft), drafts[1:], chance * share)
+        if share < 1:
+            rest = rejection.residual(now, guess)
+            for token in range(count):
+                add((*text, token), chance * (1 - share) * float(rest[token]))
+
+    for drafts in product(range(count), repeat=2):
+        chance = float(q[()][drafts[0]] * q[drafts[:1]][drafts[1]])
+        if chance:
+            verify((), drafts, chance)
+    for text, found in law.items():
+        assert abs(found - float(p[()][text[0]] * p[text[:1]][text[1]])) < 1e-12
+
+
+def test_nothing_is_left_of_equal_distributions():
+    p = torch.tensor([0.25, 0.75, 0.0])
+    assert torch.equal(rejection.residual(p, p.clone()), p)
+    assert not rejection.accept(p, torch.tensor([0.5, 0.0, 0.5]), 2, 0.0)  # never impossible
+
+
+def chi_square(counts: Counter[Any], expected: dict[Any, float], total: int) -> float:
+    return sum((counts[key] - total * p) ** 2 / (total * p) for key, p in expected.items() if p)
+
+
+ALLOWED = range(8)
+OPTIONS: dict[str, Any] = {
+    "temperature": 1.5, "ignore_eos": True, "logit_bias": dict.fromkeys(ALLOWED, 60.0),
+}  # fmt: skip
+
+
+def the_law() -> dict[Any, float]:
+    """The probability of each pair of second and third tokens, from the model itself."""
+    law = dict.fromkeys(product(ALLOWED, repeat=2), 0.0)
+
+    def after(text: list[int]) -> list[float]:
+        ids = torch.tensor(prompt_of(5) + text)
+        hidden = the_model()(ids, torch.arange(len(ids)), Recompute().attend)
+        return (the_model().logits(hidden[-1:])[0, :8] / 1.5).softmax(0).tolist()
+
+    with torch.inference_mode():
+        for first, second in product(ALLOWED, repeat=2):
+            before = after([])[first] * after([first])[second]
+            for third, chance in enumerate(after([first, second])):
+                law[second, third] += before * chance
+    return law
+
+
+def small_draft() -> Any:
+    """Another model, with much the same tokens in another order of likelihood."""
+    model = copy.deepcopy(the_model())
+    with torch.no_grad():
+        model.ln_f.weight += torch.linspace(-2, 2, len(model.ln_f.weight))
+    return model
+
+
+@pytest.mark.slow
+def test_the_joint_law_of_two_tokens_by_counting():
+    """Eight tokens are allowed, so 64 pairs. A planted bias is found by the same measure."""
+    expected, count = the_law(), 3000
+    params = [SamplingParams(max_tokens=3, seed=seed, **OPTIONS) for seed in range(count)]
+
+    def measure() -> float:
+        plain = make(the_model(), pool=BlockPool(400, 4), max_sequences=64, token_budget=512)
+        engine = with_draft_model(plain, small_draft(), most=2, drawn=True)
+        outputs = engine.generate([prompt_of(5)] * count, params)
+        assert engine.scheduler.draft_counts.accepted > count / 10
+        return chi_square(Counter(tuple(out.token_ids[1:]) for out in outputs), expected, count)
+
+    assert measure() < 120  # 63 degrees of freedom: 2 in 100,000 are above
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rejection, "residual", lambda p, q: p)  # a refused token comes again
+        assert measure() > 120
+
+
+def test_a_draft_model_that_is_the_target_is_never_refused():
+    """Nor behind a prefix hit, a fork, a swap or a preemption: its cache follows the target's."""
+    for swap in (0, 60):
+        engine = with_draft_model(engine_of(swap_blocks=swap), the_model(), most=3)
+        requests = [ask(engine, 9, 20), ask(engine, 30, 20)]
+        requests += add_samples(engine, prompt_of(14), [DRAWN, DRAWN])  # type: ignore[arg-type]
+        for step in range(6):
+            if step == 3:
+                preempt(engine, requests[1])
+            engine.step()
+        finish(engine)
+        again = ask(engine, 30, 20)  # behind a hit
+        finish(engine)
+        assert engine.scheduler.counts.hit_tokens >= 28
+        evict(engine, 5)
+        requests += [again, ask(engine, 9, 20)]
+        finish(engine)
+        assert_answered(*requests)
+        greedy = [r for r in requests if r.sampling.greedy]
+        assert len(greedy) == 4
+        counts = engine.scheduler.draft_counts
+        assert counts.accepted > 40
+
+
+def test_every_draft_of_the_target_itself_is_accepted_when_greedy():
+    engine = with_draft_model(engine_of(), the_model(), most=3)
+    requests = [ask(engine, length, 17) for length in (3, 9, 30)]
+    finish(engine)
+    counts = engine.scheduler.draft_counts
+    assert counts.proposed == counts.accepted > 30
+    assert_answered(*requests)
+
+
+def test_drawn_drafts_of_the_target_itself_are_all_accepted():
+    """p is q, so whatever was drawn is accepted; its darts are others than the target's."""
+    engine = with_draft_model(engine_of(), the_model(), most=3, drawn=True)
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=3, ignore_eos=True)
+    engine.generate([prompt_of(9), prompt_of(20)], params)
+    counts = engine.scheduler.draft_counts
+    assert counts.proposed == counts.accepted > 20
+
+
+def test_a_small_draft_model_changes_no_answer():
+    engine = with_draft_model(engine_of(), small_draft(), most=4)
+    requests = [ask(engine, length, 20) for length in (3, 9, 30)]
+    requests.append(engine.add(Request(prompt_of(7), DRAWN)))
+    finish(engine)
+    assert_answered(*requests)
+
+
+def test_a_draft_model_with_other_tokens_is_refused():
+    class Other:
+        config = type(the_model().config)(50, 64, 8, 1, 1, name="other")
+        dtype = torch.float32
+
+    with pytest.raises(UserError, match="other has 50 tokens and wide 101: choose one"):
+        with_draft_model(engine_of(), Other())
