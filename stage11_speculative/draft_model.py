@@ -11,13 +11,14 @@ of a table go to blocks of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shared.errors import UserError
-from stage01_forward.sampling import distribution, draw
+from stage01_forward.sampling import distribution, draw, edit
 from stage04_continuous.request import Request
 from stage04_continuous.runner import Runner
 from stage05_paged.blocks import BlockPool, BlockTable
@@ -32,6 +33,7 @@ class DraftModel:
     pool, tables: those of the target's scheduler. most, sequences: of drafts of a request, and of
         requests in a pass. drawn: whether sampling requests get drafts drawn from the model's
         distribution, which `distributions` keeps for `Rejection`; else its likeliest tokens.
+    eos_ids: end ids, for requests with min_tokens.
     Raises UserError if the models have other vocabularies.
     """
 
@@ -45,6 +47,7 @@ class DraftModel:
         sequences: int,
         swap_blocks: int = 0,
         drawn: bool = False,
+        eos_ids: Sequence[int] = (),
     ) -> None:
         ours, theirs = model.config.vocab_size, target.vocab_size
         if ours != theirs:
@@ -57,7 +60,7 @@ class DraftModel:
                 f"The draft model {model.config.name} sees {model.config.n_positions} tokens and "
                 f"{target.name} {target.n_positions}: lower --max-model-len, or choose another."
             )
-        self.pool, self.tables, self.drawn = pool, tables, drawn
+        self.pool, self.tables, self.drawn, self.eos_ids = pool, tables, drawn, eos_ids
         self.spare = -(-most // pool.block_size)  # blocks past the end of a table
         count = pool.count + self.spare * min(sequences, pool.count)
         cache = PagedCache(model.config, count, pool.block_size, swap_blocks, model.dtype)
@@ -81,9 +84,11 @@ class DraftModel:
             shares = [
                 (self._table(i, requests[i]), self._place(requests[i], drafts[i]), 1) for i in going
             ]
-            logits = self.runner.run(ids, shares, list(range(len(going)))).double().cpu()
+            logits = self.runner.run(ids, shares, list(range(len(going))))
             for index, scores in zip(going, logits, strict=True):
-                drafts[index].append(self._token(requests[index], scores, kept[index]))
+                scores = scores.to("cpu", torch.float64, copy=True)
+                token = self._token(requests[index], drafts[index], scores, kept[index])
+                drafts[index].append(token)
             going = [index for index in going if len(drafts[index]) < most[index]]
         for index, several in kept.items():
             if several:
@@ -112,7 +117,9 @@ class DraftModel:
         first = self.pool.count + index * self.spare
         return self.tables[request].blocks + list(range(first, first + self.spare))
 
-    def _token(self, request: Request, scores: Tensor, kept: list[Tensor]) -> int:
+    def _token(self, request: Request, drafts: Drafts, scores: Tensor, kept: list[Tensor]) -> int:
+        # The request's options hold for its drafts, too: without them fewer would be accepted.
+        edit(scores, replace(request.row, output=[*request.row.output, *drafts]), self.eos_ids)
         if not self.drawn or request.sampling.greedy:
             return int(scores.argmax())
         kept.append(distribution(scores, request.sampling))

@@ -48,7 +48,15 @@ def with_draft_model(
     inner = plain.scheduler
     swap = inner.swap_pool.count if inner.swap_pool else 0
     proposer = DraftModel(
-        draft, plain.config, inner.pool, inner.tables, most, inner.max_sequences, swap, drawn
+        draft,
+        plain.config,
+        inner.pool,
+        inner.tables,
+        most,
+        inner.max_sequences,
+        swap,
+        drawn,
+        plain.eos_ids,
     )
     engine = with_drafts(plain, proposer, most, lengths, Rejection(proposer) if drawn else None)
     engine.observers.append(proposer)

@@ -36,7 +36,10 @@ class TestDrafts(paged.TestPaged):
     }
     proposer: Any
 
-    @pytest.fixture(autouse=True, params=proposers)
+    @pytest.fixture(
+        autouse=True,
+        params=["right", "mixed", "n-gram", pytest.param("wrong", marks=pytest.mark.slow)],
+    )
     def each_proposer(self, request):
         self.proposer = self.proposers[request.param]
         self.right = request.param == "right"

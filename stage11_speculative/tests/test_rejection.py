@@ -3,7 +3,6 @@ model that is the target itself is never refused."""
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from itertools import product
 from typing import Any
@@ -11,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from shared.course.testing import random_checkpoint
 from shared.errors import UserError
 from stage01_forward.attention import Recompute
+from stage01_forward.families import load_model
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 from stage04_continuous.tests.oracle import (
+    CONFIG,
     DRAWN,
     ask,
     assert_answered,
@@ -91,8 +93,9 @@ def chi_square(counts: Counter[Any], expected: dict[Any, float], total: int) -> 
 
 
 ALLOWED = range(8)
+TEMPERATURE = 0.15  # so low that the models differ: each refuses many drafts of the other
 OPTIONS: dict[str, Any] = {
-    "temperature": 1.5, "ignore_eos": True, "logit_bias": dict.fromkeys(ALLOWED, 60.0),
+    "temperature": TEMPERATURE, "ignore_eos": True, "logit_bias": dict.fromkeys(ALLOWED, 60.0),
 }  # fmt: skip
 
 
@@ -103,7 +106,7 @@ def the_law() -> dict[Any, float]:
     def after(text: list[int]) -> list[float]:
         ids = torch.tensor(prompt_of(5) + text)
         hidden = the_model()(ids, torch.arange(len(ids)), Recompute().attend)
-        return (the_model().logits(hidden[-1:])[0, :8] / 1.5).softmax(0).tolist()
+        return (the_model().logits(hidden[-1:])[0, :8] / TEMPERATURE).softmax(0).tolist()
 
     with torch.inference_mode():
         for first, second in product(ALLOWED, repeat=2):
@@ -114,14 +117,10 @@ def the_law() -> dict[Any, float]:
 
 
 def small_draft() -> Any:
-    """Another model, with much the same tokens in another order of likelihood."""
-    model = copy.deepcopy(the_model())
-    with torch.no_grad():
-        model.ln_f.weight += torch.linspace(-2, 2, len(model.ln_f.weight))
-    return model
+    """Another model, with other tokens in mind."""
+    return load_model(random_checkpoint(CONFIG, seed=5, spread=24), dtype=torch.float64)
 
 
-@pytest.mark.slow
 def test_the_joint_law_of_two_tokens_by_counting():
     """Eight tokens are allowed, so 64 pairs. A planted bias is found by the same measure."""
     expected, count = the_law(), 3000
@@ -131,7 +130,8 @@ def test_the_joint_law_of_two_tokens_by_counting():
         plain = make(the_model(), pool=BlockPool(400, 4), max_sequences=64, token_budget=512)
         engine = with_draft_model(plain, small_draft(), most=2, drawn=True)
         outputs = engine.generate([prompt_of(5)] * count, params)
-        assert engine.scheduler.draft_counts.accepted > count / 10
+        counts = engine.scheduler.draft_counts
+        assert 0.3 < counts.accepted / counts.proposed < 0.8
         return chi_square(Counter(tuple(out.token_ids[1:]) for out in outputs), expected, count)
 
     assert measure() < 120  # 63 degrees of freedom: 2 in 100,000 are above
