@@ -17,6 +17,7 @@ from shared import models
 from shared.paths import discover
 
 AUTO = "auto"
+OFF = "off"
 KV_DTYPES = ("float32", "bfloat16")  # that need no cache of a later stage
 
 
@@ -38,6 +39,8 @@ class Offer:
     formats: further files and names of models: a `shared.models.Format`.
     weights: values of --weights, and the module with change(checkpoint, value), which changes
         a loaded checkpoint so that its model has such weights.
+    drafts: values of --speculate, and the module with speculate(engine, value, count, model), which
+        makes of stage 05's engine, or a later one, one that verifies drafts.
     caches: caches by their dtype, such as "int8"; each module has a CACHE for stage 05's engine,
         and KERNEL_CACHES for stage 09's, by type of device.
     """
@@ -52,6 +55,7 @@ class Offer:
     backends: Mapping[str, str] = field(default_factory=dict)
     formats: str = ""
     weights: Mapping[str, str] = field(default_factory=dict)
+    drafts: Mapping[str, str] = field(default_factory=dict)
     caches: Mapping[str, str] = field(default_factory=dict)
 
     def load(self, module: str) -> ModuleType:
@@ -78,6 +82,18 @@ def weight_formats() -> list[str]:
 def kv_formats() -> list[str]:
     """The values of --kv-dtype."""
     return [AUTO, *KV_DTYPES, *dict.fromkeys(value for offer in offers() for value in offer.caches)]
+
+
+def drafters() -> list[str]:
+    """The values of --speculate."""
+    return [OFF, *dict.fromkeys(value for offer in offers() for value in offer.drafts)]
+
+
+def speculate(engine: Any, kind: str, count: int, draft: Any = None) -> Any:
+    """The engine with drafts of `kind`, at most `count` in a pass of a request. draft: a model.
+    Raises UserError if it does not fit."""
+    brought = next(offer for offer in offers() if kind in offer.drafts)
+    return brought.load(brought.drafts[kind]).speculate(engine, kind, count, draft)
 
 
 def caches_of(dtype: Any) -> ModuleType | None:

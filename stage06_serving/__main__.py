@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from shared import cli, program
+from shared import cli, models, program
 from shared.config import Config
 from shared.errors import UserError
 from stage05_paged.memory import default_memory, free_memory, make_pool, parse_memory, size
@@ -26,7 +26,7 @@ from . import logs
 from .async_engine import EngineThread
 from .chat import ChatTemplate, load_template
 from .connection import Connection, Door, Listening, most_connections
-from .settings import AUTO, Settings, parse
+from .settings import AUTO, OFF, Settings, parse
 from .status import AnyEngine, Status
 
 if TYPE_CHECKING:  # the settings are checked, and the port is taken, before these are imported
@@ -124,6 +124,16 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
             "--prefix-cache-dir keeps a prefix cache, and --no-enable-prefix-caching turns it off: "
             "leave one of them out."
         )
+    speculates = settings.speculate != OFF
+    if speculates and (maker or not blocks):
+        raise UserError(
+            f"--speculate needs an engine with blocks, such as --engine {PAGED}: choose one, or "
+            "leave --speculate out."
+        )
+    if bool(settings.speculative_model) != (settings.speculate == "draft"):
+        raise UserError(
+            "--speculate draft and --speculative-model NAME need each other: give both or neither."
+        )
     folder = open_folder(settings.prefix_cache_dir) if settings.prefix_cache_dir else None
     options = argparse.Namespace(
         model=settings.model,
@@ -173,9 +183,25 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
     counts = None
     if folder:
         counts = attach(engine, folder, settings.prefix_cache_size, loaded).counts
+    if speculates:
+        engine = speculate(settings, engine, loaded)
     served = (maker.serve if maker else Paged)(engine)
     served.disk = counts
+    if speculates:
+        served.drafts = engine.scheduler.draft_counts
     return served, loaded
+
+
+def speculate(settings: Settings, engine: Any, loaded: cli.Loaded) -> Any:
+    """The engine with the drafts of --speculate. Raises UserError for a draft model that cannot be
+    loaded, or does not fit."""
+    from stage01_forward import families, offer
+
+    draft = None
+    if name := settings.speculative_model:
+        weights = families.load(models.checked(name), dtype=loaded.dtype)
+        draft = families.load_model(weights, loaded.device, loaded.dtype)
+    return offer.speculate(engine, settings.speculate, settings.num_speculative_tokens, draft)
 
 
 def make_earlier(settings: Settings, loaded: cli.Loaded, rows: int, budget: int) -> AnyEngine:
@@ -220,6 +246,7 @@ def plan(settings: Settings, status: Status, loaded: cli.Loaded, address: str) -
     memory = size(count * status.block_size * config.kv_bytes_per_token(loaded.kv_dtype))
     contexts = f"{whole} whole context{'' if whole == 1 else 's'}"
     folder = settings.prefix_cache_dir
+    drafts = f"{settings.speculate}, at most {settings.num_speculative_tokens} in a step"
     disk = f"{folder}, at most {settings.prefix_cache_size} of prefixes that survive a restart"
     key = ' -H "Authorization: Bearer $STAIRCASE_API_KEY"' if settings.keys else ""
     return (
@@ -231,6 +258,7 @@ def plan(settings: Settings, status: Status, loaded: cli.Loaded, address: str) -
         f"{config.n_positions}; at most {status.max_sequences} sequences at a time, "
         f"{settings.max_queue} more in the queue\n"
         + (f"  disk    {disk}\n" if folder else "")
+        + (f"  drafts  {drafts}\n" if settings.speculate != OFF else "")
         + f"  page    {address}/\n"
         f"  try     curl -N {address}/v1/completions{key} -H 'Content-Type: application/json' "
         f"""-d '{{"prompt": "Once upon a time", "max_tokens": 40, "stream": true}}'"""

@@ -28,7 +28,7 @@ from stage04_continuous.request import Request
 from stage05_paged.records import BlocksRecord
 
 from .scoring import PromptRequest, own_salt
-from .status import AnyEngine, DiskCounts, Status
+from .status import AnyEngine, DiskCounts, DraftCounts, Status
 
 BROKEN = "The engine failed in a step of this request: send the request again."
 DEAD = "The engine has stopped after repeated failures: restart the server, and read its log."
@@ -78,6 +78,7 @@ class Ticket:
     news: Callable[[], object] = _no_reader
     fresh: list[Token] = field(default_factory=list)
     generated: int = 0  # tokens
+    steps: int = 0  # that gave tokens: fewer, where drafts are accepted
     ended: bool = False  # the engine has released it
     reason: str | None = None  # "stop", "length", "abort" or "error"
     error: str | None = None  # the failure that ended it
@@ -190,6 +191,10 @@ class AsyncEngine:
     @property
     def disk(self) -> DiskCounts | None:
         return self._engine.disk
+
+    @property
+    def drafts(self) -> DraftCounts | None:
+        return self._engine.drafts
 
     def start(self) -> None:
         """Let the thread run steps."""
@@ -342,6 +347,7 @@ class AsyncEngine:
         for listener in self.listeners:  # before these tokens' times replace the last ones
             listener(step, list(emitted), ended)
         for ticket in emitted:
+            ticket.steps += 1
             ticket.first_token = ticket.first_token or now
             ticket.last_token = now
         if not self._news:  # after all steps that wait in this turn of the loop

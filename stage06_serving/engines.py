@@ -33,7 +33,7 @@ from stage05_paged.blockmap import FREE, blockmap
 from stage05_paged.records import BlocksRecord, SequenceRecord
 
 from .scoring import PromptRunner
-from .status import DiskCounts, Status
+from .status import DiskCounts, DraftCounts, Status
 
 
 class Stepping:
@@ -42,6 +42,7 @@ class Stepping:
     steps: deque[BlocksRecord]
     takes_prompt_requests = True
     disk: DiskCounts | None = None
+    drafts: DraftCounts | None = None
 
     @property
     def health(self) -> str:
@@ -250,6 +251,7 @@ class Batches:
     variants: Mapping[str, bytes] = {}
     takes_prompt_requests = embeds = False
     disk: DiskCounts | None = None
+    drafts: DraftCounts | None = None
 
     def __init__(self, engine: BatchEngine, rows: int, steps_kept: int) -> None:
         self.engine = engine

@@ -14,12 +14,13 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from .async_engine import PROBE, AsyncEngine, Step, Ticket
-from .status import DiskCounts
+from .status import DiskCounts, DraftCounts
 
 SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5),
     *(0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0, 300.0),
 )
+LENGTHS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 7, 9, 17)  # tokens a step
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 REASONS = ("stop", "length", "abort", "error")
 
@@ -63,6 +64,29 @@ class Disk(Collector):
             family = CounterMetricFamily(name, about, labels=["model_name"])
             family.add_metric([self.model], getattr(self.counts, key))
             yield family
+
+
+class Drafts(Collector):
+    """The counts of speculative decoding."""
+
+    def __init__(self, counts: DraftCounts, model: str) -> None:
+        self.counts, self.model = counts, model
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        for name, key, about in (
+            ("num_drafts", "passes", "Passes of a sequence that verified drafts."),
+            ("num_draft_tokens", "proposed", "Drafts verified."),
+            ("num_accepted_tokens", "accepted", "Drafts accepted."),
+        ):
+            name = f"vllm:spec_decode_{name}"
+            family = CounterMetricFamily(name, about, labels=["model_name"])
+            family.add_metric([self.model], getattr(self.counts, key))
+            yield family
+        name, about = "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by place."
+        family = CounterMetricFamily(name, about, labels=["model_name", "position"])
+        for position, count in enumerate(list(self.counts.per_position)):
+            family.add_metric([self.model, str(position)], count)
+        yield family
 
 
 class Metrics:
@@ -138,6 +162,13 @@ class Metrics:
         )
         if engine.disk is not None:
             self.registry.register(Disk(engine.disk, model))
+        self.lengths: Tally | None = None
+        if engine.drafts is not None:
+            self.registry.register(Drafts(engine.drafts, model))
+            about = "Tokens per step of a request, 1 without accepted drafts."
+            name = "staircase:request_spec_decode_acceptance_length"
+            self.lengths = Tally(name, about, model, LENGTHS)
+            self.registry.register(self.lengths)
         self._counted = {"preemptions": 0, "queries": 0, "hits": 0, "rejected": 0}
         self._answered = Counts[int]()
         engine.listeners.append(self._listen)
@@ -184,6 +215,9 @@ class Metrics:
             self.prompts.observe(ticket.prompt_tokens)
             self.answers.observe(ticket.generated)
             self.whole.observe(now - ticket.arrived)
+            if self.lengths and ticket.generated:
+                steps = ticket.steps + (ticket in emitted)  # this one is counted afterwards
+                self.lengths.observe(ticket.generated / steps)
             if ticket.scheduled is not None:
                 self.queue.observe(ticket.scheduled - ticket.arrived)
             if ticket.generated:  # an only token is the first one, and arrives now

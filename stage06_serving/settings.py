@@ -23,7 +23,7 @@ from shared import models
 from shared.cli import MOST_TOKENS, OTHER_NAMES, Parser, with_default
 from shared.errors import UserError
 from stage01_forward import offer as brought
-from stage01_forward.offer import AUTO, Offer, offers
+from stage01_forward.offer import AUTO, OFF, Offer, offers
 from stage05_paged.memory import parse_memory
 
 PREFIX = "STAIRCASE_"
@@ -165,6 +165,21 @@ class Settings(BaseSettings):
     ] = "4GiB"
     sanitize: Annotated[bool, Field(description="check the memory after every step; slow")] = False
 
+    speculate: Annotated[
+        str,
+        Field(
+            description="what drafts the next tokens, which a step then verifies together: "
+            f"{', '.join(brought.drafters())}; the tokens stay those of off"
+        ),
+    ] = OFF
+    num_speculative_tokens: Annotated[
+        int, Field(ge=1, le=64, description="maximum drafts of a sequence in a step")
+    ] = 4
+    speculative_model: Annotated[
+        str,
+        Field(description="model that makes the drafts of --speculate draft: a name or a folder"),
+    ] = ""
+
     max_queue: Annotated[
         int, Field(ge=0, le=100_000, description="maximum waiting sequences; more get 503")
     ] = 1024
@@ -196,13 +211,14 @@ class Settings(BaseSettings):
     def _may_exist(cls, name: str) -> str:
         return models.checked(name)
 
-    @field_validator("engine", "weights", "kv_dtype")
+    @field_validator("engine", "weights", "kv_dtype", "speculate")
     @classmethod
     def _known(cls, name: str, field: ValidationInfo) -> str:
         known = {
             "engine": [AUTO, *engines()],
             "weights": brought.weight_formats(),
             "kv_dtype": brought.kv_formats(),
+            "speculate": brought.drafters(),
         }
         names = known[str(field.field_name)]
         if name not in names:

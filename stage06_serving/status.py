@@ -27,6 +27,15 @@ class DiskCounts:
     total_bytes: int = 0  # in the folder, as last seen
 
 
+class DraftCounts(Protocol):
+    """Drafts since the start. The engine's thread counts, and any thread may read."""
+
+    passes: int  # of one sequence, with drafts
+    proposed: int  # tokens
+    accepted: int
+    per_position: list[int]  # accepted drafts that were the first of their pass, the second, ...
+
+
 @dataclass(frozen=True)
 class Status:
     """An engine at one moment. The engine's thread makes it, and any thread may read it."""
@@ -54,6 +63,7 @@ class AnyEngine(Protocol):
     takes_prompt_requests: bool  # whether `add` takes a PromptRequest
     embeds: bool  # and an EmbeddedRequest
     disk: DiskCounts | None
+    drafts: DraftCounts | None
 
     @property
     def health(self) -> str:

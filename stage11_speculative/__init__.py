@@ -12,6 +12,6 @@ QUESTION: str = (
     "A pass reads all weights for one token of a request: why not verify several at once?"
 )
 FIRST_FILE: str = "engine.py"
-OFFER = Offer(__name__)
+OFFER = Offer(__name__, drafts=dict.fromkeys(("ngram", "suffix", "draft"), "make"))
 
 openmp.choose()  # before PyTorch is loaded

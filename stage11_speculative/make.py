@@ -11,7 +11,8 @@ from stage09_kernels.make import make as make_plain
 from .draft_model import DraftModel
 from .drafts import DraftScheduler, Proposer
 from .engine import Engine, Verifier
-from .lengths import Lengths
+from .lengths import Adaptive, Lengths, measure_passes
+from .proposers import NGram
 from .records import Recorder
 from .rejection import Rejection
 from .suffix import Suffix
@@ -61,6 +62,15 @@ def with_draft_model(
     engine = with_drafts(plain, proposer, most, lengths, Rejection(proposer) if drawn else None)
     engine.observers.append(proposer)
     return engine
+
+
+def speculate(plain: Any, kind: str, count: int, draft: Any = None) -> Engine:
+    """For the server: drafts of `kind`, which OFFER names, as many as pay, at most `count` in a
+    pass of a request. draft: the draft model. Raises UserError if it does not fit."""
+    lengths = Adaptive(measure_passes(plain.runner, plain.scheduler.pool.count))
+    if kind == "draft":
+        return with_draft_model(plain, draft, count, lengths)
+    return with_drafts(plain, NGram() if kind == "ngram" else Suffix(), count, lengths)
 
 
 def make(model: Any, contexts: int | None = None, **options: Any) -> Engine:

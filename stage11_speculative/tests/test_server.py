@@ -1,0 +1,100 @@
+"""The server with drafts, asked by OpenAI's client: the same answers, and counts of drafts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from shared.errors import UserError
+from shared.server import own_server
+
+STORY = "Once upon a time there was a small fox called Pim. Once upon a time there was"
+FIELDS: dict[str, Any] = {"model": "stories", "prompt": STORY, "max_tokens": 60}
+ASKED: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.9, "seed": 7, "top_p": 0.9, "n": 2},
+    {"temperature": 0.9, "seed": 7, "frequency_penalty": 0.5, "logprobs": 2},
+    {"temperature": 0, "stop": [". The", " fox c"]},
+    {"temperature": 0, "logit_bias": {"13": -100}, "extra_body": {"min_tokens": 20}},
+]
+
+
+def client_of(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def answers(url: str) -> list[Any]:
+    """Each request twice, so that past answers can draft the second; the last as a stream."""
+    told = []
+    with client_of(url) as client:
+        for fields in [*ASKED, *ASKED]:
+            made = client.completions.create(**FIELDS, **fields)
+            told.append([(c.text, c.finish_reason, scores(c)) for c in made.choices])
+        stream = client.completions.create(**FIELDS, temperature=0, stream=True)
+        told.append("".join(chunk.choices[0].text for chunk in stream))
+    return told
+
+
+def scores(choice: Any) -> Any:
+    return choice.logprobs and (choice.logprobs.tokens, choice.logprobs.token_logprobs)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[list[Any]]:
+    with own_server(quiet=True) as server:
+        yield answers(server.url)
+
+
+def counts(url: str) -> dict[str, float]:
+    """The samples about drafts, without their model."""
+    text = httpx.get(f"{url}/metrics").text
+    found = re.findall(r"^\w+:(\w*spec_decode\w*)\{(.*?)\} (\S+)$", text, re.MULTILINE)
+    return {
+        name + "".join(re.findall(r'(?:position|le)="(.*?)"', labels)): float(value)
+        for name, labels, value in found
+    }
+
+
+@pytest.mark.parametrize("kind", ["ngram", "suffix", "draft"])
+def test_answers_are_those_without_drafts_and_the_counts_agree(kind, plain):
+    model = ["--speculative-model", "stories"] if kind == "draft" else []
+    options = ["--speculate", kind, "--num-speculative-tokens", "3", "--sanitize", *model]
+    with own_server(options, quiet=True) as server:
+        assert answers(server.url) == plain
+        found = counts(server.url)
+        assert f"{kind}, at most 3 in a step" in server.stderr()
+    accepted, proposed = (
+        found[f"spec_decode_num_{name}_tokens_total"] for name in ("accepted", "draft")
+    )
+    assert 0 < accepted <= proposed <= 3 * found["spec_decode_num_drafts_total"]
+    places = [found.get(f"spec_decode_num_accepted_tokens_per_pos_total{i}", 0) for i in range(4)]
+    assert sum(places) == accepted and places == sorted(places, reverse=True) and not places[3]
+    length = "request_spec_decode_acceptance_length"
+    requests = sum(fields.get("n", 1) for fields in ASKED) * 2 + 1
+    assert found[f"{length}_count"] == requests == found[f"{length}_bucket+Inf"]
+    assert requests < found[f"{length}_sum"] < 4 * requests
+
+
+def test_without_drafts_there_are_no_counts():
+    with own_server(quiet=True) as server:
+        assert not counts(server.url)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--speculate", "oracle"], "--speculate: choose one of off, ngram, suffix, draft"),
+        (["--speculate", "draft"], "--speculative-model NAME need each other"),
+        (["--speculative-model", "stories"], "need each other: give both or neither"),
+        (["--speculate", "ngram", "--engine", "continuous"], "--speculate needs an engine with bl"),
+        (["--speculate", "ngram", "--num-speculative-tokens", "0"], "--num-speculative-tokens: "),
+    ],
+)
+def test_wrong_options_are_refused_in_a_sentence(options, words):
+    with pytest.raises(UserError, match=re.escape(words)), own_server(options, quiet=True):
+        pass
