@@ -10,12 +10,13 @@ of a table go to blocks of its own.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shared.errors import UserError
 from stage01_forward.sampling import distribution, draw, edit
@@ -25,6 +26,16 @@ from stage05_paged.blocks import BlockPool, BlockTable
 from stage05_paged.cache import PagedCache
 
 from .drafts import DraftPlan, Drafts
+
+
+def first_layers(model: Any, count: int) -> Any:
+    """A draft model for nothing: copies of the first layers of `model`, its embeddings and head."""
+    draft = copy.copy(model)
+    (name,) = (name for name, kind in model.named_children() if isinstance(kind, nn.ModuleList))
+    layers = nn.ModuleList(list(getattr(model, name))[:count])
+    draft._modules = copy.deepcopy(model._modules | {name: layers})
+    draft.config = replace(model.config, n_layer=count)
+    return draft
 
 
 class DraftModel:

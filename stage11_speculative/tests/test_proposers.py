@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stage04_continuous.request import Request
 from stage04_continuous.tests.oracle import greedy
-from stage11_speculative.lengths import PATIENCE, PRIOR, Adaptive, PassTimes
+from stage05_paged.tests.engines import engine_of
+from stage11_speculative.lengths import PATIENCE, PRIOR, Adaptive, PassTimes, measure_passes
 from stage11_speculative.suffix import Automaton, Suffix
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
@@ -130,3 +132,13 @@ def test_a_rate_is_learned_and_a_hopeless_request_tries_again():
     assert [lengths[1] for lengths in tried].count(1) == 2
     adaptive.forget(good)
     assert good not in adaptive.rates and good not in adaptive.idle
+
+
+def test_measuring_passes_leaves_memory_as_it_was():
+    engine = engine_of(blocks=20)
+    memory = engine.runner.cache.memory
+    before = memory.read(range(20))
+    times = measure_passes(engine.runner, 20)
+    assert times.rows == (1, 2, 4, 8, 16)
+    assert list(times.seconds) == sorted(times.seconds) and times(12) <= times(100)
+    assert torch.equal(memory.read(range(20)), before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from stage05_paged.engine import make
 from stage05_paged.fork import add_samples
 from stage05_paged.tests.engines import engine_of, evict, preempt
 from stage11_speculative import rejection
+from stage11_speculative.drafts import DraftPlan
 from stage11_speculative.make import with_draft_model
 
 
@@ -86,6 +88,15 @@ def test_nothing_is_left_of_equal_distributions():
     p = torch.tensor([0.25, 0.75, 0.0])
     assert torch.equal(rejection.residual(p, p.clone()), p)
     assert not rejection.accept(p, torch.tensor([0.5, 0.0, 0.5]), 2, 0.0)  # never impossible
+
+
+def test_of_equal_logits_the_first_wins():
+    """As in the ordinary sampler."""
+    request = Request([1], SamplingParams(max_tokens=4))
+    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0]])
+    drawn: Any = SimpleNamespace(distributions={})
+    ((_, token, _),) = rejection.Rejection(drawn)(DraftPlan(), 0, [request], logits, [])
+    assert token == 1
 
 
 def chi_square(counts: Counter[Any], expected: dict[Any, float], total: int) -> float:
@@ -151,8 +162,11 @@ def test_a_draft_model_that_is_the_target_is_never_refused():
                 preempt(engine, requests[1])
             engine.step()
         finish(engine)
+        counts = engine.scheduler.draft_counts
+        refused = counts.proposed - counts.accepted
         again = ask(engine, 30, 20)  # behind a hit
         finish(engine)
+        assert counts.proposed - counts.accepted == refused
         assert engine.scheduler.counts.hit_tokens >= 28
         evict(engine, 5)
         requests += [again, ask(engine, 9, 20)]
@@ -160,7 +174,6 @@ def test_a_draft_model_that_is_the_target_is_never_refused():
         assert_answered(*requests)
         greedy = [r for r in requests if r.sampling.greedy]
         assert len(greedy) == 4
-        counts = engine.scheduler.draft_counts
         assert counts.accepted > 40
 
 

@@ -762,3 +762,17 @@ def a_late_copy() -> None:
             say(f"status {503 if answered.output.error else 200}: {answer.strip()}")
         (alone,) = make(model, 1).generate(prompts[:1], greedy(16))
         say(f"alone: {tokenizer.decode(alone.token_ids).strip()}")
+
+
+def a_drafted_story() -> None:
+    """Stage 11 continues a text with drafts from the text itself. The second line is what stage 05
+    answers."""
+    make, (model, tokenizer) = load("stage05_paged.make").make, stories()
+    drafting = load("stage11_speculative.make").with_drafts
+    ngram = load("stage11_speculative.proposers").NGram
+    prompt = tokenizer.encode(
+        "Rosa met a mouse. Rosa met a fox. Rosa met a mouse. Rosa met a fox. Rosa met"
+    )
+    for engine in (drafting(make(model, 1), ngram(2, 1)), make(model, 1)):
+        (output,) = engine.generate([prompt], greedy(24))
+        say(f"{tokenizer.decode(output.token_ids).strip()}")

@@ -1,0 +1,105 @@
+"""Stage 11 on the command line: `python -m stage11_speculative "Once upon a time"`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from shared import cli
+from shared.errors import UserError
+from stage01_forward.offer import AUTO, OFF, add_options, drafters
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+ABOUT = (
+    "Stage 11, speculative decoding: continue a text, with the next tokens drafted and verified "
+    "together. Accepted drafts are shaded, or in brackets where the output is no terminal."
+)
+EXAMPLES = ("--speculate ngram --drafts 8", "--speculate draft --layers 1", "--temperature 1")
+
+
+def make_parser() -> cli.Parser:
+    parser = cli.generation_parser("stage11_speculative", ABOUT, *EXAMPLES)
+    add_options(parser)
+    group = parser.add_argument_group("drafts")
+    known = [kind for kind in drafters() if kind != OFF]
+    about = "where drafts come from: the text itself, past answers too, or the model's first layers"
+    group.add_argument("--speculate", choices=known, default="suffix", help=about)
+    whole, about = cli.whole_number(1, 64), "maximum drafts of a pass"
+    group.add_argument("--drafts", type=whole, default=4, metavar="K", help=about)
+    about = "layers of the model that draft, with --speculate draft"
+    group.add_argument("--layers", type=whole, default=1, metavar="N", help=about)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = make_parser().parse_args(argv)
+    return speak(options, cli.read_prompt(options))
+
+
+def speak(options: argparse.Namespace, prompt: str) -> int:
+    from stage01_forward import families
+    from stage01_forward.params import SamplingParams
+    from stage06_serving.choice import choose
+
+    from .draft_model import first_layers
+    from .make import speculate
+
+    sampling = SamplingParams(**cli.sampling_fields(options))
+    device, dtype = cli.device_and_dtype(options)
+    chosen = choose(AUTO, dtype, device)
+    wanted, options.linear = options.linear, chosen.linear(options.linear)
+    loaded = cli.load_model_from(options, families)
+    layers = loaded.config.n_layer
+    if options.layers > layers:
+        raise UserError(f"--layers {options.layers}: {loaded.config.name} has {layers}.")
+    draft = first_layers(loaded.model, options.layers) if options.speculate == "draft" else None
+    formats = cli.cache_options(options.kv_dtype)
+    plain = chosen.make(loaded, wanted, contexts=1, **formats)
+    engine = speculate(plain, options.speculate, options.drafts, draft)
+    show(engine, loaded, loaded.tokenizer.encode(prompt), sampling)
+    return 0
+
+
+def show(engine: Engine, loaded: cli.Loaded, ids: list[int], sampling: Any) -> None:
+    """Print the prompt and its continuation, accepted drafts shaded; then what the drafts saved."""
+    shaded = ("\x1b[7m", "\x1b[27m") if coloured() else ("[", "]")
+    decoder, count, started = cli.AnswerDecoder(loaded), 0, time.perf_counter()
+    print(loaded.tokenizer.decode(ids), end="", flush=True)
+    for tokens, accepted in passes(engine, ids, sampling):
+        for place, token in enumerate(tokens):
+            text = decoder.push(token.id) + (decoder.flush() if token.finish_reason else "")
+            print(text.join(shaded) if place < accepted and text else text, end="", flush=True)
+        count += len(tokens)
+    seconds, counts = time.perf_counter() - started, engine.scheduler.draft_counts
+    print(
+        f"\n[{count} tokens in {len(engine.steps)} passes and {seconds:.2f} s, "
+        f"{count / seconds:.1f} tok/s; {counts.accepted} of {counts.proposed} drafts accepted; "
+        f"{loaded}]",
+        file=sys.stderr,
+    )
+
+
+def passes(engine: Engine, ids: list[int], sampling: Any) -> Iterator[tuple[list[Any], int]]:
+    """Of each pass its tokens, and how many of them were drafts."""
+    from stage04_continuous.request import Request
+
+    request = engine.add(Request(ids, sampling))
+    while engine.requests:
+        tokens = [token for _, token in engine.step()]
+        yield tokens, engine.plan.accepted.get(request, 0)
+        if request.output.error:
+            raise UserError(request.output.error)
+
+
+def coloured() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,277 @@
+"""Measures what drafts buy and cost: `python -m stage11_speculative.benchmark`.
+
+The time of a pass by its rows, from which everything else is predicted; drafts of a known quality,
+by an oracle that is wrong as often as its dial says; repeated prompts; drafts in other formats of
+the weights; a small draft model. Every answer is compared with plain decode's, token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from shared import charts, cli, linear, measure
+from shared.bench import kit, rows
+from shared.bench.claims import Claim, closing
+from shared.bench.kit import Case, Group, Subject
+from shared.bench.rows import Results, Row
+from stage01_forward import families
+from stage09_kernels.make import make as make_plain
+from stage10_quantization.convert import Quantize
+
+from .draft_model import first_layers
+from .lengths import Adaptive, PassTimes, measure_passes
+from .make import with_draft_model, with_drafts
+from .proposers import NGram, Recorded
+from .suffix import Suffix
+
+PLAIN, FIXED, ADAPTIVE = "plain", "fixed", "adaptive"
+FULL = kit.plan(
+    models=("gpt2", "stories"), dtypes=("float32",), repeats=5,
+    drafts=4, alphas=(0.7, 0.0), rows=(1, 2, 4, 8, 32), passes=(1, 2, 4, 8, 16, 32, 64, 160),
+    lengths=(16, 64), long=(32, 128),  # of a prompt and its answer
+    again=(1, 4), formats=("float32", "bfloat16", "int8", "int4"),
+)  # fmt: skip
+FEW = {"rows": (1, 32), "alphas": (0.7,), "passes": (1, 5, 32, 160), "formats": ("float32", "int8")}
+
+
+def expected(alpha: float, count: int) -> float:
+    """Tokens of a pass with `count` drafts, each accepted with the probability alpha: the sum of
+    alpha^0 to alpha^count."""
+    return sum(alpha**place for place in range(count + 1))
+
+
+def engine_of(model: Any, sequences: int) -> Any:
+    """Plain decode; engines with drafts are made around its parts, so weights are there once."""
+    config, options = model.config, {"prefix_caching": False, "insist": True, "release": True}
+    contexts = max(2, -(-sequences * 192 // config.n_positions))
+    return make_plain(model, contexts, max_sequences=sequences, token_budget=1024, **options)
+
+
+def fresh(subject: Subject) -> Any:
+    """A model that its engine may consume."""
+    return families.load_model(subject.shape, dtype=subject.dtype)
+
+
+def compare(engines: Mapping[str, Any], prompts: Any, count: int, repeats: int) -> Group:
+    """Seconds of each engine in turn, and passes, of which the last is kept. Raises AssertionError
+    for a token that is not plain decode's."""
+    answers: dict[str, list[list[int]]] = {}
+
+    def run(name: str) -> None:
+        engine = engines[name]
+        engine.steps.clear()
+        outputs = engine.generate(prompts, kit.greedy(count))
+        answers[name] = [output.token_ids for output in outputs]
+
+    seconds = measure.alternate({name: partial(run, name) for name in engines}, repeats)
+    if any(tokens != answers[PLAIN] for tokens in answers.values()):
+        raise AssertionError("an answer differs from plain decode's")
+    passes = {name: len(engine.steps) for name, engine in engines.items()}
+    counts = {
+        name: engine.scheduler.draft_counts for name, engine in engines.items() if name != PLAIN
+    }
+    accepted = {name: c.accepted / max(1, c.proposed) for name, c in counts.items()}
+    drafts = {name: c.proposed for name, c in counts.items()}
+    return {"seconds": seconds, "passes": passes, "accepted": accepted, "drafts": drafts}
+
+
+def passes(subject: Subject, plan: Any) -> Iterator[Group]:
+    """The time of a decode pass by its rows, as the engine measures it when it starts."""
+    engine = engine_of(fresh(subject), max(plan.passes))
+    blocks = engine.scheduler.pool.count
+    many = [measure_passes(engine.runner, blocks, plan.passes) for _ in range(plan.repeats)]
+    for place, count in enumerate(plan.passes):
+        yield {"count": count, "seconds": {PLAIN: [times.seconds[place] for times in many]}}
+
+
+def oracle(subject: Subject, plan: Any) -> Iterator[Group]:
+    """Drafts of a known quality: fixed lengths, and lengths that the engine chooses."""
+    prompt, answer = plan.lengths
+    plain = engine_of(fresh(subject), max(plan.rows))
+    times = measure_passes(plain.runner, plain.scheduler.pool.count)
+    prompts = subject.prompts([prompt] * max(plan.rows))
+    outputs = plain.generate(prompts, kit.greedy(answer))
+    proof = subject.prove(outputs[:4])
+    known = {tuple(output.prompt_ids): output.token_ids for output in outputs}
+    for alpha, count in product(plan.alphas, plan.rows):
+        if not alpha and count not in (1, 4, 32):
+            continue
+        dial = partial(Recorded, known, alpha, subject.config.vocab_size)
+        engines = {
+            PLAIN: plain,
+            FIXED: with_drafts(plain, dial(), plan.drafts),
+            ADAPTIVE: with_drafts(plain, dial(), plan.drafts, Adaptive(times)),
+        }
+        group = compare(engines, prompts[:count], answer, plan.repeats)
+        yield {"alpha": alpha, "count": count, "proof": {PLAIN: proof}, **group}
+
+
+def again(subject: Subject, plan: Any) -> Iterator[Group]:
+    """Prompts that were answered before: drafts from past answers, and from the request alone."""
+    prompt, answer = plan.long
+    plain = engine_of(fresh(subject), max(plan.again))
+    times = measure_passes(plain.runner, plain.scheduler.pool.count)
+    prompts = subject.prompts([prompt] * max(plan.again))
+    for count in plan.again:
+        engines = {
+            PLAIN: plain,
+            "n-gram": with_drafts(plain, NGram(), 2 * plan.drafts, Adaptive(times)),
+            "suffix": with_drafts(plain, Suffix(), 2 * plan.drafts, Adaptive(times)),
+        }
+        yield {"count": count, **compare(engines, prompts[:count], answer, plan.repeats)}
+
+
+def formats(subject: Subject, plan: Any) -> Iterator[Group]:
+    """One request, with weights in fewer bytes: a row more costs more of a shorter step."""
+    prompt, answer = plan.lengths
+    prompts = subject.prompts([prompt])
+    for weights in plan.formats:
+        dtype = torch.bfloat16 if weights == "bfloat16" else torch.float32
+        model = families.load_model(subject.shape, dtype=dtype)
+        if weights.startswith("int"):
+            linear.convert(model, Quantize(weights), {})
+        plain = engine_of(model, 2)
+        (output,) = plain.generate(prompts, kit.greedy(answer))
+        dial = Recorded(
+            {tuple(prompts[0]): output.token_ids}, max(plan.alphas), subject.config.vocab_size
+        )
+        engines = {PLAIN: plain, FIXED: with_drafts(plain, dial, plan.drafts)}
+        yield {"weights": weights, **compare(engines, prompts, answer, plan.repeats)}
+
+
+def draft(subject: Subject, plan: Any) -> Iterator[Group]:
+    """A draft model of some of the target's own layers, with a cache of its own. All of them is the
+    target itself: every draft is right, and nothing can be gained."""
+    prompt, answer = plan.long
+    prompts = subject.prompts([prompt])
+    plain = engine_of(fresh(subject), 2)
+    for layers in (1, subject.config.n_layer // 2, subject.config.n_layer):
+        engine = with_draft_model(plain, first_layers(fresh(subject), layers), plan.drafts)
+        engines = {PLAIN: plain, FIXED: engine}
+        yield {"layers": layers, **compare(engines, prompts, answer, plan.repeats)}
+
+
+# ---- what is predicted --------------------------------------------------------------------------
+
+
+def times_of(results: Results) -> PassTimes:
+    groups = results.groups("passes", model="gpt2")
+    medians = tuple(row.of(PLAIN).median for row in groups)
+    return PassTimes(tuple(row["count"] for row in groups), medians)
+
+
+def predicted(results: Results, alpha: float, count: int, drafts: int) -> float:
+    """The gain by the formula, from the measured time of a pass."""
+    times = times_of(results)
+    return expected(alpha, drafts) * times(count) / times(count * (1 + drafts))
+
+
+def at(results: Results, alpha: float, count: int) -> list[Row]:
+    return results.groups("oracle", model="gpt2", alpha=alpha, count=count)
+
+
+def claims(results: Results) -> Iterator[Claim]:
+    """What the lesson predicts by hand, and what the formula predicts from measured passes."""
+    drafts = FULL.drafts
+    hand = {1: 2.8, 2: 2.8, 4: 2.8, 8: 1.5, 32: 0.55}
+    for count in hand:
+        for row in at(results, 0.7, count):
+            what = f"four drafts over none, {kit.counted(count, 'row')}"
+            formula = predicted(results, 0.7, count, drafts)
+            why = "the passes before the answers' ends have fewer drafts, and sampling its cost"
+            yield Claim(what, formula, row.gain(PLAIN, FIXED), "x", why, hand[count])
+    for count in (1, 4, 32):
+        for row in at(results, 0.0, count):
+            what = f"adaptive over none, all drafts wrong, {kit.counted(count, 'row')}"
+            gain = row.gain(PLAIN, ADAPTIVE)
+            yield Claim(what, 1.0, gain, "x", "a request tries again now and then", 1.0)
+    for row in results.groups("again", model="gpt2", count=1):
+        why = "a draft is at most as long as the match behind it"
+        yield Claim("a prompt again, from past answers", 3.0, row.gain(PLAIN, "suffix"), "x", why)
+    for row in results.groups("draft", model="stories", layers=1):
+        why = "one layer does not know which name comes next, and it costs a call an operator"
+        yield Claim("stories' first layer drafts", 0.8, row.gain(PLAIN, FIXED), "x", why, 0.8)
+
+
+def off(row: Row) -> str:
+    if not row["alpha"]:
+        return "-"
+    formula = predicted(row.results, row["alpha"], row["count"], FULL.drafts)
+    return f"{formula:.2f}x ({row.gain(PLAIN, FIXED) / formula - 1:+.0%})"
+
+
+def share(variant: str) -> Any:
+    return lambda row: f"{row['accepted'][variant]:.0%}"
+
+
+COLUMNS: dict[str, rows.Column] = {
+    "rows": "count",
+    "a row, us": lambda row: f"{1e6 * row.of(PLAIN).median / row['count']:,.0f}",
+    "over one row": lambda row: f"{row.of(PLAIN).median / times_of(row.results).seconds[0]:.2f}x",
+    "alpha": "alpha:.1f",
+    "four drafts": rows.gain(PLAIN, variant=FIXED),
+    "by the formula (off by)": off,
+    "as many as pay": rows.gain(PLAIN, variant=ADAPTIVE),
+    "passes": lambda row: " / ".join(str(count) for count in row["passes"].values()),
+    "n-gram": rows.gain(PLAIN, variant="n-gram"),
+    "suffix": rows.gain(PLAIN, variant="suffix"),
+    "accepted, n-gram": share("n-gram"),
+    "accepted, suffix": share("suffix"),
+    "accepted": share(FIXED),
+}
+TABLES = rows.tables(
+    COLUMNS,
+    f"""
+    times < times: rows | {PLAIN}, ms | a row, us | over one row
+    oracle < oracle: alpha | rows | {PLAIN}, ms | four drafts | by the formula (off by)
+      | as many as pay
+    again < again: model | rows | {PLAIN}, ms | n-gram | suffix | passes
+    formats < formats: weights | {PLAIN}, ms | four drafts | passes
+    draft < draft: layers | {PLAIN}, ms | four drafts | accepted | passes
+    """,
+    times=lambda results: results.groups("passes", model="gpt2"),
+    oracle=lambda results: results.groups("oracle", model="gpt2"),
+    again=lambda results: results.groups("again"),
+    formats=lambda results: results.groups("formats", model="gpt2"),
+    draft=lambda results: results.groups("draft", model="stories"),
+    claims=closing(claims),
+)
+
+
+def oracle_chart(results: Results) -> Figure:
+    groups = results.groups("oracle", model="gpt2", alpha=0.7)
+    return charts.bars(
+        "Drafts are free while rows are: 7 of 10 right, by the number of requests",
+        "tok/s over plain decode's (GPT-2 124M shape, float32)",
+        [kit.counted(row["count"], "row") for row in groups],
+        {
+            "four drafts": [row.gain(PLAIN, FIXED) for row in groups],
+            "as many as pay": [row.gain(PLAIN, ADAPTIVE) for row in groups],
+        },
+    )
+
+
+def headline(results: Results) -> str:
+    (row,) = at(results, 0.7, 1)
+    (crowd,) = at(results, 0.7, max(FULL.rows))
+    return (
+        f"four drafts, 7 of 10 right: {row.gain(PLAIN, FIXED):.1f}x plain decode with one request, "
+        f"{crowd.gain(PLAIN, FIXED):.2f}x with {crowd['count']} (GPT-2 124M shape, float32)"
+    )
+
+
+CHARTS = {"oracle": oracle_chart}
+WORK = kit.cases(
+    Case(passes), Case(oracle), Case(again, models=None), Case(formats), Case(draft, models=None)
+)
+BENCHMARK = kit.Benchmark("stage11_speculative", __doc__, FULL, WORK, TABLES, CHARTS, headline, FEW)
+main = BENCHMARK.main
+
+if __name__ == "__main__":
+    cli.run(main)

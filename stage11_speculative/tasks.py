@@ -1,0 +1,104 @@
+"""The tasks of this stage, for `python -m shared.course.exercise`."""
+
+from __future__ import annotations
+
+from shared.task import Task
+
+TASKS = (
+    Task(
+        number=1,
+        file="proposers.py",
+        functions=("NGram._of",),
+        title="what came next the last time",
+        text="Propose at most `count` tokens that may follow a request's. Take its last `longest` "
+        "tokens; if they occurred before, propose what followed them the last time. If not, try "
+        "one token fewer, down to `shortest`. `ends` maps each n-gram to the place behind it, and "
+        "`indexed` is how many tokens it covers: a call adds only what is new.",
+        points=20,
+        hints=(
+            "The n-grams at the very end are followed by nothing yet. May they be in `ends`?",
+            "Add the n-grams that end at each new place but the last; then look the end up.",
+            "`tokens[place : place + count]`, from the place that the dictionary has.",
+        ),
+        tests=("tests/test_engine.py::test_an_n_gram_is_continued_as_the_last_time",),
+    ),
+    Task(
+        number=2,
+        file="rejection.py",
+        functions=("accept",),
+        title="to accept or not",
+        text="Decide whether a draft that was drawn from q is accepted for p, by a dart from 0 to "
+        "below 1: with the probability min(1, p(draft) / q(draft)). A draft that p gives no chance "
+        "is never accepted, even if rounding made q of it 0.",
+        points=15,
+        hints=(
+            "What is the probability that a dart is below a number?",
+            "Multiply both sides by q: then nothing is divided by 0.",
+        ),
+        tests=(
+            "tests/test_rejection.py::test_the_law_of_two_tokens_by_enumeration",
+            "tests/test_rejection.py::test_nothing_is_left_of_equal_distributions",
+        ),
+    ),
+    Task(
+        number=3,
+        file="rejection.py",
+        functions=("residual",),
+        title="what is missing",
+        text="Return the distribution from which a token is drawn after a refusal: what p has and "
+        "q lacks, divided by its sum. If rounding leaves nothing, p.",
+        points=15,
+        hints=(
+            "max(0, p - q), token by token.",
+            "When p equals q there is no refusal but for rounding: any answer near p will do.",
+        ),
+        tests=(
+            "tests/test_rejection.py::test_the_law_of_two_tokens_by_enumeration",
+            "tests/test_rejection.py::test_nothing_is_left_of_equal_distributions",
+        ),
+    ),
+    Task(
+        number=4,
+        file="drafts.py",
+        functions=("DraftScheduler.accept",),
+        title="keep what was verified, give back the rest",
+        text="After sampling, `plan.accepted` says how many drafts of each request were verified. "
+        "Have the inner scheduler advance by them: only now may others find their blocks. Note the "
+        "numbers in `lengths`, `draft_counts` and `histories`, and give back the blocks at the end "
+        "of a table that the request's tokens do not need.",
+        points=25,
+        hints=(
+            "`advance` of the inner scheduler takes a Plan of Work: what is its start, what its "
+            "count?",
+            "Every request with drafts must be noted, also one with none accepted.",
+            "`pool.blocks_for(tokens)` is how many blocks it needs. The newest token has no keys "
+            "yet, but will.",
+        ),
+        tests=(
+            "tests/test_engine.py::test_blocks_of_refused_drafts_are_given_back",
+            "tests/test_engine.py::test_no_other_request_finds_a_draft",
+            "tests/test_engine.py::test_right_drafts_save_passes_and_wrong_ones_cost_none",
+        ),
+    ),
+    Task(
+        number=5,
+        file="lengths.py",
+        functions=("Adaptive.choose",),
+        title="as many as pay",
+        text="Choose how many of the proposed drafts of each request a pass verifies, so that the "
+        "tokens expected a second are most: see the text of the file. A request that has had no "
+        "draft for PATIENCE passes, though there were some, tries one.",
+        points=25,
+        hints=(
+            "A draft survives if it and all before it are accepted: rate ** (place + 1).",
+            "Sort all drafts of all requests by that. For each number n, is the pass with the best "
+            "n faster than the best so far? n = 0 is the first.",
+            "Survival falls along a request, so counting the chosen ones gives its length.",
+        ),
+        tests=(
+            "tests/test_proposers.py::test_lengths_follow_what_a_row_costs",
+            "tests/test_proposers.py::test_no_other_choice_is_expected_to_be_faster",
+            "tests/test_proposers.py::test_a_rate_is_learned_and_a_hopeless_request_tries_again",
+        ),
+    ),
+)
