@@ -30,7 +30,7 @@ def client_of(url: str) -> openai.OpenAI:
 
 def answers(url: str) -> list[Any]:
     """Each request twice, so that past answers can draft the second; the last as a stream."""
-    told = []
+    told: list[Any] = []
     with client_of(url) as client:
         for fields in [*ASKED, *ASKED]:
             made = client.completions.create(**FIELDS, **fields)
