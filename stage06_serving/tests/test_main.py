@@ -35,6 +35,7 @@ VALUES |= {"grace": 0, "chat_template": "simple", "chat": True, "log_requests": 
 VALUES |= {"allowed_host": "here", "api_key_file": __file__, "stream_interval": 4}
 VALUES |= {"weights": "float32", "kv_dtype": "bfloat16"}
 VALUES |= {"prefix_cache_dir": "kept", "prefix_cache_size": "1GB"}
+VALUES |= {"speculate": "ngram", "num_speculative_tokens": 6, "speculative_model": "small"}
 
 
 @pytest.fixture(autouse=True)
