@@ -440,6 +440,7 @@ def leaving(draw: Random) -> Any:
         client, aborted = Client(), list[str]()
         length, leaves = draw.choice([0, 10, 40]), draw.choice([2, 400])
         streams_, late = draw.random() < 0.4, draw.random() < 0.2
+        long = [0] * draw.choice([1, 200])  # tokens of each answer
         service: Any = SimpleNamespace(stream_interval=3)
         service.engine = SimpleNamespace(abort=aborted.append)
         api = app.Api(service)
@@ -449,10 +450,14 @@ def leaving(draw: Random) -> Any:
             await turns(length)
             if draw.random() < 0.3:
                 raise ValueError("no")
-            return [choice.ticket for choice in chosen]
+            return [SimpleNamespace(ticket=choice.ticket, tokens=long) for choice in chosen]
 
+        async def in_turn(work: Any) -> Any:
+            return work()
+
+        service.in_turn = in_turn
         setattr(api, "_answers", answers)  # noqa: B010
-        form: Any = SimpleNamespace(whole=lambda made: {"answers": made})
+        form: Any = SimpleNamespace(whole=lambda made: {"answers": [a.ticket for a in made]})
         deadline = asyncio.get_running_loop().time() + (-1.0 if late else 600)
         work = api._respond(client, choices, form, streams_, deadline)  # type: ignore[arg-type]
         made = await watched(work, client, leaves)

@@ -210,8 +210,8 @@ def described(error: BaseException) -> str:
 
 
 def _limit(seconds: float, disk: int) -> None:
-    """Limits of processor time, of processes, and of a file's size, for this process and those that
-    it starts."""
+    """Limits of processor time, of processes, of open files and of a file's size, for this process
+    and those that it starts."""
     with contextlib.suppress(ImportError):  # not on Windows
         import resource
 
@@ -219,6 +219,7 @@ def _limit(seconds: float, disk: int) -> None:
         for limit, value in (
             (resource.RLIMIT_CPU, most),
             (resource.RLIMIT_NPROC, 128),
+            (resource.RLIMIT_NOFILE, 512),
             (resource.RLIMIT_FSIZE, disk * 2**20),
             (resource.RLIMIT_CORE, 0),
         ):

@@ -211,7 +211,7 @@ def grade_class(options: argparse.Namespace) -> None:
     with _judge(options) as judge:
         points = grading.grade_class(judge, chosen, Path(options.folder), Path(options.out))
     for name, score in points.items():
-        print(f"{score:4}  {name}")
+        print(f"{score:4}  {name if name.isprintable() else ascii(name)}")
 
 
 def _judge(options: argparse.Namespace) -> Judge:

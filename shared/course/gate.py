@@ -41,12 +41,15 @@ ATTRIBUTES = NAMES | _words(
     "ag_code tb_frame tb_next mro modules load save fromfile memmap tofile dump set_default_dtype "
     "register_module_forward_hook register_module_forward_pre_hook"
 )
+LONGEST = 2**16  # bytes of a file: a longer one could be made to take minutes
 BASES = _words("object Exception ValueError RuntimeError Enum NamedTuple Protocol ABC")
 
 
 def remark(source: bytes, stage: str, file: str) -> str:
     """A sentence on the first unusual line of a submitted file; "" if there is none, or if the file
     is not Python."""
+    if len(source) > LONGEST:
+        return f"{file} is longer than {LONGEST // 1024} KiB: read this file."
     try:
         tree = mine.parse(source.decode("utf-8-sig"))
     except (SyntaxError, UnicodeDecodeError):

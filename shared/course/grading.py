@@ -6,6 +6,7 @@ which runs nowhere but in a contained process. All else here is about points and
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import time
@@ -85,22 +86,22 @@ def submitted(submission: Path, stage: str, alone: bool) -> Path | None:
     """The folder of a submission that holds a stage's files."""
     places = [submission / stage, submission / "mine" / stage, *([submission] if alone else [])]
     wanted, root = mine.files(stage), submission.resolve()
-    for place in places:  # a link must not lead to the reference
-        if place.resolve().is_relative_to(root) and any(
-            (place / name).is_file() for name in wanted
-        ):
-            return place
+    for place in places:
+        with contextlib.suppress(OSError, RuntimeError):  # not ours to read, or links in a circle
+            inside = place.resolve().is_relative_to(root)  # a link must not lead to the reference
+            if inside and any((place / name).is_file() for name in wanted):
+                return place
     return None
 
 
 def file_of(folder: Path | None, task: Task) -> tuple[bytes, str]:
     """A task's file in a submission, or why it cannot be judged."""
     path = None if folder is None else folder / task.file
-    if folder is None or path is None or not path.is_file():
-        return b"", f"There is no {task.file} in the submission."
-    if path.resolve() != folder.resolve() / task.file or path.stat().st_size > MOST_BYTES:
-        return b"", f"{task.file} is a link, or larger than {MOST_BYTES // 1024} KiB."
     try:
+        if folder is None or path is None or not path.is_file():
+            return b"", f"There is no {task.file} in the submission."
+        if path.resolve() != folder.resolve() / task.file or path.stat().st_size > MOST_BYTES:
+            return b"", f"{task.file} is a link, or larger than {MOST_BYTES // 1024} KiB."
         return path.read_bytes(), ""
     except OSError as error:
         return b"", f"{task.file} cannot be read: {error.strerror}."
@@ -115,7 +116,7 @@ def grade_class(
     if not submissions.is_dir():
         raise UserError(f"There is no folder {submissions}: name the one of all submissions.")
     out.mkdir(parents=True, exist_ok=True)
-    folders = sorted(path for path in submissions.iterdir() if path.is_dir())
+    folders = sorted(p for p in submissions.iterdir() if p.is_dir() and not p.is_symlink())
     todo = [folder for folder in folders if not (out / f"{folder.name}.json").is_file()]
     tasks = sum(len(mine.tasks(stage)) for stage in chosen)
     with tqdm(total=len(todo) * tasks, unit="task", disable=None) as bar:

@@ -20,10 +20,12 @@ import ctypes
 import functools
 import json
 import os
+import platform
 import random
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -55,6 +57,12 @@ COURSE = ("__init__.py", "difference.py", "driver.py", "mine.py", "stages.py")  
 KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT")  # environment variables
 HOMES = ("HOME", "TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME", "MPLCONFIGDIR", "HF_HOME")
 NOBODY = 65534
+# Architectures and numbers of: memfd_create, memfd_secret and shmget, which take memory that no
+# process is seen to have; ptrace and process_vm_*; keys; bpf, perf, userfaultfd, io_uring.
+REFUSED = {
+    "x86_64": (0xC000003E, (319, 447, 29, 101, 310, 311, 248, 249, 250, 321, 298, 323, 425)),
+    "aarch64": (0xC00000B7, (279, 447, 194, 117, 270, 271, 217, 218, 219, 280, 241, 282, 425)),
+}
 
 
 @dataclass(frozen=True)
@@ -248,7 +256,14 @@ def run(tree: Path, job: Mapping[str, Any], limits: Limits, confined: bool = Tru
     words = [sys.executable, "-B", "-m", "shared.course.driver"]
     options: dict[str, Any] = {"cwd": tree}
     if confined:
-        words = [*bubblewrap(tree, limits), *words]
+        confinement = bubblewrap(tree, limits)
+        if refused := system_calls():  # a pipe holds them until bubblewrap reads them
+            reader, writer = os.pipe()
+            os.write(writer, refused)
+            os.close(writer)
+            confinement += ["--seccomp", str(reader)]
+            options["pass_fds"] = [reader]
+        words = [*confinement, "--", *words]
         home = "/tmp"
     else:
         scratch.mkdir(exist_ok=True)
@@ -271,6 +286,8 @@ def run(tree: Path, job: Mapping[str, Any], limits: Limits, confined: bool = Tru
         start_new_session=os.name == "posix",
         **options,
     )
+    for reader in options.get("pass_fds", ()):
+        os.close(reader)
     assert process.stdin and process.stdout and process.stderr
     data, printed = _Pipe(process.stdout, MOST_DATA), _Pipe(process.stderr, 4 * MOST_OUTPUT)
     try:
@@ -295,10 +312,14 @@ def bubblewrap(tree: Path, limits: Limits) -> list[str]:
     words = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
     words += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "staircase"]
     words += ["--new-session", "--die-with-parent"]
-    python = {str(Path(place).resolve()) for place in (sys.prefix, sys.base_prefix)}
-    python |= {str(Path(sys.executable).parent.parent), sys.prefix}
-    for place in ("/usr", "/lib", "/lib64", "/bin", *sorted(python)):
-        if os.path.islink(place):
+    places = {"/usr", "/lib", "/lib64", "/bin", sys.prefix, str(Path(sys.executable).parent.parent)}
+    places |= {str(Path(place).resolve()) for place in (sys.prefix, sys.base_prefix)}
+    project, hidden = str(paths.ROOT), list[str]()
+    for place in sorted({*places, project}):
+        if place == project:  # where a place holds it, its solutions are hidden
+            hidden += [project] if any(paths.ROOT.is_relative_to(p) for p in places) else []
+            words += [word for place in hidden for word in ("--tmpfs", place)]
+        elif os.path.islink(place):
             words += ["--symlink", os.readlink(place), place]
         elif os.path.isdir(place):
             words += ["--ro-bind", place, place]
@@ -306,7 +327,21 @@ def bubblewrap(tree: Path, limits: Limits) -> list[str]:
         words += ["--ro-bind-try", place, place]
     words += ["--proc", "/proc", "--dev", "/dev", "--size", str(limits.disk * 2**20)]
     words += ["--tmpfs", "/tmp", "--ro-bind", str(tree), "/project", "--chdir", "/project"]
-    return [*words, "--remount-ro", "/dev", "--remount-ro", "/", "--"]
+    return [*words, *(w for place in ("/dev", "/", *hidden) for w in ("--remount-ro", place))]
+
+
+def system_calls() -> bytes:
+    """A filter for seccomp: the calls of REFUSED fail, as those of another architecture do; b""
+    for an unknown machine."""
+    if platform.machine() not in REFUSED:
+        return b""
+    architecture, numbers = REFUSED[platform.machine()]
+    last = len(numbers) + 1  # steps from the first comparison to the refusal
+    steps = [(0x20, 0, 0, 4), (0x15, 0, last + 2, architecture), (0x20, 0, 0, 0)]
+    steps += [(0x35, last, 0, 0x40000000)]  # x32
+    steps += [(0x15, last - 1 - i, 0, number) for i, number in enumerate(numbers)]
+    steps += [(0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x00050001)]  # allowed; EPERM
+    return b"".join(struct.pack("HBBI", *step) for step in steps)
 
 
 @functools.cache
@@ -315,7 +350,7 @@ def unconfined() -> str:
     if shutil.which("bwrap") is None:
         return "There is no bubblewrap (bwrap) on this machine"
     with tempfile.TemporaryDirectory(prefix="staircase-") as folder:
-        words = [*bubblewrap(Path(folder), Limits()), sys.executable, "-c", ""]
+        words = [*bubblewrap(Path(folder), Limits()), "--", sys.executable, "-c", ""]
         done = subprocess.run(words, capture_output=True, text=True, errors="replace")
     if done.returncode:
         return f"bubblewrap does not work on this machine ({plain(done.stderr, 200)})"

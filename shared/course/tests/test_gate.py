@@ -66,5 +66,6 @@ def test_what_is_unusual_is_remarked_on_and_plain_python_is_not(place):
     assert deep == "" or "nested" in deep
     sentence = remark("\nimport sys", *place)
     assert "the import of sys" in sentence and sentence.startswith(f"{place[1]}, line ")
+    assert "longer than 64 KiB" in remark("#" * gate.LONGEST, *place)
     assert remark(HONEST, *place) == ""
     assert remark("def (:", *place) == "" == gate.remark(b"\xff", *place)

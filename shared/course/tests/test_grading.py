@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +69,30 @@ def test_a_file_that_is_missing_too_large_or_a_link_is_no_solution(tmp_path, mon
     mine.write(tmp_path / FILE, REFERENCE)
     monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=PermissionError(13, "denied")))
     assert "cannot be read: denied" in why()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="files of POSIX")
+def test_a_folder_of_odd_files_is_graded(tmp_path, fake, capsys):
+    """What an archive may hold, one oddity a submission: they get 0, and none ends the run."""
+    for name in ("a\n 100  b", "circle", "closed", "folder", "pipe"):
+        (tmp_path / "all" / name / STAGE).mkdir(parents=True)
+    folder = tmp_path / "all"
+    (folder / "outside").symlink_to(paths.ROOT, target_is_directory=True)
+    (folder / "circle" / STAGE).rmdir()
+    (folder / "circle" / STAGE).symlink_to(folder / "circle" / STAGE)
+    (folder / "folder" / STAGE / FILE).mkdir()
+    os.mkfifo(folder / "pipe" / STAGE / FILE)
+    mine.write(folder / "closed" / STAGE / FILE, REFERENCE)
+    (folder / "closed" / STAGE).chmod(0o600)
+    try:
+        exercise.main(["grade-class", str(folder), "stage04", "--out", str(tmp_path / "out")])
+    finally:
+        (folder / "closed" / STAGE).chmod(0o700)
+    lines = capsys.readouterr().out.splitlines()
+    names = [r"'a\n 100  b'", "circle", "closed", "folder", "pipe"]
+    assert [line[6:] for line in lines] == names
+    # Root may read what is closed.
+    assert {line[:4] for line in lines if "closed" not in line} == {"   0"}
 
 
 def test_an_empty_folder_gets_nothing_and_results(tmp_path, fake, capsys):

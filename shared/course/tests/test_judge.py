@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
+import platform
 import random
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -17,9 +20,10 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from shared import paths
-from shared.course import judge, mine, wrong
+from shared.course import driver, judge, mine, wrong
 from shared.course.judge import Ended, Judge, Limits
 from shared.errors import UserError
 
@@ -60,14 +64,21 @@ QUICK = ("all processes", "a daemon that would write later", "results of its own
 
 def judged(made: Judge, code: str) -> str:
     """Why an empty solution with this code is wrong. Nothing that it starts may be left."""
-    before = {process.pid for process in psutil.process_iter()}
     why = made.why(STAGE, TASK, f"{EMPTY}\n\n{code}\n".encode())
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            alive = process.pid not in before and process.status() != psutil.STATUS_ZOMBIE
-            assert not (alive and "shared.course.driver" in process.cmdline())
+    assert left_of(made._home.name) == []
     assert len(why) < 5000 and all(letter.isprintable() or letter in "\n\t" for letter in why)
     return why
+
+
+def left_of(home: str) -> list[psutil.Process]:
+    """Processes that work in a folder: by bubblewrap, which holds what it contains, or without."""
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            alive = process.status() != psutil.STATUS_ZOMBIE
+            if alive and (home in " ".join(process.cmdline()) or process.cwd().startswith(home)):
+                left.append(process)
+    return left
 
 
 @contained
@@ -92,6 +103,20 @@ def test_what_the_gate_once_refused_gets_nothing(two_seeds):
             two_seeds,
             f"import math, torch\ntry:\n{textwrap.indent(code, '    ')}\nexcept Exception: pass",
         )
+
+
+@pytest.mark.parametrize("stage", WITH_TASKS)
+def test_each_task_has_a_driver_that_returns_the_same_for_a_seed(stage):
+    """In this process: a change of the reference must not break its own grading."""
+    drivers = importlib.import_module(f"{stage}.drivers").DRIVERS
+    assert drivers.keys() >= {task.number for task in mine.tasks(stage)}
+    for task in mine.tasks(stage):
+        runs = []
+        for _ in range(2):
+            torch.manual_seed(1), random.seed(1)
+            runs.append(driver.plain(drivers[task.number](random.Random(1))))
+        json.dumps(runs[0], allow_nan=False)
+        assert judge.rule_of(stage, task)(*runs) == "", task.title
 
 
 @contained
@@ -163,6 +188,32 @@ def seen_by(made: Judge, code: str) -> str:
     return monkey.removeprefix("ValueError: ").rpartition(" (plan.py")[0]
 
 
+CALLS = """
+import ctypes, json, os
+libc = ctypes.CDLL(None, use_errno=True)
+failed = [libc.syscall(number, 0, 0, 0, 0, 0) for number in NUMBERS]
+raise ValueError(json.dumps([os.strerror(ctypes.get_errno()), failed, os.getpid() > 0]))
+"""
+
+
+@contained
+@pytest.mark.skipif(not judge.system_calls(), reason="the numbers are not known here")
+def test_some_system_calls_are_refused(two_seeds):
+    _, numbers = judge.REFUSED[platform.machine()]
+    seen = json.loads(seen_by(two_seeds, CALLS.replace("NUMBERS", str(list(numbers)))))
+    assert seen == ["Operation not permitted", [-1] * len(numbers), True]
+
+
+@contained
+@pytest.mark.parametrize("root", [Path("/usr/share"), Path(sys.prefix, "lib")])
+def test_a_project_inside_of_what_is_shown_is_hidden(tmp_path, root, monkeypatch):
+    """As in a container that keeps it in /usr/src, or beside the modules of Python."""
+    monkeypatch.setattr(paths, "ROOT", root)
+    words = [*judge.bubblewrap(tmp_path, Limits()), "--", "/bin/ls", str(root)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
 @contained
 def test_the_tree_has_no_reference_of_the_task(two_seeds):
     with two_seeds._tree(two_seeds._base(STAGE), {}) as tree:
@@ -174,28 +225,36 @@ def test_the_tree_has_no_reference_of_the_task(two_seeds):
         assert not list((tree / STAGE / "__pycache__").glob("plan.*"))
 
 
+ENDLESS = """
+from shared.course.judge import Judge, Limits
+from shared.course.tests.test_judge import STAGE, TASK
+with Judge(Limits(seconds=600), seeds=[1]) as made:
+    made._drive(STAGE, TASK, b"while True: pass", None)
+"""
+
+
 @contained
-@pytest.mark.parametrize("spent", [0.0, 0.1, 4.0])
-def test_a_grader_that_is_killed_takes_the_judged_process_with_it(tmp_path, spent):
-    """Killed while a process starts, before it is contained, and while the submission runs."""
-    mine.write(tmp_path / "all" / FILE, "while True:\n    pass\n")
-    words = ["grade", "stage04", "--submission", str(tmp_path / "all"), "--seconds", "600"]
-    grader = psutil.Popen(
-        [sys.executable, "-m", "shared.course.exercise", *words],
-        cwd=paths.ROOT,
-        env=os.environ | {"TMPDIR": str(tmp_path)},
-    )
+@pytest.mark.parametrize("spent,delay", [(0.0, 1), (4.0, 0)])
+def test_a_grader_that_is_killed_takes_the_judged_process_with_it(tmp_path, spent, delay):
+    """Killed before the process is contained, and while the submission runs."""
+    slow = tmp_path / "bwrap"
+    slow.write_text(f'#!/bin/sh\nsleep {delay}\nexec {shutil.which("bwrap")} "$@"\n')
+    slow.chmod(0o700)
+    places = {"TMPDIR": str(tmp_path), "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    grader = psutil.Popen([sys.executable, "-c", ENDLESS], cwd=paths.ROOT, env=os.environ | places)
     judged: list[psutil.Process] = []
     try:
         while not [process for process in judged if process_time(process) >= spent]:
             assert grader.poll() is None
-            judged = grader.children(recursive=True)
-            time.sleep(0.001)
+            children = grader.children(recursive=True)
+            judged = [child for child in children if "shared.course.driver" in words_of(child)]
+            time.sleep(0.01)
+        time.sleep(delay / 2)
     finally:
         grader.kill()
         grader.wait()
     deadline = time.monotonic() + 60
-    while left := [p for p in psutil.process_iter() if str(tmp_path) in " ".join(words_of(p))]:
+    while left := left_of(str(tmp_path)):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 
