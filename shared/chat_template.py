@@ -121,17 +121,24 @@ class FolderTemplate:
         self._control = re.compile("|".join(map(re.escape, ordered)) or "(?!)")
         self._either = re.compile(f"{self._mark.pattern}|{self._control.pattern}")
 
-    def render(self, messages: Sequence[Mapping[str, Any]], start: bool = True) -> Parts:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        start: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Parts:
         """The prompt for `messages`, each with a role and a content, in pieces.
 
-        start: add the beginning of the assistant's answer. Raises UserError if the template refuses
+        start: add the beginning of the assistant's answer. tools: functions that the model may
+        call, described as OpenAI's API does. Raises UserError if the template refuses
         the messages, fails, or exceeds its time or its size.
         """
         safe = [
             {key: self._marked(value) for key, value in message.items()} for message in messages
         ]
-        fields = {"messages": safe, "add_generation_prompt": start, "tools": None, **self._tokens}
-        text = self._renderer.render(fields)
+        described = None if tools is None else self._marked(tools)
+        fields = {"messages": safe, "add_generation_prompt": start, "tools": described}
+        text = self._renderer.render(fields | self._tokens)
         parts, done = [], 0
         for match in self._either.finditer(text):
             before, after = self._marks.get(match[0], ("", ""))  # a template may have cut one off

@@ -1,7 +1,7 @@
 """Offers: what a stage brings to the server and to the tools that drive all stages.
 
-A stage with an engine, a family of models or kernels defines `OFFER` in its `__init__.py`. Stages
-are found by their folders, so a new one runs everywhere without an edit.
+A stage with an engine, a family of models, kernels or forms of answers defines `OFFER` in its
+`__init__.py`. Stages are found by their folders, so a new one runs everywhere without an edit.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class Offer:
         makes of stage 05's engine, or a later one, one that verifies drafts.
     caches: caches by their dtype, such as "int8"; each module has a CACHE for stage 05's engine,
         and KERNEL_CACHES for stage 09's, by type of device.
+    forms: answers in a given form, for the server: the module has a class `Forms`, as
+        stage06_serving/forms.py describes it.
     """
 
     stage: str
@@ -57,6 +59,7 @@ class Offer:
     weights: Mapping[str, str] = field(default_factory=dict)
     drafts: Mapping[str, str] = field(default_factory=dict)
     caches: Mapping[str, str] = field(default_factory=dict)
+    forms: str = ""
 
     def load(self, module: str) -> ModuleType:
         """A module of the stage."""

@@ -32,7 +32,8 @@ from . import embeddings
 from .async_engine import AsyncEngine, Broken, EngineDead, EngineThread, Overloaded
 from .chat import ChatTemplate, OwnTemplate, own_template
 from .errors import NOT_AN_OBJECT, ApiError, error_body, failure, validation_message
-from .formats import Chat, Completion, Echo, Format, Generate, Offsets, Scores, completion_logprobs
+from .formats import Completion, Echo, Format, Generate, Offsets, Scores, completion_logprobs
+from .forms import brought
 from .guard import Guard, loading
 from .live import Live
 from .metrics import Metrics
@@ -111,7 +112,7 @@ class Api:
     async def chat(self, request: Request, body: ChatBody) -> ASGIApp:
         service, deadline = self.service, self._deadline()
         choices = await service.chat(body, request.scope["tenant"])
-        form = Chat(body, choices, service)
+        form = service.forms.answer(body, choices, service)
         return await self._respond(request, choices, form, bool(body.stream), deadline)
 
     def _deadline(self) -> float:
@@ -281,15 +282,16 @@ def create_app(
     """The server's application. It owns the engine that `starting` will hold, and runs it on
     `thread`, which makes it. Until then `state.engine` is missing, and only paths such as /health
     answer."""
-    created, statuses = int(time.time()), Counter[int]()
+    created, statuses, forms = int(time.time()), Counter[int](), brought()
 
     async def load() -> None:
         engine, loaded = await asyncio.shield(asyncio.wrap_future(starting))
         name = settings.served_model_name or loaded.config.name
         running = AsyncEngine(engine, settings.max_queue, thread)
         from_folder = own_template(loaded) if settings.chat_template == "auto" else None
+        chats = from_folder or template
         state.service = Service(
-            *(running, loaded, name, from_folder or template),
+            *(running, loaded, name, chats, forms(loaded, chats)),
             timeout=settings.request_timeout,
             stream_interval=settings.stream_interval,
         )
@@ -331,18 +333,21 @@ def create_app(
     async def generate(request: Request, body: GenerateBody) -> ASGIApp:
         return await state.api.generate(request, body)
 
-    @app.post("/v1/completions", response_model=None)
     async def completions(request: Request, body: CompletionBody) -> ASGIApp:
         return await state.api.complete(request, body)
 
-    @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(request: Request, body: ChatBody) -> ASGIApp:
         return await state.api.chat(request, body)
 
+    completions.__annotations__["body"] = forms.completion_body  # FastAPI reads it
+    chat_completions.__annotations__["body"] = forms.chat_body
+    app.post("/v1/completions", response_model=None)(completions)
+    app.post("/v1/chat/completions", response_model=None)(chat_completions)
+
     direct |= {
         "/generate": (GenerateBody, generate),
-        "/v1/completions": (CompletionBody, completions),
-        "/v1/chat/completions": (ChatBody, chat_completions),
+        "/v1/completions": (forms.completion_body, completions),
+        "/v1/chat/completions": (forms.chat_body, chat_completions),
     }
     embeddings.add(app, state, unless_gone)
 

@@ -30,6 +30,7 @@ from stage05_paged.records import BlocksRecord
 from .scoring import PromptRequest, own_salt
 from .status import AnyEngine, DiskCounts, DraftCounts, Status
 
+Prepare = Callable[[Request], None]  # gives a request its form, before it is queued
 BROKEN = "The engine failed in a step of this request: send the request again."
 DEAD = "The engine has stopped after repeated failures: restart the server, and read its log."
 CLOSING = "The server is shutting down: send the request again later, or to another server."
@@ -208,11 +209,13 @@ class AsyncEngine:
         sampling: Sequence[SamplingParams],
         salt: bytes = b"",
         wants: Callable[..., PromptRequest] | None = None,
+        prepare: Prepare | None = None,
     ) -> list[list[Ticket]]:
         """Accept `prompts`, each with one sample per `sampling`. Returns a list of tickets per
         prompt.
 
-        wants: makes the first request of each prompt, whose result `result` waits for.
+        wants: makes the first request of each prompt, whose result `result` waits for. prepare:
+        called with each request on the engine's thread.
         All or none are accepted. Raises UserError for a request that can never be answered,
         Overloaded without room for all of them, EngineDead.
         """
@@ -221,6 +224,10 @@ class AsyncEngine:
             raise UserError(
                 "This engine cannot score or embed a prompt: leave 'echo' or 'logprobs' out, or "
                 "start the server with --engine paged."
+            )
+        if prepare is not None and not self._engine.takes_prompt_requests:
+            raise UserError(
+                "This engine cannot keep answers to a form: start the server with --engine paged."
             )
         for prompt in prompts:
             for params in sampling:
@@ -231,7 +238,7 @@ class AsyncEngine:
             self.in_flight |= {ticket.id: ticket for ticket in group}
             if wants is not None:
                 group[0].result = self._loop.create_future()
-            self._command(partial(self._add, prompt, sampling, salt, wants, group))
+            self._command(partial(self._add, prompt, sampling, salt, wants, prepare, group))
         return groups
 
     @property
@@ -442,6 +449,7 @@ class AsyncEngine:
         sampling: Sequence[SamplingParams],
         salt: bytes,
         wants: Callable[..., PromptRequest] | None,
+        prepare: Prepare | None,
         group: Sequence[Ticket],
     ) -> None:
         """Queue the samples of one prompt; all but the first share its blocks, and its result."""
@@ -455,6 +463,8 @@ class AsyncEngine:
                 else:
                     done = partial(self._have, ticket)
                     request = wants(prompt, params, ticket.id, salt=salt, done=done)
+                if prepare is not None:
+                    prepare(request)
                 self._enter(request)
                 first = first or request
         except Exception:  # a defect, since `submit` has checked; its readers must not wait

@@ -8,7 +8,7 @@ from a client: a template in a request is a program that a stranger wrote.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ NO_TEMPLATE = (
 )
 
 
+Tools = Sequence[Mapping[str, Any]]
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """A line for each message, by role; then `start`, which the model continues until one of
@@ -34,8 +37,9 @@ class ChatTemplate:
     start: str
     stops: tuple[str, ...]
 
-    def prompt(self, messages: Sequence[Message]) -> str:
-        """The text that the model continues. An unknown role is written with its own name."""
+    def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> str:
+        """The text that the model continues. An unknown role is written with its own name. There is
+        no place for `tools`."""
         lines = []
         for message in messages:
             line = self.roles.get(message.role)
@@ -55,11 +59,11 @@ class OwnTemplate:
     def __init__(self, template: chat_template.FolderTemplate, tokenizer: Any) -> None:
         self.template, self.tokenizer = template, tokenizer
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """The token ids that the model continues. Raises UserError for messages that the template
-        refuses."""
-        plain = [{"role": message.role, "content": message.text} for message in messages]
-        ids: list[int] = self.tokenizer.encode_chat(self.template.render(plain))
+        refuses. tools: functions that the model may call, if the template shows them."""
+        plain = [message.plain for message in messages]
+        ids: list[int] = self.tokenizer.encode_chat(self.template.render(plain, tools=tools))
         return ids
 
 

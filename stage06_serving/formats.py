@@ -238,10 +238,10 @@ class Chat:
         if choice.index not in self._greeted:
             self._greeted.add(choice.index)
             role = {"role": "assistant", "content": ""}
-            events.append(self._chunk(choice, role, Piece("", ())))
+            events.append(self.chunk(choice, role, Piece("", ())))
         if piece.text or piece.finish_reason or self.body.logprobs:
             delta = {"content": piece.text} if piece.text else {}
-            events.append(self._chunk(choice, delta, piece))
+            events.append(self.chunk(choice, delta, piece))
         return events
 
     def last(self) -> list[dict[str, Any]]:
@@ -250,7 +250,7 @@ class Chat:
         end = {"object": "chat.completion.chunk", "choices": [], "usage": usage(self.choices)}
         return [{**self.head, **end}]
 
-    def _chunk(self, choice: Choice, delta: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    def chunk(self, choice: Choice, delta: dict[str, Any], piece: Piece) -> dict[str, Any]:
         part = {
             "index": choice.index,
             "delta": delta,

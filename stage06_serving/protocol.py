@@ -133,6 +133,8 @@ class SamplingBody(Body):
     def _refuse(cls, data: Any) -> Any:
         if isinstance(data, dict):
             for name in data:
+                if name in cls.model_fields:  # of a later stage's body
+                    continue
                 if name in REFUSED and data[name]:
                     raise WrongField(name, f"{REFUSED[name]}: leave it out")
                 if name in HARMLESS:
@@ -237,6 +239,11 @@ class Message(Body):
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Text | Annotated[Many[TextPart], Field(max_length=MOST_MESSAGES)] | None = None
     name: Annotated[str, Field(max_length=64)] | None = None
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The message for a chat template."""
+        return {"role": self.role, "content": self.text}
 
     @property
     def text(self) -> str:

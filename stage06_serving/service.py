@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from pydantic_core import to_json
 
@@ -16,12 +16,15 @@ from shared.cli import Loaded
 from shared.errors import UserError
 from stage01_forward.generation import Token
 
-from .async_engine import AsyncEngine, Overloaded, Ticket, TooMany
-from .chat import NO_TEMPLATE, ChatTemplate, OwnTemplate
+from .async_engine import AsyncEngine, Overloaded, Prepare, Ticket, TooMany
+from .chat import NO_TEMPLATE, ChatTemplate, OwnTemplate, Tools
 from .errors import ApiError
 from .protocol import DEFAULT_TOKENS, ChatBody, CompletionBody, GenerateBody, Message, SamplingBody
 from .scoring import ScoredRequest
 from .text import TextStream
+
+if TYPE_CHECKING:
+    from .forms import Forms
 
 LONG_TEXT = 8_192  # characters or tokens: longer texts are tokenized off the event loop
 LONGEST_TOKEN = 128  # characters, in GPT-2: a longer prompt is too long without tokenizing it
@@ -87,13 +90,15 @@ class Service:
         loaded: Loaded,
         name: str,
         template: ChatTemplate | OwnTemplate | None,
+        forms: Forms,
         timeout: float,
         stream_interval: int = 1,
     ) -> None:
-        """timeout: seconds per request. stream_interval: tokens that a stream gathers before it
-        sends them."""
+        """forms: of answers. timeout: seconds per request. stream_interval: tokens that a stream
+        gathers before it sends them."""
         self.engine, self.loaded, self.name = engine, loaded, name
         self.template, self.timeout, self.stream_interval = template, timeout, stream_interval
+        self.forms = forms
         self._worker, self._texts = ThreadPoolExecutor(1, "long-work"), 0
 
     @property
@@ -189,24 +194,26 @@ class Service:
         # Where only prompts are scored, a token ends each, and is not sent.
         max_tokens = 1 if body.max_tokens == 0 and body.echo else body.max_tokens
         limit = self.limit(max_tokens, DEFAULT_TOKENS)
-        return self.begin(body, prompts, body.n or 1, limit, body.logprobs, body.stops, salt)
+        form, n = await self.forms.prepare(body), body.n or 1
+        return self.begin(body, prompts, n, limit, body.logprobs, body.stops, salt, form)
 
     async def chat(self, body: ChatBody, salt: bytes) -> list[Choice]:
         salt += self.check_model(body.model)
-        ids = await self.chat_ids(body.messages)
-        stops = self.template.stops if self.template else ()
+        form = await self.forms.prepare(body)
+        ids = await self.chat_ids(*self.forms.conversation(body))
+        stops = [*body.stops, *(self.template.stops if self.template else ())]
         max_tokens = body.max_completion_tokens or body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         limit = self.limit(max_tokens, self.context - len(ids))
-        return self.begin(body, [ids], body.n or 1, limit, logprobs, [*body.stops, *stops], salt)
+        return self.begin(body, [ids], body.n or 1, limit, logprobs, stops, salt, form)
 
-    async def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+    async def chat_ids(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """The ids of a chat's prompt. Raises ApiError."""
         if self.template is None:
             raise ApiError(400, NO_TEMPLATE, "messages")
         try:  # off the event loop: a template may take its time
-            render: Callable[[Sequence[Message]], str | list[int]] = self.template.prompt
-            prompt = await asyncio.to_thread(render, messages)
+            render: Callable[..., str | list[int]] = self.template.prompt
+            prompt = await asyncio.to_thread(render, messages, tools)
         except UserError as error:
             raise ApiError(400, str(error), "messages") from None
         return await self.prompt_ids(prompt, "messages")
@@ -233,8 +240,10 @@ class Service:
         logprobs: int | None,
         stops: Sequence[str],
         salt: bytes,
+        form: Prepare | None = None,
     ) -> list[Choice]:
-        """Submit `n` choices for each prompt to the engine. Choices of one prompt are adjacent."""
+        """Submit `n` choices for each prompt to the engine, each in the form that `form` gives its
+        request. Choices of one prompt are adjacent."""
         scored = logprobs if isinstance(body, CompletionBody) and body.echo else None
         if scored is not None:
             self.check_scores(sum(map(len, prompts)), scored)
@@ -243,7 +252,7 @@ class Service:
         try:
             params = [body.params(limit, logprobs, sample) for sample in range(n)]
             wants = None if scored is None else partial(ScoredRequest, top=scored)
-            groups = self.engine.submit(prompts, params, salt, wants)
+            groups = self.engine.submit(prompts, params, salt, wants, form)
         except UserError as error:
             named = FIELD.search(str(error))
             several = isinstance(error, TooMany) and n > 1

@@ -177,7 +177,9 @@ def test_long_texts_are_tokenized_and_joined_off_the_loop(monkeypatch):
         return call
 
     tokenizer = SimpleNamespace(encode=watched(REAL.encode), decode=watched(REAL.decode))
-    service = Service(cast(Any, None), cast(Any, SimpleNamespace(tokenizer=tokenizer)), "", None, 1)
+    nothing: Any = None
+    loaded = cast(Any, SimpleNamespace(tokenizer=tokenizer))
+    service = Service(nothing, loaded, "", None, nothing, 1)
     monkeypatch.setattr("stage06_serving.service.LONG_TEXT", 20)
     for text, expected in ("once", (1, 1)), ("once upon a time " * 2, (0, 1)), ("a " * 80, (0, 0)):
         on_loop.clear()

@@ -1,0 +1,61 @@
+"""Answers in a given form, such as JSON: what a later stage brings, and what this one does without.
+
+The stage says so in its offer (`forms`), and the endpoints take its bodies, which have more fields
+than ours; a field that neither knows is refused as protocol.py says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from shared.cli import Loaded
+from stage01_forward.offer import offers
+
+from .async_engine import Prepare
+from .chat import ChatTemplate, OwnTemplate, Tools
+from .formats import Chat, Format
+from .protocol import ChatBody, CompletionBody, Message
+from .service import Choice, Service
+
+
+class Forms(Protocol):
+    """Made once for a loaded model, from the arguments of `NoForms`."""
+
+    chat_body: type[ChatBody]
+    completion_body: type[CompletionBody]
+
+    async def prepare(self, body: ChatBody | CompletionBody) -> Prepare | None:
+        """What gives the requests of `body` their form; None: they have none. Raises ApiError for a
+        form that cannot be enforced."""
+
+    def conversation(self, body: ChatBody) -> tuple[Sequence[Message], Tools | None]:
+        """The messages for the chat template, and the tools, if it is the one to show them."""
+
+    def answer(self, body: ChatBody, choices: Sequence[Choice], service: Service) -> Format:
+        """How the chat is answered."""
+
+
+class NoForms:
+    """Any text."""
+
+    chat_body, completion_body = ChatBody, CompletionBody
+
+    def __init__(self, loaded: Loaded, template: ChatTemplate | OwnTemplate | None) -> None:
+        """template: of the server's chats."""
+
+    async def prepare(self, body: ChatBody | CompletionBody) -> Prepare | None:
+        return None
+
+    def conversation(self, body: ChatBody) -> tuple[Sequence[Message], Tools | None]:
+        return body.messages, None
+
+    def answer(self, body: ChatBody, choices: Sequence[Choice], service: Service) -> Format:
+        return Chat(body, choices, service)
+
+
+def brought() -> Callable[..., Forms]:
+    """The newest stage's Forms; NoForms if no stage brings any."""
+    newest = [offer for offer in offers() if offer.forms]
+    kind: Callable[..., Forms] = newest[-1].load(newest[-1].forms).Forms if newest else NoForms
+    return kind
