@@ -6,8 +6,8 @@ than ours; a field that neither knows is refused as protocol.py says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from shared.cli import Loaded
 from stage01_forward.offer import offers
@@ -54,8 +54,7 @@ class NoForms:
         return Chat(body, choices, service)
 
 
-def brought() -> Callable[..., Forms]:
-    """The newest stage's Forms; NoForms if no stage brings any."""
+def brought() -> Any:
+    """The newest stage's class of Forms; NoForms if no stage brings any."""
     newest = [offer for offer in offers() if offer.forms]
-    kind: Callable[..., Forms] = newest[-1].load(newest[-1].forms).Forms if newest else NoForms
-    return kind
+    return newest[-1].load(newest[-1].forms).Forms if newest else NoForms

@@ -199,9 +199,6 @@ def test_langchain_s_chat_model(server, client):
     assert (
         sum(one.usage_metadata["output_tokens"] for one in chunks if one.usage_metadata) == TOKENS
     )
-    tool = {"name": "rain", "description": "makes rain", "parameters": {"type": "object"}}
-    with pytest.raises(openai.BadRequestError, match="tools"):
-        model.bind_tools([tool]).invoke(QUESTION)
 
 
 @pytest.fixture(scope="module")
