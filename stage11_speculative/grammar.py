@@ -13,9 +13,14 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import llguidance
@@ -34,6 +39,7 @@ SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 STRICT = {"lenient": False, "coerce_one_of": False}  # refuse what cannot be enforced
 MOST_DIGITS = 24  # in a row, where the grammar allows another end: numbers run on, too
 MOST_SOURCE = 2**18  # characters of a grammar
+TRIAL = Path(__file__).with_name("trial.py")
 KEPT = 64  # compiled grammars
 # Fuel for one mask buys some 10 ms, for one grammar some 100 ms; a state takes 2 kB.
 LIMITS = {
@@ -108,6 +114,56 @@ class Encoder:
         return self.tokenizer.encode(text)
 
 
+class Trial:
+    """A process that compiles each grammar first; it is started again after it had to be ended."""
+
+    def __init__(self) -> None:
+        self._end: Callable[[], object] = lambda: None
+        self._process: subprocess.Popen[str] | None = None
+
+    def check(self, source: str) -> None:
+        """Raises UserError for a grammar with an error, or that takes too much time or memory."""
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        answer = self._ask(source)
+        if answer is None:
+            self._end()
+            raise UserError("The form takes too much work to compile: send a simpler one.")
+        if answer:
+            raise UserError(f"The form cannot be enforced: {first_line(answer)}")
+
+    def _start(self) -> None:
+        self._end()
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(TRIAL)],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self._end = weakref.finalize(self, _end, self._process)
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(LIMITS) + "\n")
+
+    def _ask(self, source: str) -> str | None:
+        """What is wrong with the grammar; None if the process has ended."""
+        assert self._process is not None
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        with suppress(OSError):
+            stdin.write(json.dumps(source) + "\n")
+            stdin.flush()
+            if line := stdout.readline():
+                return str(json.loads(line))
+        return None
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with suppress(OSError), process:
+        process.kill()
+
+
 class Grammars:
     """Compiles grammars for one model, and keeps the latest. Any thread may use it.
 
@@ -128,7 +184,7 @@ class Grammars:
         wrapper = llguidance.TokenizerWrapper(encoder)
         self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=list(eos_ids))
         self._limits = llguidance.LLParserLimits(**LIMITS)
-        self._lock = threading.Lock()
+        self._trial, self._lock = Trial(), threading.Lock()
         self._kept: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
 
     def compile(self, source: str) -> llguidance.LLMatcher:
@@ -143,14 +199,10 @@ class Grammars:
             if source in self._kept:
                 self._kept.move_to_end(source)
                 return self._kept[source]
+            self._trial.check(source)
             matcher = llguidance.LLMatcher(
                 self._tokenizer, source, log_level=0, limits=self._limits
             )
-            if not matcher.is_error():
-                begun = matcher.deep_copy()  # the first mask finds what building it does not
-                possible = any(begun.compute_bitmask())
-                if begun.is_error() or not possible:
-                    matcher = begun
             if matcher.is_error():
                 raise UserError(f"The form cannot be enforced: {first_line(matcher.get_error())}")
             self._kept[source] = matcher
