@@ -42,7 +42,7 @@ MOST_SOURCE = 2**18  # characters of a grammar
 TRIAL = Path(__file__).with_name("trial.py")
 KEPT = 64  # compiled grammars
 # Fuel for one mask buys some 10 ms, for one grammar some 100 ms; a state takes 2 kB.
-LIMITS = {
+LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 2_000_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 50_000,
@@ -223,7 +223,7 @@ class FormRow(Row):
         self._mask: Tensor | None = None
         super().__init__(row.params, row.prompt, row.output)
 
-    @property  # type: ignore[override]
+    @property
     def mask(self) -> Tensor:
         """(V,) of bool, for the next token of the output. Once the parser has failed no id may come
         next, which ends the request and no other."""

@@ -184,7 +184,7 @@ def shows_tools(template: ChatTemplate | OwnTemplate | None) -> bool:
         )
     except UserError:
         return False
-    return any(probe["name"] in text for text, _ in parts)
+    return any("probe_of_tools" in text for text, _ in parts)
 
 
 def parameters(tool: Tool) -> dict[str, Any]:

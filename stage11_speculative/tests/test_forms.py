@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import openai
 import pytest
 from pydantic import BaseModel, Field

@@ -7,7 +7,7 @@ import re
 from functools import cache
 from typing import Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 import torch
 
@@ -81,7 +81,8 @@ def masks(source: str, text: str) -> list[torch.Tensor]:
     grammar.Form(grammars(), source)(request)
     seen = []
     for id in [*TOKENIZER.encode(text), -1]:
-        seen.append(request.row.mask.clone())
+        assert request.row.mask is not None
+        seen.append(request.row.mask)
         request.output.token_ids.append(id)
     return seen
 
@@ -148,6 +149,7 @@ def test_control_tokens_and_ids_without_a_token_are_never_allowed():
     form = grammar.Form(grammar.Grammars(Chatty(), 310, (256,)), grammar.start("/(?s:.*)/"))
     request = Request([1], SamplingParams())
     form(request)
+    assert request.row.mask is not None
     allowed = set(request.row.mask.nonzero()[:, 0].tolist())
     assert allowed >= set(range(128)) and 256 in allowed
     assert not allowed & (set(range(257, 310)))
@@ -180,6 +182,7 @@ def test_a_parser_that_fails_ends_its_request_and_no_other():
     engine = make_paged(the_model(), 4)
     broken, free = ask(engine, schema(FOX), 1), ask(engine, None, 3)
     engine.step()
+    assert isinstance(broken.row, grammar.FormRow)
     broken.row.matcher.consume_token(TOKENIZER.eos_id)  # which it does not allow
     finish(engine)
     assert broken.output.finish_reason == "error" and free.output.finish_reason == "length"
