@@ -12,8 +12,6 @@ QUESTION: str = (
     "A pass reads all weights for one token of a request: why not verify several at once?"
 )
 FIRST_FILE: str = "engine.py"
-OFFER = Offer(
-    __name__, drafts=dict.fromkeys(("ngram", "suffix", "draft"), "make"), forms="forms"
-)
+OFFER = Offer(__name__, drafts=dict.fromkeys(("ngram", "suffix", "draft"), "make"), forms="forms")
 
 openmp.choose()  # before PyTorch is loaded
