@@ -34,6 +34,8 @@ from shared.tokenizer import AnyTokenizer
 from stage01_forward.generation import Row
 from stage04_continuous.request import Request
 
+from .drafts import Drafts, Proposer
+
 # No other white space than this: a model that may write spaces without end does.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 STRICT = {"lenient": False, "coerce_one_of": False}  # refuse what cannot be enforced
@@ -257,6 +259,38 @@ class FormRow(Row):
             tail = len(data) - len(data.rstrip(b"0123456789"))
             self._digits = self._digits + tail if tail == len(data) else tail
         self._read = len(self.output)
+
+
+class Forced:
+    """Drafts for requests in a form: what the grammar forces, else those of `inner`, cut where they
+    would leave it. Other requests have those of `inner`.
+
+    A forced text can be cut into tokens in several ways, so these are drafts, too: only where the
+    mask leaves one token is it certain that the sampler agrees.
+    """
+
+    def __init__(self, inner: Proposer) -> None:
+        self.inner = inner
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Drafts]:
+        drafts = self.inner.propose(requests, most)
+        return [self._of(*each) for each in zip(requests, drafts, most, strict=True)]
+
+    def forget(self, request: Request) -> None:
+        self.inner.forget(request)
+
+    def _of(self, request: Request, drafts: Drafts, most: int) -> Drafts:
+        row = request.row
+        if not isinstance(row, FormRow):
+            return drafts
+        row.read()
+        drawn = getattr(self.inner, "distributions", {})  # for `Rejection`
+        if forced := row.matcher.compute_ff_tokens():
+            drawn.pop(request, None)
+            return forced[:most]
+        if request in drawn:  # a cut that depends on what was drawn would change the distribution
+            return drafts
+        return drafts[: row.matcher.validate_tokens(drafts)]
 
 
 class Form:

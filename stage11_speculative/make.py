@@ -11,6 +11,7 @@ from stage09_kernels.make import make as make_plain
 from .draft_model import DraftModel
 from .drafts import DraftScheduler, Proposer
 from .engine import Engine, Verifier
+from .grammar import Forced
 from .lengths import Adaptive, Lengths, measure_passes
 from .proposers import NGram
 from .records import Recorder
@@ -27,7 +28,7 @@ def with_drafts(
 ) -> Engine:
     """The engine that verifies drafts, with the parts of `plain`, which stage 05's `make` or a
     later one made. most, lengths: see DraftScheduler. verify: see Engine."""
-    scheduler = DraftScheduler(plain.scheduler, proposer, most, lengths)
+    scheduler = DraftScheduler(plain.scheduler, Forced(proposer), most, lengths)
     recorder, *observers = plain.observers
     return Engine(
         plain.runner,

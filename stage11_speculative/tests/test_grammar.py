@@ -115,6 +115,34 @@ def test_every_engine_gives_the_same_tokens():
     assert answers[0] == answers[1] == answers[2]
 
 
+def test_forced_tokens_are_drafts():
+    """The keys of an object take fewer passes than they have tokens, and all answers stay."""
+    plain, engine = make_paged(the_model(), 4), ENGINES["drafts"](the_model(), 4)
+    expected, formed = ask(plain, schema(FOX), 1), ask(engine, schema(FOX), 1)
+    finish(plain)
+    finish(engine)
+    assert formed.output.token_ids == expected.output.token_ids
+    counts = engine.scheduler.draft_counts
+    assert len(engine.steps) < 0.7 * len(plain.steps)
+    assert counts.accepted > 20
+
+
+def test_drafts_are_cut_at_the_first_illegal_token():
+    class Fixed:
+        distributions: Any = {}
+
+        def propose(self, requests: Any, most: Any) -> Any:
+            return [TOKENIZER.encode("ab, a") for _ in requests]
+
+    request, free = (Request(PROMPT, SamplingParams()) for _ in range(2))
+    grammar.Form(grammars(), grammar.regex("[ab]*"))(request)
+    proposer = grammar.Forced(Fixed())  # type: ignore[arg-type]
+    cut, whole = proposer.propose([request, free], [9, 9])
+    assert TOKENIZER.decode(cut) == "ab" and TOKENIZER.decode(whole) == "ab, a"
+    Fixed.distributions = {request: None}  # drawn drafts: `Rejection` must see what was drawn
+    assert proposer.propose([request], [9]) == [whole]
+
+
 def test_a_mask_leaves_what_the_grammar_allows():
     first, *_, after = masks(grammar.regex("ab|cd"), "ab")
     assert {TOKENIZER.decode([id]) for id in first.nonzero()[:, 0].tolist()} <= {

@@ -1,0 +1,151 @@
+"""Schemas at random, and those of the official test suite: nothing invalid is ever accepted."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import tarfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+
+from shared.errors import UserError
+from shared.tokenizer import ByteTokenizer
+from stage01_forward.params import SamplingParams
+from stage04_continuous.request import Request
+from stage11_speculative import grammar
+
+from .test_grammar import TOKENIZER, grammars
+
+MOST_REFUSED = 203  # schemas of the suite that no grammar enforces; may only fall
+LONGEST = 400  # tokens of a random answer
+
+
+@cache
+def byte_grammars() -> grammar.Grammars:
+    return grammar.Grammars(ByteTokenizer(), 257, (256,))
+
+
+def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "pattern"]
+    kind = rng.choice(kinds + ["object", "array", "anyOf"] * bool(depth) * 2)
+    if kind == "enum":
+        return {"enum": rng.sample([1, -2.5, "a", 'q"\\', None, True, [1, {"k": "v"}], {}], 3)}
+    if kind == "pattern":
+        return {
+            "type": "string",
+            "pattern": rng.choice(["^[a-f]{2,5}$", "^(x|yy)+z?$", "^\\d{3}$"]),
+        }
+    if kind == "string":
+        low = rng.randint(0, 3)
+        return {"type": "string", "minLength": low, "maxLength": low + rng.randint(0, 6)}
+    if kind in ("integer", "number"):
+        low = rng.randint(-999, 999)
+        bounds = {"minimum": low, "exclusiveMaximum": low + rng.randint(2, 5000)}
+        return {"type": kind, **(bounds if rng.random() < 0.7 else {})}
+    if kind == "array":
+        low = rng.randint(0, 2)
+        items = random_schema(rng, depth - 1)
+        return {
+            "type": "array",
+            "items": items,
+            "minItems": low,
+            "maxItems": low + rng.randint(0, 2),
+        }
+    if kind == "anyOf":
+        return {"anyOf": [random_schema(rng, depth - 1) for _ in range(rng.randint(1, 3))]}
+    if kind == "object":
+        names = rng.sample(["a", "b b", 'c"', "d\n", "é", "f"], rng.randint(0, 4))
+        properties = {name: random_schema(rng, depth - 1) for name in names}
+        required = [name for name in names if rng.random() < 0.6]
+        closed = {"additionalProperties": False}
+        return {"type": "object", "properties": properties, "required": required, **closed}
+    return {"type": kind}
+
+
+def random_answer(source: str, rng: random.Random) -> str | None:
+    """A text by tokens that the masks allow, all equally likely; None: it did not end."""
+    request = Request([0], SamplingParams(max_tokens=LONGEST))
+    grammar.Form(grammars(), source)(request)
+    output = request.output.token_ids
+    while len(output) < LONGEST:
+        assert request.row.mask is not None
+        ids = request.row.mask.nonzero()[:, 0].tolist()
+        assert ids, "no token may come next"
+        output.append(rng.choice(ids))
+        if output[-1] == TOKENIZER.eos_id:
+            return TOKENIZER.decode(output[:-1])
+    return None
+
+
+def check_random_schemas(count: int) -> None:
+    ended = refused = 0
+    for seed in range(count):
+        rng = random.Random(seed)
+        schema = random_schema(rng)
+        try:
+            text = random_answer(grammar.start(grammar.of_schema(schema)), rng)
+        except UserError:
+            refused += 1
+            continue
+        if text is not None:
+            ended += 1
+            jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
+    assert ended >= 0.9 * count and refused <= 0.05 * count, (ended, refused)
+
+
+def test_random_answers_to_random_schemas_are_valid():
+    check_random_schemas(50)
+
+
+@pytest.mark.slow
+def test_random_answers_to_a_thousand_random_schemas_are_valid():
+    check_random_schemas(1000)
+
+
+def accepts(matcher: Any, value: Any) -> bool:
+    """Whether JSON of the value, in either spelling, is a text of the grammar."""
+    for ascii in (False, True):
+        copy = matcher.deep_copy()
+        data = list(json.dumps(value, ensure_ascii=ascii).encode("utf-8", "surrogatepass"))
+        if copy.try_consume_tokens(data) == len(data) and copy.is_accepting():
+            return True
+    return False
+
+
+@pytest.mark.slow
+def test_nothing_is_accepted_that_the_official_suite_calls_invalid(tmp_path: Path):
+    """The suite is in the source package of jsonschema, downloaded here."""
+    wanted = ["--no-deps", "--no-binary", "jsonschema", "-d", str(tmp_path), "jsonschema==4.26.0"]
+    command = [sys.executable, "-m", "pip", "download", "-q", *wanted]
+    if subprocess.run(command, capture_output=True, timeout=300).returncode:
+        pytest.skip("no package index can be reached")
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        archive.extractall(tmp_path, filter="data")
+    files = sorted(tmp_path.glob("*/json/tests/draft2020-12/*.json"))
+    assert len(files) > 40
+    refused, right, wrong, strict = 0, 0, [], []
+    for group in (group for file in files for group in json.loads(file.read_text("utf-8"))):
+        schema = group["schema"]
+        if not isinstance(schema, dict):
+            continue
+        try:
+            matcher = byte_grammars().compile(grammar.start(grammar.of_schema(schema)))
+        except UserError:
+            refused += 1
+            continue
+        for case in group["tests"]:
+            accepted = accepts(matcher, case["data"])
+            right += accepted == case["valid"]
+            if accepted != case["valid"]:
+                (strict if case["valid"] else wrong).append(
+                    (group["description"], case["description"])
+                )
+    print(f"{refused} schemas refused, {right} right, {len(strict)} wrongly refused: {strict}")
+    assert not wrong
+    assert refused <= MOST_REFUSED and right > 500
