@@ -101,4 +101,25 @@ TASKS = (
             "tests/test_proposers.py::test_a_rate_is_learned_and_a_hopeless_request_tries_again",
         ),
     ),
+    Task(
+        number=6,
+        file="grammar.py",
+        functions=("FormRow._next",),
+        title="the mask of a grammar",
+        text="Return the mask (V,) of bool for the next token. `read` has the matcher follow the "
+        "output, and `compute_bitmask` returns a bit for each id, the lowest bit of a byte first. A "
+        "matcher that has failed allows nothing: note why in `error`. Behind MOST_DIGITS digits, "
+        "no id that begins with one is allowed, unless there is no other.",
+        points=20,
+        hints=(
+            "numpy.unpackbits has an order and a count: the last byte may have bits to spare.",
+            "`is_error` is right only after the mask was computed.",
+            "`grammars.digits` marks the ids that begin with a digit.",
+        ),
+        tests=(
+            "tests/test_grammar.py::test_a_mask_leaves_what_the_grammar_allows",
+            "tests/test_grammar.py::test_white_space_is_bounded_and_digits_are_capped",
+            "tests/test_grammar.py::test_a_parser_that_fails_ends_its_request_and_no_other",
+        ),
+    ),
 )
