@@ -291,7 +291,7 @@ def create_app(
         from_folder = own_template(loaded) if settings.chat_template == "auto" else None
         chats = from_folder or template
         state.service = Service(
-            *(running, loaded, name, chats, forms(loaded, chats)),
+            *(running, loaded, name, chats, forms(engine, loaded, chats)),
             timeout=settings.request_timeout,
             stream_interval=settings.stream_interval,
         )

@@ -26,7 +26,7 @@ from stage01_forward.sampling import sample
 from stage02_kv_cache.engine import Engine as CacheEngine
 from stage03_batching.engine import Engine as StaticEngine
 from stage04_continuous.engine import Engine
-from stage04_continuous.plan import Plan
+from stage04_continuous.plan import Observer, Plan
 from stage04_continuous.records import SlotsRecord
 from stage04_continuous.request import Request, State
 from stage05_paged.blockmap import FREE, blockmap
@@ -84,6 +84,9 @@ class Stepping:
         failed = self.engine.fail(error)
         self._report()
         return failed
+
+    def observe(self, observer: Observer) -> None:
+        self.engine.observers.append(observer)
 
     def before(self, plan: Plan) -> None:
         self._report()
@@ -315,6 +318,9 @@ class Batches:
             self._record(running, started, before)
         self._release()
         return tokens
+
+    def observe(self, observer: Observer) -> None:
+        """It has no plans."""
 
     def fail(self, error: UserError) -> list[Request]:
         failed = self._in(State.RUNNING) or self._in(State.WAITING)

@@ -17,6 +17,7 @@ from .chat import ChatTemplate, OwnTemplate, Tools
 from .formats import Chat, Format
 from .protocol import ChatBody, CompletionBody, Message
 from .service import Choice, Service
+from .status import AnyEngine
 
 
 class Forms(Protocol):
@@ -41,7 +42,9 @@ class NoForms:
 
     chat_body, completion_body = ChatBody, CompletionBody
 
-    def __init__(self, loaded: Loaded, template: ChatTemplate | OwnTemplate | None) -> None:
+    def __init__(
+        self, engine: AnyEngine, loaded: Loaded, template: ChatTemplate | OwnTemplate | None
+    ) -> None:
         """template: of the server's chats."""
 
     async def prepare(self, body: ChatBody | CompletionBody) -> Prepare | None:

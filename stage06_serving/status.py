@@ -10,6 +10,7 @@ from typing import Protocol
 from shared.errors import UserError
 from stage01_forward.generation import Output, Token
 from stage01_forward.params import SamplingParams
+from stage04_continuous.plan import Observer
 from stage04_continuous.request import Request
 from stage05_paged.records import BlocksRecord
 
@@ -99,6 +100,10 @@ class AnyEngine(Protocol):
 
     def fail(self, error: UserError) -> list[Request]:
         """End with `error` the requests of a step that raised, or all if none was running."""
+        ...
+
+    def observe(self, observer: Observer) -> None:
+        """Have `observer` see the plans of its passes, if it has any."""
         ...
 
     def map(self) -> Sequence[int]:

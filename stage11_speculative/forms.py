@@ -32,6 +32,7 @@ from stage06_serving.protocol import (
     WrongField,
 )
 from stage06_serving.service import Choice, Service
+from stage06_serving.status import AnyEngine
 
 from . import grammar
 from .tools import MOST_TOOLS, Call, Tool, ToolChat, ToolChoice, shows_tools, style_of
@@ -199,7 +200,10 @@ class Forms:
 
     chat_body, completion_body = ChatForm, CompletionForm
 
-    def __init__(self, loaded: Loaded, template: ChatTemplate | OwnTemplate | None) -> None:
+    def __init__(
+        self, engine: AnyEngine, loaded: Loaded, template: ChatTemplate | OwnTemplate | None
+    ) -> None:
+        engine.observe(grammar.Ahead())
         self.loaded = loaded
         self.style = style_of(loaded.tokenizer)
         self.shows_tools = shows_tools(template)

@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from shared.errors import UserError
 from shared.spelling import number_of
 from shared.tokenizer import AnyTokenizer
 from stage01_forward.generation import Row
+from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request
 
 from .drafts import Drafts, Proposer
@@ -214,11 +216,13 @@ class Grammars:
 
 
 class FormRow(Row):
-    """A sampler's row whose mask follows a grammar. `matcher`: a copy of its own."""
+    """A sampler's row whose mask follows a grammar; any thread may ask for it. `matcher`: a copy of
+    its own."""
 
     def __init__(self, row: Row, grammars: Grammars, matcher: llguidance.LLMatcher) -> None:
         self.grammars, self.matcher = grammars, matcher
         self.error = ""  # why there is no mask, which ends the request
+        self._lock = threading.Lock()
         self._read = 0  # tokens of the output that the matcher has
         self._digits = 0  # at the end of them
         self._masked = -1  # tokens of the output that `_mask` follows
@@ -229,9 +233,10 @@ class FormRow(Row):
     def mask(self) -> Tensor:
         """(V,) of bool, for the next token of the output. Once the parser has failed no id may come
         next, which ends the request and no other."""
-        if self._masked != len(self.output) or self._mask is None:
-            self._mask, self._masked = self._next(), len(self.output)
-        return self._mask
+        with self._lock:
+            if self._masked != len(self.output) or self._mask is None:
+                self._mask, self._masked = self._next(), len(self.output)
+            return self._mask
 
     @mask.setter
     def mask(self, value: Tensor | None) -> None:
@@ -261,6 +266,25 @@ class FormRow(Row):
         self._read = len(self.output)
 
 
+class Ahead:
+    """An observer that has the masks of a pass computed while it runs."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "masks")
+
+    def before(self, plan: Plan) -> None:
+        rows = [work.request.row for work in plan.work if work.rows]
+        if formed := [row for row in rows if isinstance(row, FormRow)]:
+            self._pool.submit(lambda: [row.mask for row in formed])
+
+    def after(self, plan: Plan) -> None:
+        """Give requests that a parser has ended its reason."""
+        for work in plan.work:
+            row, output = work.request.row, work.request.output
+            if isinstance(row, FormRow) and row.error and output.error:
+                output.error = row.error
+
+
 class Forced:
     """Drafts for requests in a form: what the grammar forces, else those of `inner`, cut where they
     would leave it. Other requests have those of `inner`.
@@ -283,7 +307,7 @@ class Forced:
         row = request.row
         if not isinstance(row, FormRow):
             return drafts
-        row.read()
+        row.read()  # no pass runs now, and no other thread
         drawn = getattr(self.inner, "distributions", {})  # for `Rejection`
         if forced := row.matcher.compute_ff_tokens():
             drawn.pop(request, None)

@@ -107,7 +107,7 @@ TASKS = (
         functions=("FormRow._next",),
         title="the mask of a grammar",
         text="Return the mask (V,) of bool for the next token. `read` has the matcher follow the "
-        "output, and `compute_bitmask` returns a bit for each id, the lowest bit of a byte first. A "
+        "output, and `compute_bitmask` returns a bit for each id, the lowest of a byte first. A "
         "matcher that has failed allows nothing: note why in `error`. Behind MOST_DIGITS digits, "
         "no id that begins with one is allowed, unless there is no other.",
         points=20,

@@ -38,7 +38,7 @@ FOX: dict[str, Any] = {
 }
 ENGINES: dict[str, Any] = {
     "paged": make_paged,
-    "kernels": make_kernels,
+    "kernels": lambda model, contexts: make_kernels(model, contexts, observers=[grammar.Ahead()]),
     "drafts": lambda model, contexts: with_drafts(make_paged(model, contexts), NGram(3, 1)),
 }
 
@@ -207,12 +207,13 @@ def test_what_cannot_be_enforced_is_refused_in_one_line(value, words):
 
 
 def test_a_parser_that_fails_ends_its_request_and_no_other():
-    engine = make_paged(the_model(), 4)
+    engine = make_paged(the_model(), 4, observers=[grammar.Ahead()])
     broken, free = ask(engine, schema(FOX), 1), ask(engine, None, 3)
     engine.step()
     assert isinstance(broken.row, grammar.FormRow)
     broken.row.matcher.consume_token(TOKENIZER.eos_id)  # which it does not allow
     finish(engine)
+    assert "too much work" in (broken.output.error or "")
     assert broken.output.finish_reason == "error" and free.output.finish_reason == "length"
 
 
