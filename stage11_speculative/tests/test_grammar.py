@@ -211,7 +211,7 @@ def test_a_parser_that_fails_ends_its_request_and_no_other():
     broken, free = ask(engine, schema(FOX), 1), ask(engine, None, 3)
     engine.step()
     assert isinstance(broken.row, grammar.FormRow)
-    broken.row.matcher.consume_token(TOKENIZER.eos_id)  # which it does not allow
+    broken.row.matcher.consume_token(TOKENIZER.eos_id or 0)  # which it does not allow
     finish(engine)
     assert "too much work" in (broken.output.error or "")
     assert broken.output.finish_reason == "error" and free.output.finish_reason == "length"

@@ -129,7 +129,9 @@ def test_nothing_is_accepted_that_the_official_suite_calls_invalid(tmp_path: Pat
         archive.extractall(tmp_path, filter="data")
     files = sorted(tmp_path.glob("*/json/tests/draft2020-12/*.json"))
     assert len(files) > 40
-    refused, right, wrong, strict = 0, 0, [], []
+    refused, right = 0, 0
+    wrong: list[tuple[str, str]] = []
+    strict: list[tuple[str, str]] = []
     for group in (group for file in files for group in json.loads(file.read_text("utf-8"))):
         schema = group["schema"]
         if not isinstance(schema, dict):
