@@ -1,5 +1,5 @@
 """Answers in a given form from a real server, by OpenAI's client. The model knows only stories, so
-these are about form; test_smollm2_forms.py has a model that knows more."""
+these are about form, not sense."""
 
 from __future__ import annotations
 
