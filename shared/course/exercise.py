@@ -181,7 +181,7 @@ def grade(options: argparse.Namespace) -> None:
     submission = mine.HOME if options.submission is None else Path(options.submission)
     chosen = list(dict.fromkeys(mine.find_stage(name) for name in options.stages))
     if not chosen:
-        known = list(filter(mine.tasks, paths.discover()))
+        known = [s for s in paths.discover() if (paths.ROOT / s / "drivers.py").is_file()]
         chosen = [stage for stage in known if (submission / stage).is_dir()] or known
     if options.submission is None:
         for stage in chosen:

@@ -19,6 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from .. import paths
 from ..errors import UserError
 from ..task import Task
 from . import gate, mine
@@ -61,6 +62,9 @@ def grade(
     """
     if not submission.is_dir():
         raise UserError(f"There is no folder {submission}: name the submission's, such as mine.")
+    for stage in chosen:
+        if not (paths.ROOT / stage / "drivers.py").is_file():
+            raise UserError(f"{stage} has no drivers.py to judge its tasks: name other stages.")
     folders = {stage: submitted(submission, stage, alone=len(chosen) == 1) for stage in chosen}
     tasks: list[tuple[str, Task, Extra | None]] = []
     for stage in chosen:
