@@ -52,7 +52,7 @@ UNDECIDED = "packed (not measured)"
 @runtime_checkable
 class Linear(Protocol):
     """A linear layer in a format of its own: it packs and splits its weight itself. It is also an
-    nn.Module; nn.Linear is no Linear."""
+    nn.Module; nn.Linear is no Linear. Tensors that its state_dict lacks it has in `numbers()`."""
 
     in_features: int
     out_features: int
@@ -106,7 +106,7 @@ def convert(
 ) -> None:
     """Convert all linear layers of `model`, and its table of tokens, in place. declared: tensors by
     layer. A head that is tied to a table in a format of its own is the table's. At most one layer
-    exists in both formats."""
+    exists in both formats. Raises UserError for a model that is converted already."""
     from tqdm import tqdm  # here, because few conversions take long
 
     def tensors(name: str) -> dict[str, Tensor]:
@@ -116,8 +116,11 @@ def convert(
         layer = model.get_submodule(name)
         return layer.to(model.dtype) if name in declared else layer
 
-    tables = (name for name, x in model.named_modules() if type(x) is nn.Embedding)
-    name = next(tables)  # that of the tokens
+    name = next(iter(model.config.shapes())).removesuffix(".weight")  # that of the tokens
+    if not isinstance(model.get_submodule(name), nn.Embedding):
+        raise UserError(
+            f"{model.config.name} is converted already: load its checkpoint anew to convert it."
+        )
     table = conversion.embedding(name, plain(name), tensors(name))
     if not isinstance(table, nn.Embedding):
         model.set_submodule(name, table)

@@ -26,6 +26,7 @@ FOLDER = ROOT / "stage10_quantization"
 NAIVE, FAST = FOLDER / "naive.c", FOLDER / "fast" / "linear.c"
 STEP = 8  # inputs to whose multiple a group is padded
 GROUP_BYTES = 12  # struct group
+AT_A_TIME = 2**18  # codes that are laid out
 
 
 class Quantized(ctypes.Structure):
@@ -39,32 +40,63 @@ class Quantized(ctypes.Structure):
 
 
 class Panels:
-    """A matrix (N, K) in panels of 64 rows: (panels, groups, bytes), uint8."""
+    """The rows of matrices (N, K) of one format in panels of 64: (panels, groups, bytes), uint8.
 
-    def __init__(self, matrix: QuantizedMatrix) -> None:
-        self.rows, self.group, self.bits = len(matrix.codes), matrix.group, matrix.bits
-        self.stored_bits = 4 if matrix.bits == 4 else 8
-        self.minimum = matrix.minimum is not None
+    numbers: (panels * 64,) for each row its number in the matrices, one after the other, from 1 on;
+        0 for a row of padding.
+    """
+
+    def __init__(self, matrices: Sequence[QuantizedMatrix], numbers: Tensor) -> None:
+        first = matrices[0].rows(torch.tensor([0]))
+        self.rows, self.group, self.bits = int(numbers.gt(0).sum()), first.group, first.bits
+        self.count, self.inputs = first.scale.shape[1], first.codes.shape[1]
+        self.stored_bits = 4 if first.bits == 4 else 8
+        self.minimum = first.minimum is not None
         self.offset = 0 if self.minimum else 1 << (self.stored_bits - 1)
-        scales = [matrix.scale] + ([matrix.minimum] if matrix.minimum is not None else [])
-        narrow = all(torch.equal(x.half().float(), x) for x in scales)
-        self.scale_dtype = torch.float16 if narrow else torch.float32
-        self.bytes = library.large_pages(self._bytes(matrix.codes, scales))
+        for self.scale_dtype in (torch.float16, torch.float32):
+            if self._fill(matrices, numbers):
+                break
 
-    def _bytes(self, codes: Tensor, scales: Sequence[Tensor]) -> Tensor:
-        missing = -len(codes) % PANEL
-        stored = (codes.int() + self.offset).to(torch.uint8).unflatten(1, (-1, self.group))
-        stored = nn.functional.pad(stored, (0, -self.group % STEP, 0, 0, 0, missing))
+    def _fill(self, matrices: Sequence[QuantizedMatrix], numbers: Tensor) -> bool:
+        """Lay the rows out, some panels at a time: no more than those exist twice. False if
+        `scale_dtype` cannot hold their scales."""
+        padded = self.group + -self.group % STEP
+        size = (1 + self.minimum) * self.scale_dtype.itemsize + padded * self.stored_bits // 8
+        panels = len(numbers) // PANEL
+        self.bytes = library.blank((panels, self.count, PANEL * size), torch.uint8)
+        step = max(1, AT_A_TIME // (PANEL * self.inputs))
+        for start in range(0, panels, step):
+            rows = numbers[start * PANEL : (start + step) * PANEL]
+            codes = torch.zeros(len(rows), self.inputs, dtype=torch.int8)
+            scales = torch.zeros(1 + self.minimum, len(rows), self.count)
+            before = 1
+            for matrix in matrices:
+                there = (rows >= before) & (rows < before + matrix.shape[0])
+                if there.any():
+                    part = matrix.rows(rows[there] - before)
+                    codes[there], scales[0, there] = part.codes, part.scale
+                    if part.minimum is not None:
+                        scales[1, there] = part.minimum
+                before += matrix.shape[0]
+            stored = scales.to(self.scale_dtype)
+            if self.scale_dtype == torch.float16 and not torch.equal(stored.float(), scales):
+                return False
+            self.bytes[start : start + step] = self._laid_out(codes, stored)
+        return True
+
+    def _laid_out(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """codes (64 P, K) and scales (1 or 2, 64 P, G) -> (P, G, bytes)."""
+        stored = codes.view(torch.uint8) + self.offset  # wraps around
+        stored = stored.unflatten(1, (-1, self.group))
+        if self.group % STEP:
+            stored = nn.functional.pad(stored, (0, -self.group % STEP))
         if self.stored_bits == 4:
-            low, high = stored.unflatten(2, (-1, 2, 4)).unbind(3)  # (N, G, steps / 2, 4)
+            low, high = stored.unflatten(2, (-1, 2, 4)).unbind(3)  # (64 P, G, steps / 2, 4)
             stored = (low | high << 4).flatten(2)
-        stored = stored.unflatten(0, (-1, PANEL)).unflatten(3, (-1, 4))  # (P, 64, G, steps, 4)
-        parts = [stored.permute(0, 2, 3, 1, 4).flatten(2)]
-        for scale in reversed(scales):
-            padded = nn.functional.pad(scale.to(self.scale_dtype), (0, 0, 0, missing))
-            turned = padded.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()  # (P, G, 64)
-            parts.insert(0, turned.view(torch.uint8))
-        return torch.cat(parts, 2)
+        steps = stored.contiguous().view(torch.int32).unflatten(0, (-1, PANEL))  # (P, 64, G, steps)
+        turned = steps.permute(0, 2, 3, 1).contiguous().flatten(2).view(torch.uint8)
+        sides = scales.unflatten(1, (-1, PANEL)).permute(1, 3, 0, 2)  # (P, G, 1 or 2, 64)
+        return torch.cat((sides.contiguous().flatten(2).view(torch.uint8), turned), 2)
 
     def matrix(self, rows: Tensor) -> QuantizedMatrix:
         """The rows `rows` (R,) of the matrix: a copy."""
@@ -97,6 +129,10 @@ class PanelMatrix:
     def bytes(self) -> int:
         return self.panels.bytes.nbytes * len(self.columns) // self.panels.rows
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.columns), self.panels.inputs
+
     def rows(self, index: Tensor) -> QuantizedMatrix:
         return self.panels.matrix(self.columns[index])
 
@@ -116,28 +152,24 @@ class PanelProduct:
         self.matrices = [layer.matrix for layer in layers]
         counts = [layer.out_features for layer in layers]
         joined = partial(_joined, gated=epilogue == SILU_MUL)
-        codes = joined([matrix.codes for matrix in self.matrices])
-        scale = joined([matrix.scale for matrix in self.matrices])
-        minimums = [m.minimum for m in self.matrices if m.minimum is not None]
-        minimum = joined(minimums) if minimums else None
-        self.panels = p = Panels(QuantizedMatrix(codes, scale, minimum, self.matrices[0].bits))
         numbers = joined([torch.arange(1, n + 1) + sum(counts[:i]) for i, n in enumerate(counts)])
+        numbers = nn.functional.pad(numbers, (0, -len(numbers) % PANEL))
         self.places = numbers.argsort(stable=True)[numbers.eq(0).sum() :].split(counts)
+        self.panels = p = Panels(self.matrices, numbers)
         self.bias = None
         if any(layer.bias is not None for layer in layers):
             bias = joined([zeros_or(layer.bias, layer.out_features) for layer in layers])
             self.bias = nn.functional.pad(bias, (0, -len(bias) % PANEL))
         floats = layers[0].activations == "float"
-        groups = scale.shape[1]
-        x_bytes = groups * (p.group + -p.group % STEP) * (4 if floats else 1)
+        x_bytes = p.count * (p.group + -p.group % STEP) * (4 if floats else 1)
         code_bytes = x_bytes + -x_bytes % LINE + LINE  # the last vector may write one line more
-        group_bytes = groups * GROUP_BYTES
+        group_bytes = p.count * GROUP_BYTES
         self.scratch = code_bytes + group_bytes + -group_bytes % LINE
         self.format = Quantized(
             panels=p.bytes.data_ptr(),
             row_bytes=self.scratch,
             code_bytes=code_bytes,
-            count=groups,
+            count=p.count,
             group=p.group,
             bits=p.stored_bits,
             offset=p.offset,
@@ -179,9 +211,10 @@ def product_of(
     `dtype`. None if they differ in format, or read their input in float64."""
     if not all(isinstance(layer, QuantizedLinear) for layer in layers):
         return None
+    rows = [layer.matrix.rows(torch.tensor([0])) for layer in layers]
     formats = {
-        (layer.matrix.group, layer.matrix.bits, layer.matrix.minimum is None, layer.activations)
-        for layer in layers
+        (row.group, row.bits, row.minimum is None, layer.activations)
+        for row, layer in zip(rows, layers, strict=True)
     }
     if len(formats) > 1 or layers[0].activations == "float" and cache.real == torch.float64:
         return None

@@ -41,6 +41,11 @@ class QuantizedMatrix:
     bits: int = 8
 
     @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.codes.shape
+        return rows, columns
+
+    @property
     def group(self) -> int:
         """Columns that share a scale: K if each row has one scale."""
         return self.codes.shape[1] // self.scale.shape[1]
@@ -130,7 +135,7 @@ class QuantizedLinear(nn.Module):
         self, matrix: QuantizedMatrix, bias: Tensor | None = None, activations: str = "int8"
     ) -> None:
         super().__init__()
-        self.out_features, self.in_features = matrix.codes.shape
+        self.out_features, self.in_features = matrix.shape
         # No parameters and no buffers: .to(dtype) would round the scales.
         self.matrix, self.activations = matrix, activations
         self.bias = None if bias is None else bias.detach()
@@ -150,6 +155,12 @@ class QuantizedLinear(nn.Module):
             bias = None if self.bias is None else self.bias.to(wide)
             y = F.linear(flat.to(wide), self.matrix.dequantized(wide), bias)
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def numbers(self) -> list[Tensor]:
+        """All tensors of the layer: what two equal ones have in common."""
+        matrix = self.matrix.rows(torch.arange(self.out_features))
+        parts = matrix.codes, matrix.scale, matrix.minimum, self.bias
+        return [part for part in parts if part is not None]
 
     def pack(self) -> nn.Module:
         return self

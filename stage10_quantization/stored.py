@@ -26,51 +26,62 @@ POSITIONS = "wpe.weight"  # GPT-2's: a table that is added, and never a matrix o
 
 
 class Model(Protocol):
-    """A model in files, one tensor at a time. names: those of config.shapes."""
+    """A model in files, one tensor at a time. names: those of config.shapes. in_rows: whether
+    `read` takes the `rows` (R,) of a QuantizedMatrix that are wanted, and unpacks no others."""
 
     config: Config
     names: list[str]
+    in_rows: bool
 
     def is_quantized(self, name: str) -> bool: ...
 
-    def read(self, name: str) -> Tensor | QuantizedMatrix: ...
+    def read(self, name: str, rows: Tensor | None = None) -> Tensor | QuantizedMatrix: ...
 
 
 class FileMatrix:
-    """A QuantizedMatrix in a file, read whenever one of its fields is wanted: kernels lay it out in
-    another way, and nothing else needs it in memory. `keep` ends that, until `forget`."""
+    """A QuantizedMatrix in a file. The kernels lay it out some rows at a time, and then nothing
+    else needs it in memory. What needs all of it keeps it, until `forget`."""
 
     def __init__(self, model: Model, name: str) -> None:
         self._model, self._name = model, name
         self._kept: QuantizedMatrix | None = None
+        shape = model.config.shapes()[name]
+        self.shape = shape[::-1] if name.endswith(PROJECTIONS) else shape
 
-    def keep(self) -> None:
+    def _read(self, rows: Tensor | None = None) -> QuantizedMatrix:
+        matrix = self._model.read(self._name, rows)
+        assert isinstance(matrix, QuantizedMatrix)
+        return matrix
+
+    @property
+    def bytes(self) -> int:  # of one row: whether a layer is a `Linear` asks for it
+        return self._read(torch.tensor([0])).bytes * self.shape[0]
+
+    def rows(self, index: Tensor) -> QuantizedMatrix:
+        if self._kept is None and self._model.in_rows:
+            return self._read(index)
+        return self.keep().rows(index)
+
+    def keep(self) -> QuantizedMatrix:
         if self._kept is None:
-            matrix = self._model.read(self._name)
-            assert isinstance(matrix, QuantizedMatrix)
-            self._kept = matrix
+            self._kept = self._read()
+        return self._kept
 
     def forget(self) -> None:
         self._kept = None
 
     def __getattr__(self, name: str) -> Any:
-        kept = self._kept is not None
-        self.keep()
-        value = getattr(self._kept, name)
-        if not kept:
-            self.forget()
-        return value
+        return getattr(self._kept or self._read(), name)
 
 
 class StoredLinear(QuantizedLinear):
     """A layer over a FileMatrix. The slow product keeps it in memory."""
 
     def forward(self, x: Tensor) -> Tensor:
-        keep([self])
+        keep(self.matrix)
         return super().forward(x)
 
     def product(self, layers: Sequence[Any], *arguments: Any) -> Any:
-        keep(layers)
         slow: Any = super()
         product = slow.product(layers, *arguments)
         for layer in layers:
@@ -87,22 +98,21 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def keep(matrix: Any) -> None:
+    """Keep a matrix that is in a file in memory."""
+    if isinstance(matrix, FileMatrix):
+        matrix.keep()
+
+
 class StoredTable(QuantizedEmbedding):
     """A table over a FileMatrix, which it keeps in memory unless the kernels have laid it out."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        keep([self])
+        keep(self.matrix)
         return super().forward(ids)
 
     def head(self) -> QuantizedLinear:
         return StoredLinear(self.matrix, None, self.activations)
-
-
-def keep(layers: Sequence[Any]) -> None:
-    """Keep the matrices that are in a file in memory."""
-    for layer in layers:
-        if isinstance(layer.matrix, FileMatrix):
-            layer.matrix.keep()
 
 
 class Stored:

@@ -26,6 +26,8 @@ class FolderModel:
     """A model in a folder. config: as without a quantization. names: of all tensors, as in
     config.shapes. `read` unpacks one tensor at a time; the files are mapped."""
 
+    in_rows = False
+
     def __init__(self, folder: str | Path, readers: Mapping[str, Reader]) -> None:
         """readers: of config.json, by model_type. Raises UserError for a method that is not read,
         and for tensors that are missing or unexpected."""
@@ -85,10 +87,10 @@ class FolderModel:
         """Whether `read` returns a QuantizedMatrix."""
         return isinstance(self.read(name), QuantizedMatrix)
 
-    def read(self, name: str) -> Tensor | QuantizedMatrix:
+    def read(self, name: str, rows: Tensor | None = None) -> Tensor | QuantizedMatrix:
         """A tensor of config.shapes by its name: floats in that shape, of the file's dtype or
-        unpacked to float32; or a QuantizedMatrix (out, in), GPT-2's projections too. Raises
-        UserError if the stored tensors do not fit."""
+        unpacked to float32; or a QuantizedMatrix (out, in), GPT-2's projections too, and of it
+        the `rows` (R,) alone. Raises UserError if the stored tensors do not fit."""
         shape, parts = self.config.shapes()[name], self._parts[name]
         plain = parts.get("", parts.get("weight"))
         if len(parts) == 1 and plain is not None and plain.dtype in DTYPES:
@@ -98,16 +100,18 @@ class FolderModel:
         if len(shape) != 2:
             raise self._error(f"{name} is stored as {', '.join(sorted(parts))}")
         transposed = name.endswith(PROJECTIONS)  # GPT-2 alone has these names
-        rows, columns = shape[::-1] if transposed else shape
+        outputs, inputs = shape[::-1] if transposed else shape
         unpack, kinds = METHODS[self.method]
         try:
             if unknown := sorted(parts.keys() - kinds):
                 raise Unfit(f"{unknown[0]} is not read")
-            matrix = unpack(parts, (rows, columns), self.options)
+            matrix = unpack(parts, (outputs, inputs), self.options)
         except Unfit as error:
             layer = name.removesuffix(".weight")
             raise self._error(f"the tensors of {layer} are no {self.method}: {error}") from None
-        return matrix.t() if transposed and isinstance(matrix, Tensor) else matrix
+        if isinstance(matrix, QuantizedMatrix):
+            return matrix if rows is None else matrix.rows(rows)
+        return matrix.t() if transposed else matrix
 
 
 def without(reader: Reader) -> Reader:

@@ -135,20 +135,24 @@ class GGUF:
             raise self.tensor_error(name, f"is at {offset}, off the alignment")
         return Info(kind, tuple(sizes[::-1]), offset, math.prod(sizes) // values * size)
 
-    def read(self, name: str) -> Tensor | QuantizedMatrix:
+    def read(self, name: str, chosen: Tensor | None = None) -> Tensor | QuantizedMatrix:
         """The tensor `name` of the file: floats as they are stored, mapped; of other types the
-        matrix (all sizes but the last, the last). Raises UserError if a scale is not finite."""
+        matrix (all sizes but the last, the last). chosen: (R,), its rows that are read; None for
+        all. Raises UserError if a scale is not finite."""
         info = self.infos[name]
         if info.kind in FLOATS:
             count = math.prod(info.shape)
             flat = torch.frombuffer(
                 self._data, dtype=FLOATS[info.kind], count=count, offset=info.start
             )
-            return flat.view(info.shape)
+            tensor = flat.view(info.shape)
+            return tensor if chosen is None else tensor[chosen]
         kind, width = FORMATS[info.kind], info.shape[-1]
         rows, blocks = math.prod(info.shape[:-1]), width // kind.values  # blocks of a row
         stored = np.frombuffer(self._data, np.uint8, info.size, info.start)
         stored = stored.reshape(rows, blocks, kind.size)
+        if chosen is not None:
+            stored, rows = stored[chosen.numpy()], len(chosen)
         codes = torch.empty(rows, width, dtype=torch.int8)
         planes: list[list[np.ndarray]] = [[], []]
         step = max(1, CHUNK // width)

@@ -90,8 +90,10 @@ HARMLESS = ("vocab_size", "rope.scaling.finetuned", "rope.scaling.type", "tensor
 class GGUFModel:
     """A model in a GGUF file. config: as for a folder. names: of all tensors, as in config.shapes.
 
-    `read` unpacks one tensor at a time: only that one is in memory.
+    `read` unpacks one tensor at a time, or rows of it: no others are in memory.
     """
+
+    in_rows = True
 
     def __init__(self, path: str | Path) -> None:
         """Raises UserError if the file is corrupt or its model is of another kind."""
@@ -118,14 +120,15 @@ class GGUFModel:
         self._stored = names
         self.names = list(shapes)
 
-    def read(self, name: str) -> Tensor | QuantizedMatrix:
+    def read(self, name: str, rows: Tensor | None = None) -> Tensor | QuantizedMatrix:
         """A tensor of config.shapes by its name. Floats have that shape and the file's dtype; a
-        matrix in blocks is a QuantizedMatrix (out, in), GPT-2's projections too."""
-        tensor = self.file.read(self._stored[name])
+        matrix in blocks is a QuantizedMatrix (out, in), GPT-2's projections too. rows: (R,), those
+        that are read of it; None for all."""
         if self.architecture == "llama" and re.search(r"\.[qk]_proj\.", name):
             heads = self.config.n_head if ".q_proj." in name else self.config.n_kv_head
             order = in_halves(heads, self.config.head_dim)
-            tensor = tensor[order] if isinstance(tensor, Tensor) else tensor.rows(order)
+            rows = order if rows is None else order[rows]
+        tensor = self.file.read(self._stored[name], rows)
         if self._transposed(name) and isinstance(tensor, Tensor):
             tensor = tensor.t()
         return tensor

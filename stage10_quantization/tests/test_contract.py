@@ -11,15 +11,20 @@ import torch
 
 from shared.config import Config
 from shared.course import stages
-from shared.course.testing import random_checkpoint
+from shared.course.testing import random_checkpoint, wide_norm
 from shared.parity import prove, random_prompt
-from stage01_forward.families import load_model
+from stage01_forward import engine as naive
+from stage01_forward.families import attention_of, load_model
 from stage04_continuous.tests import oracle
+from stage05_paged.blocks import BlockPool
 from stage05_paged.tests import test_contract as paged
+from stage08_llama.model import RMSNorm
 from stage08_llama.tests.test_contract import SHAPES
 from stage09_kernels import library
 from stage09_kernels.cache import KernelCache
+from stage09_kernels.make import make as make_kernels
 from stage09_kernels.runner import KernelRunner
+from stage10_quantization.cache import Rounded
 from stage10_quantization.convert import FORMATS, Quantize
 from stage10_quantization.layers import QuantizedLinear
 
@@ -64,6 +69,35 @@ class TestPaged(paged.TestPaged):
             patch.setattr(oracle, "random_checkpoint", checkpoint)
             assert isinstance(oracle.the_model().h[1].mlp.c_fc, QuantizedLinear)
             yield
+
+
+@needs_kernels
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_quantized_weights_with_keys_and_values_in_int8(config, weights, monkeypatch):
+    """Chunks, swaps and prefix hits on the kernels: the tokens of the naive engine, whose attention
+    rounds keys and values as the cache does."""
+    monkeypatch.setattr(RMSNorm, "forward", wide_norm)
+    monkeypatch.setattr(naive, "attention_of", lambda config: Rounded(attention_of(config)))
+    model = model_of(config, (weights, "int8"), torch.float64)
+    prompts = [random_prompt(length, config, "both") for length in (30, 17, 30, 9)]
+    params = stages.sampling_params()(max_tokens=14)
+    want = [o.token_ids for o in naive.Engine(model).generate(prompts, params)]
+    engine: Any = make_kernels(
+        model,
+        insist=True,
+        dtype=torch.int8,
+        pool=BlockPool(20, 4),
+        swap_pool=BlockPool(40, 4),
+        preemption="swap",
+        token_budget=12,
+        max_sequences=4,
+    )
+    assert type(engine.runner.cache).__name__ == "Int8KernelCache"
+    for _ in range(2):
+        assert [o.token_ids for o in engine.generate(prompts, params)] == want
+    counts = engine.scheduler.counts
+    assert counts.swapped_in and counts.hit_tokens
 
 
 @needs_kernels

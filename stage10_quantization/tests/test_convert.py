@@ -121,3 +121,13 @@ def test_a_float_layer_is_dropped_before_the_next_is_quantized(monkeypatch):
 
     linear.convert(model, Watched("int4"), {})
     assert alive == list(range(8, 0, -1))  # the head went with the table
+
+
+@pytest.mark.parametrize("config", [GPT2, SHAPES["grouped"]], ids=["gpt2", "llama"])
+def test_a_converted_model_is_not_converted_again(config):
+    """The table of GPT-2's positions is no table of tokens."""
+    model = quantized(random_checkpoint(config), "int8")
+    before = dict(model.named_modules())
+    with pytest.raises(UserError, match="is converted already: load its checkpoint anew"):
+        linear.convert(model, Quantize("int8"), {})
+    assert dict(model.named_modules()) == before

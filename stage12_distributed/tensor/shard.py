@@ -200,9 +200,15 @@ def shard(model: Any, collectives: Collectives) -> dict[str, Shard]:
 
 
 def digest(model: Any) -> bytes:
-    """What identifies a whole model: its config, and each of its numbers."""
+    """What identifies a whole model: its config, how its layers compute, and each of its numbers. A
+    table of tokens in a format of its own is in the head that is tied to it."""
     result = hashlib.sha256(repr(model.config).encode())
-    for name, tensor in model.state_dict().items():
+    named = list(model.state_dict().items())
+    for name, layer in model.named_modules():
+        if isinstance(layer, Linear) and hasattr(layer, "numbers"):
+            result.update(f"{name} {layer!r}".encode())
+            named += [(name, tensor) for tensor in layer.numbers()]
+    for name, tensor in named:
         result.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         result.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return result.digest()

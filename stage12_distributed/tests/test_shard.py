@@ -15,6 +15,7 @@ from shared.tests.int8 import Int8, Int8Linear
 from stage01_forward import families
 from stage01_forward.attention import Recompute
 from stage08_llama.tests.test_contract import GROUPED
+from stage10_quantization.convert import Quantize
 from stage12_distributed.tensor.collectives import Collectives
 from stage12_distributed.tensor.shard import digest, heads_of, shard, shards
 from stage12_distributed.tests.parts import in_threads, random_model
@@ -160,3 +161,23 @@ def test_the_digest_knows_config_and_weights():
         digests.add(digest(model))
     model.ln_f.bias.data = torch.zeros(2, 12, dtype=dtype)
     assert len(digests | {digest(model)}) == 3
+
+
+def test_the_digest_knows_quantized_weights():
+    """Codes, scales and biases of layers in a format of their own, and how they read their input,
+    are in no state_dict."""
+
+    def quantized(**change: float) -> bytes:
+        checkpoint = random_checkpoint(ODD)
+        checkpoint.conversion = Quantize("int8", "float" if "float" in change else "int8")
+        model = families.load_model(checkpoint)
+        layer, table = model.h[1].mlp.c_proj, model.wte
+        layer.matrix.codes[2, 3] += int(change.get("code", 0))
+        layer.matrix.scale[4] += change.get("scale", 0)
+        layer.bias[5] += change.get("bias", 0)
+        table.matrix.codes[6, 7] += int(change.get("token", 0))
+        return digest(model)
+
+    changes = [{name: 1.0} for name in ("code", "scale", "bias", "token", "float")]
+    assert quantized() == quantized()
+    assert len({quantized(), *(quantized(**change) for change in changes)}) == 6
