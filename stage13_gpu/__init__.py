@@ -1,0 +1,15 @@
+"""Stage 13: the same seams on a GPU, in Triton.
+
+`naive.py` has the arithmetic of the kernels in PyTorch, `attention.py` and `fused.py` the kernels,
+`cache.py` and `runner.py` what the engine of stage 05 runs on, and `graphs.py` the step as one
+launch. Without a GPU, the kernels run in Triton's interpreter, which is how they are proved.
+"""
+
+from shared import openmp
+from stage01_forward.offer import Offer
+
+QUESTION: str = "What does a GPU change, when the arithmetic stays the same?"
+FIRST_FILE: str = "naive.py"
+OFFER = Offer(__name__, backends={"cuda": "cuda"})
+
+openmp.choose()  # before PyTorch is loaded

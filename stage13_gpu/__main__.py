@@ -1,0 +1,48 @@
+"""Stage 13 on the command line: `python -m stage13_gpu "Once upon a time"`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from shared import cli
+from stage01_forward.offer import add_options
+
+ABOUT = (
+    "Stage 13, GPU: continue a text on the engine of stage 05 with kernels in Triton. Without a "
+    "GPU they run in Triton's interpreter, for a few tokens of a small model."
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = cli.generation_parser("stage13_gpu", ABOUT)
+    add_options(parser)
+    options = parser.parse_args(argv)
+    return speak(options, cli.read_prompt(options))
+
+
+def speak(options: argparse.Namespace, prompt: str) -> int:
+    from stage01_forward import families
+    from stage01_forward.params import SamplingParams
+    from stage05_paged.engine import make
+
+    from .cuda import BACKEND
+    from .launch import INTERPRETED
+
+    sampling = SamplingParams(**cli.sampling_fields(options))
+    options.linear = "plain"
+    loaded = cli.load_model_from(options, families)
+    formats = cli.cache_options(options.kv_dtype)
+    if INTERPRETED:
+        print("No GPU: the kernels run in Triton's interpreter, slowly.", file=sys.stderr)
+    organs: dict[str, Any] = {"make_cache": BACKEND.cache, "make_runner": BACKEND.runner}
+    engine = make(
+        loaded.model, contexts=1, sample_tokens=BACKEND.sample_tokens, **organs, **formats
+    )
+    cli.speak(engine, loaded, prompt, sampling)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,281 @@
+"""Stage 05's cache as it is: the same memory and addresses. Only attention differs, which reads the
+blocks in place with the kernels of attention.py.
+
+What a pass needs besides its queries is a few whole numbers: ids, positions, slots, tables, and
+which program takes which tokens. They are worked out in NumPy, and one copy takes them to the GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shared.config import Config
+from shared.errors import UserError
+from stage05_paged.blocks import Move
+from stage05_paged.cache import PagedCache, Share, check_places
+from stage05_paged.memory import block_bytes, size
+from stage08_llama.config import ALL
+from stage09_kernels.backend import NoKernels
+from stage09_kernels.cache import Tables, cut
+
+from .attention import decode, merge, prefill
+from .fused import store
+from .launch import DEVICE, launch
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 256  # channels of a head: a tile of wider ones does not fit into registers
+TILE, PIECE = 64, 256  # keys that a program reads at a time, and all in all (`decode`)
+LEAST = 16  # rows and columns that a tensor core multiplies at least
+
+
+def power(number: int) -> int:
+    """The next power of 2, at least LEAST: tiles have such sizes."""
+    return max(LEAST, 1 << (number - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a pass. A captured graph serves all passes that fit into its shape."""
+
+    tokens: int
+    wanted: int  # tokens whose logits are wanted
+    singles: int  # items of one token, for `decode`
+    tiles: int  # items of more, for `prefill`
+    tables: int
+    width: int  # blocks of a table
+    pieces: int  # of PIECE keys, for the longest single
+
+    @property
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        """The numbers of a pass by name, in the order in which they are stored."""
+        return {
+            **dict.fromkeys(("ids", "positions", "slots"), (self.tokens,)),
+            "wanted": (self.wanted,),
+            "singles": (self.singles, 4),  # table, first token, its position, count of tokens
+            "tiles": (self.tiles, 4),
+            "tables": (self.tables, self.width),
+        }
+
+    @property
+    def numbers(self) -> int:
+        return sum(map(math.prod, self.fields.values()))
+
+    def split(self, numbers: Tensor) -> dict[str, Tensor]:
+        """Views of `numbers`, which holds at least as many as this shape has."""
+        views, start = {}, 0
+        for name, sizes in self.fields.items():
+            views[name] = numbers[start : start + math.prod(sizes)].view(sizes)
+            start += math.prod(sizes)
+        return views
+
+
+class GpuCache:
+    """Keys and values in blocks, in stage 05's own layout, for kernels that read them in place.
+
+    Takes PagedCache's arguments. Raises NoKernels for a config, dtype or device without kernels,
+    and UserError if the GPU has no room.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        blocks: int,
+        block_size: int = 16,
+        swap_blocks: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = DEVICE,
+    ) -> None:
+        check(config, dtype, device)
+        try:
+            paged = PagedCache(config, blocks, block_size, swap_blocks, dtype, device)
+        except torch.OutOfMemoryError:
+            needed = size(blocks * block_bytes(config, dtype, block_size))
+            raise UserError(
+                f"The GPU has no room for a cache of {needed}: give it less memory, or stop other "
+                "programs that use the GPU."
+            ) from None
+        self.kv, self.memory, self.bytes = paged.kv, paged.memory, paged.bytes
+        self.blocks, self.block_size, self.dtype = blocks, block_size, dtype
+        self.device = self.kv.device
+        self.windows: tuple[int, ...] = getattr(config, "windows", ())  # only Llamas have any
+        self.group, self.width = config.n_head // config.n_kv_head, config.head_dim
+        self.heads = config.n_kv_head
+        self.tables = Tables(blocks)
+        # Rows of a tile of `prefill`. Those of float32 are smaller, or they spill (registers.py).
+        self.rows = max(32 if dtype == torch.float32 else 64, power(self.group))
+        self.most = self.rows // self.group  # tokens in it
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Do `moves` in order. No block needs a wipe, because only what was written is read."""
+        self.memory.move([move for move in moves if move.kind != "wipe"])
+
+    def extend(self, shares: Sequence[Share]) -> GpuAttention:
+        """The attention of a pass whose tokens are those of `shares`, one share after the other.
+
+        Raises ValueError for a share outside its blocks, or a block outside the cache.
+        """
+        check_places(shares, self.block_size)
+        shape = self.shape(shares)
+        return GpuAttention(self, shape, self.numbers(shape, shares).to(self.device))
+
+    def shape(self, shares: Sequence[Share], wanted: int = 0) -> Shape:
+        """The sizes of a pass, of which `wanted` tokens get logits."""
+        counts = [count for _, _, count in shares]
+        longest = max((start + 1 for _, start, count in shares if count == 1), default=0)
+        return Shape(
+            tokens=sum(counts),
+            wanted=wanted,
+            singles=counts.count(1),
+            tiles=sum(-(-count // self.most) for count in counts if count > 1),
+            tables=len(shares),
+            width=max(len(blocks) for blocks, _, _ in shares),
+            pieces=-(-longest // PIECE),
+        )
+
+    def numbers(
+        self, shape: Shape, shares: Sequence[Share], ids: Sequence[int] = (), rows: Any = ()
+    ) -> Tensor:
+        """The numbers of a pass, int32 on the CPU. What `shape` has beyond the pass are tokens with
+        no slot and no keys."""
+        whole = torch.zeros(shape.numbers, dtype=torch.int32)
+        field = {name: view.numpy() for name, view in shape.split(whole).items()}
+        tables, first, count = zip(*shares, strict=True)
+        starts, counts = np.array(first), np.array(count)
+        begins = counts.cumsum() - counts  # each share's first token
+        width = min(shape.width, max(map(len, tables)))
+        table = self.tables.of(tables)[: len(tables), :width]
+        field["tables"][: len(tables), :width] = table
+        owners = np.arange(len(tables)).repeat(counts)  # (N,)
+        positions = np.arange(len(owners)) + (starts - begins)[owners]
+        block = table[owners, positions // self.block_size]
+        field["ids"][: len(ids)], field["wanted"][: len(rows)] = ids, rows
+        field["positions"][: len(owners)] = positions
+        field["slots"].fill(-1)
+        field["slots"][: len(owners)] = block * self.block_size + positions % self.block_size
+        (single,), (many,) = (counts == 1).nonzero(), (counts > 1).nonzero()
+        items = np.column_stack((single, begins[single], starts[single], counts[single]))
+        field["singles"][: len(single)] = items
+        if len(single) < shape.singles:
+            field["singles"][len(single) :, 1] = np.arange(len(single), shape.singles)
+        if len(many):
+            pieces = cut(torch.from_numpy(counts[many]), self.most).numpy()  # share, first, count
+            share, offset = many[pieces[:, 0]], pieces[:, 1]
+            columns = (share, begins[share] + offset, starts[share] + offset, pieces[:, 2])
+            field["tiles"][:] = np.column_stack(columns)
+        return whole
+
+
+def check(config: Config, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Raise NoKernels for a device, dtype or head size that the kernels do not support."""
+    if (kind := torch.device(device).type) not in (DEVICE, "meta"):
+        raise NoKernels(f"The kernels of stage 13 run on CUDA, not on {kind}.")
+    if dtype not in DTYPES:
+        raise NoKernels(
+            f"The kernels of stage 13 do not support {str(dtype).removeprefix('torch.')}: choose "
+            "float32, bfloat16 or float16."
+        )
+    if config.head_dim > MAX_HEAD_DIM:
+        raise NoKernels(
+            f"The kernels of stage 13 support heads of at most {MAX_HEAD_DIM} channels, and "
+            f"{config.name} has {config.head_dim}."
+        )
+    if kind == "cuda":
+        version = torch.cuda.get_device_capability(device)
+        if version < (7, 5) or (dtype == torch.bfloat16 and version < (8, 0)):
+            name = torch.cuda.get_device_name(device)
+            raise NoKernels(
+                f"{name} is too old for the kernels of stage 13, which need compute capability "
+                "7.5, or 8.0 for bfloat16: use --engine paged."
+            )
+
+
+class GpuAttention:
+    """Attention of one pass over N packed tokens, in the caller's order.
+
+    shape, numbers: of the pass, the latter on the device. Kernels read them there, so the same
+    object serves every pass whose numbers are copied to the same place.
+    """
+
+    def __init__(self, cache: GpuCache, shape: Shape, numbers: Tensor) -> None:
+        self.cache, self.shape, self.input = cache, shape, shape.split(numbers)
+        self.order, self.positions = torch.arange(shape.tokens), self.input["positions"]
+        count = cache.heads * cache.group  # query heads
+        parts = (shape.pieces, shape.singles, count) if shape.pieces > 1 else (0, 0, 0)
+        self.parts = numbers.new_empty((*parts, cache.width), dtype=torch.float32)
+        self.states = numbers.new_empty((*parts, 2), dtype=torch.float32)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q of the packed tokens (N, heads, D); k and v (N, H, D) -> (N, heads, D)."""
+        self.store(layer, q, rows(k), rows(v))
+        return self.read(layer, rows(q))
+
+    def store(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        turns: tuple[Tensor, Tensor] | None = None,
+        gains: tuple[Tensor, Tensor] | None = None,
+        epsilon: float = 0.0,
+    ) -> None:
+        """Write k and v (N, H, D) to their slots; before that norm by `gains` of q and k, and
+        rotate by `turns` (cosines, sines), q (N, heads, D) in place."""
+        cache = self.cache
+        keys, values = cache.kv[layer]  # each (H, blocks, block_size, D)
+        queries = q.shape[1] if turns else 0
+        cosines, sines = turns or (self.states, self.states)  # any memory, unread
+        q_gain, k_gain = gains or (k, k)
+        launch(
+            store, (self.shape.tokens, queries + cache.heads),
+            q, k, v, keys, values, self.input["slots"], cosines, sines, q_gain, k_gain,
+            q.stride(0), k.stride(0), v.stride(0), keys.stride(0), epsilon,
+            QUERIES=queries, D=cache.width, HALF=power(cache.width) // 2,
+            NORM=gains is not None, ROTATE=turns is not None, num_warps=1,
+        )  # fmt: skip
+
+    def read(self, layer: int, q: Tensor) -> Tensor:
+        """Attention (N, heads, D) of q (N, heads, D) to the keys and values in their slots."""
+        cache, shape = self.cache, self.shape
+        keys, values = cache.kv[layer]
+        tables, singles, tiles = (self.input[name] for name in ("tables", "singles", "tiles"))
+        window = cache.windows[layer] if cache.windows else ALL
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        strides = q.stride(0), keys.stride(0), tables.stride(0)
+        scale = cache.width**-0.5 * math.log2(math.e)
+        layout: dict[str, int] = {
+            "D": cache.width, "WINDOW": window if window < ALL else 0, "W": power(cache.width),
+        }  # fmt: skip
+        both = layout | {"GROUP": cache.group, "BLOCK": cache.block_size}
+        whole, line = shape.pieces == 1, power(cache.width) * q.itemsize  # bytes of a key
+        # Long keys get smaller tiles and more threads, or their registers spill (registers.py).
+        short, long = {"TILE": TILE, "num_warps": 4}, {"TILE": TILE // 2, "num_warps": 8}
+        launch(
+            decode, (shape.singles, cache.heads, shape.pieces),
+            q, keys, values, tables, singles, out if whole else self.parts, self.states,
+            *strides, scale, **both, ROWS=power(cache.group), PIECE=PIECE, WHOLE=whole,
+            **(long if line >= 512 else short),
+        )  # fmt: skip
+        if not whole:
+            launch(
+                merge, (shape.singles, q.shape[1]), self.parts, self.states, singles, out,
+                **layout, PIECE=PIECE, num_warps=1,
+            )  # fmt: skip
+        launch(
+            prefill, (shape.tiles, cache.heads),
+            q, keys, values, tables, tiles, out, *strides, scale,
+            **both, ROWS=cache.rows, **(long if line >= 256 else short),
+        )  # fmt: skip
+        return out
+
+
+def rows(x: Tensor) -> Tensor:
+    """x (N, heads, D) with the numbers of each token contiguous."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

@@ -1,0 +1,102 @@
+"""A decode step as one launch.
+
+A step of a small model is over before Python has launched its kernels: a hundred launches of some
+microseconds each take longer than the bytes. A CUDA graph records them once and replays them as
+one. What it records are addresses, so nothing may move: the numbers of a pass are copied to the
+place where they were, and results are read where they were. A replay runs the same grid, too, so
+steps are grouped by size: up to 1, 2, 4, ... rows and pieces of keys. Rows that a step lacks have
+no slot and no keys.
+
+Prefill and mixed steps run without a graph: there, launches hide behind arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cache import PIECE, GpuAttention, GpuCache, Shape
+
+MOST_ROWS = 256
+WARMUPS = 3  # passes before a capture: libraries allocate and choose kernels in the first ones
+
+Compute = Callable[[GpuAttention], tuple[Tensor, Tensor]]  # -> hidden states and logits
+Work = Callable[[], tuple[Tensor, Tensor]]
+Capture = Callable[[Work], tuple[Callable[[], Any], tuple[Tensor, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph: where its input is, how to replay it, and where its results are."""
+
+    numbers: Tensor
+    replay: Callable[[], Any]
+    hidden: Tensor  # (rows, C)
+    logits: Tensor  # (rows, V)
+
+
+def capture_cuda(pool: Any) -> Capture:
+    """Captures work as a graph whose memory comes from `pool`, which all graphs share: a replay
+    overwrites the results of the one before."""
+
+    def capture(work: Work) -> tuple[Callable[[], Any], tuple[Tensor, Tensor]]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARMUPS):
+                work()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            results = work()
+        return graph.replay, results
+
+    return capture
+
+
+class Graphs:
+    """The captured steps of one runner, by shape; each is captured when it is first needed."""
+
+    def __init__(self, cache: GpuCache, compute: Compute, capture: Capture | None = None) -> None:
+        self.cache, self.compute = cache, compute
+        self.capture = capture or capture_cuda(torch.cuda.graph_pool_handle())
+        self.kept: dict[Shape, Captured] = {}
+
+    def shape(self, shares: Sequence[Any], rows: Sequence[int]) -> Shape | None:
+        """The shape of the graph that serves a pass; None if it is no decode step, or too large."""
+        exact = self.cache.shape(shares)
+        count = exact.tokens
+        if exact.tiles or count > MOST_ROWS or list(rows) != list(range(count)):
+            return None
+        size, pieces = ceiling(count), ceiling(exact.pieces)
+        width = -(-pieces * PIECE // self.cache.block_size)
+        return Shape(size, size, size, 0, size, width, pieces)
+
+    def run(self, shape: Shape, ids: Sequence[int], shares: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Hidden states (N, C) and logits (N, V) of a decode step of N rows, until the next one."""
+        if shape not in self.kept:
+            self.kept[shape] = self._captured(shape)
+        graph, count = self.kept[shape], len(ids)
+        numbers = self.cache.numbers(shape, shares, ids, range(count))
+        graph.numbers.copy_(numbers)
+        graph.replay()
+        return graph.hidden[:count], graph.logits[:count]
+
+    def _captured(self, shape: Shape) -> Captured:
+        """Runs passes of tokens without a slot, so that nothing is written."""
+        numbers = torch.zeros(shape.numbers, dtype=torch.int32, device=self.cache.device)
+        fields = shape.split(numbers)
+        fields["slots"].fill_(-1)
+        torch.arange(shape.tokens, out=fields["singles"][:, 1])
+        work = lambda: self.compute(GpuAttention(self.cache, shape, numbers))  # noqa: E731
+        replay, (hidden, logits) = self.capture(work)
+        return Captured(numbers, replay, hidden, logits)
+
+
+def ceiling(number: int) -> int:
+    """The next power of 2."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,91 @@
+"""The GPU on paper: what a decode step must take, before any GPU has run it.
+
+`python -m stage13_gpu.predict --model gpt2` prints it. A step takes the longest of three times:
+
+    bytes        weights, keys and values, over the bandwidth
+    operations   over the rate of the tensor cores
+    launches     each kernel has to be started, by Python one by one, or by a captured graph
+
+Rates are those of the makers' data sheets, which no program reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shared import cli
+from shared.config import Config
+from shared.errors import UserError
+from shared.measure import Limits
+from shared.roofline import forward_cost
+from stage01_forward import families
+
+# GB/s; GFLOP/s in float32, and in the half formats on tensor cores, dense
+GPUS = {
+    "H100 SXM": Limits("H100 SXM", 0, 3350, {"float32": 67e3, "bfloat16": 989e3}),
+    "A100 80 GB": Limits("A100 80 GB", 0, 2039, {"float32": 19.5e3, "bfloat16": 312e3}),
+    "L4": Limits("L4", 0, 300, {"float32": 30.3e3, "bfloat16": 121e3}),
+    "T4": Limits("T4", 0, 320, {"float32": 8.1e3, "bfloat16": 65e3}),  # float16 in place of it
+}
+LAUNCH = 5e-6  # seconds for Python and the driver to start one kernel: assumed
+NODE, REPLAY = 1e-6, 10e-6  # seconds from a kernel of a graph to the next, and to start it: assumed
+PIECES = 256  # keys that a program of `decode` reads
+
+
+def launches(config: Config, context: int) -> int:
+    """Kernels of a decode step with this runner: `tests/test_predict.py` counts them."""
+    attention = 2 if context < PIECES else 3  # store, decode, and merge
+    products = 4  # q k v, projection, up, down
+    between = 3  # two norms, and GELU or a gate
+    ends = 10 if hasattr(config, "rope") else 7  # embedding and positions; wanted rows and head
+    return config.n_layer * (attention + products + between) + ends
+
+
+def seconds(
+    config: Config, dtype: torch.dtype, rows: int, context: int, gpu: Limits
+) -> dict[str, float]:
+    """Of a decode step of `rows` rows with `context` keys each: what each part takes at least, and
+    the step without and with a graph."""
+    cost = forward_cost(config, dtype, 1, context, rows=rows)
+    rate = gpu.gflops[str(dtype).removeprefix("torch.")] * 1e9
+    parts = {"bytes": cost.bytes / gpu.bandwidth_gb_s / 1e9, "operations": cost.flops / rate}
+    kernels, least = launches(config, context), max(parts.values())
+    return parts | {
+        "eager": max(least, kernels * LAUNCH),
+        "graph": max(least, kernels * NODE) + REPLAY,
+    }
+
+
+def table(config: Config, dtype: torch.dtype, steps: Sequence[tuple[int, int]]) -> list[list[str]]:
+    """A line for each GPU and step: microseconds of each part, and the longest."""
+    lines = []
+    for name, gpu in GPUS.items():
+        for rows, context in steps:
+            times = seconds(config, dtype, rows, context, gpu).values()
+            shown = [f"{1e6 * value:,.0f}" for value in times]
+            lines.append([name, str(rows), f"{context:,}", *shown])
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    about = "Predicts a decode step of a model on GPUs, from data sheets and counted kernels."
+    parser = cli.Parser("stage13_gpu.predict", about, "  python -m stage13_gpu.predict")
+    parser.add_argument("--model", default="gpt2", help="a known shape; default gpt2")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    options = parser.parse_args(argv)
+    if options.model not in families.presets():
+        known = ", ".join(families.presets())
+        raise UserError(f"There is no shape '{options.model}': choose one of {known}.")
+    config = families.presets()[options.model]
+    dtype = getattr(torch, options.dtype)
+    print(f"{config.name}, {options.dtype}: {launches(config, 1000)} kernels a step; microseconds")
+    heading = ["GPU", "rows", "context", "bytes", "operations", "eager", "graph"]
+    for line in [heading, *table(config, dtype, ((1, 1000), (32, 1000)))]:
+        print(f"{line[0]:<11}" + "".join(f"{cell:>11}" for cell in line[1:]))
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

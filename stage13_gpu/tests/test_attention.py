@@ -1,0 +1,200 @@
+"""The kernels of attention, run by Triton's interpreter, or on a GPU where there is one."""
+
+from __future__ import annotations
+
+import mmap
+import random
+
+import pytest
+
+pytest.importorskip("triton", reason="requirements-gpu.txt is not installed")
+
+import torch
+
+from shared.config import Config
+from stage09_kernels.backend import NoKernels
+from stage13_gpu import cache as module
+from stage13_gpu.cache import GpuCache, check
+from stage13_gpu.launch import DEVICE
+from stage13_gpu.tests.tools import BLOCKS, TOLERANCE, caches, compare, inputs
+
+HEADS = [(3, 3, 16), (4, 1, 32), (6, 2, 40), (7, 1, 8), (2, 2, 64), (4, 2, 128), (3, 3, 17)]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Tiles and pieces so small that short sequences have several."""
+    monkeypatch.setattr(module, "TILE", 32)
+    monkeypatch.setattr(module, "PIECE", 32)
+
+
+def passes(block, lengths):
+    """Passes that write sequences of `lengths`: prompts, then chunks beside single tokens, then
+    single tokens; into blocks in any order."""
+    free = torch.randperm(BLOCKS).tolist()
+    tables = [[free.pop() for _ in range(-(-length // block))] for length in lengths]
+    done = [0] * len(lengths)
+    for cut in range(3):
+        shares = []
+        for row, length in enumerate(lengths):
+            left = length - done[row]
+            count = (-(-left // 2), left - 1 if row % 2 else 1, min(left, 1))[cut]
+            if 0 < count <= left:
+                shares.append((tables[row], done[row], count))
+                done[row] += count
+        if shares:
+            yield shares
+
+
+def agree(heads, kv_heads, width, block, dtype, lengths, window=0):
+    torch.manual_seed(0)
+    oracle, gpu = caches(heads, kv_heads, width, block, dtype, window)
+    for shares in passes(block, lengths):
+        total = sum(count for _, _, count in shares)
+        tensors = inputs(total, heads, kv_heads, width, dtype)
+        output = gpu.extend(shares).attend(1, *tensors)
+        compare(output, oracle.extend(shares), 1, *tensors)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
+def test_blocks_are_read_in_place(heads, kv_heads, width, small):
+    agree(heads, kv_heads, width, 16, torch.float32, [1, 16, 17, 33, 70])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_dtypes(dtype, small):
+    """The interpreter's own products of bfloat16 are wrong: see `product`."""
+    agree(6, 2, 40, 16, dtype, [1, 17, 50])
+
+
+@pytest.mark.parametrize("block", [1, 7, 32])
+def test_blocks_of_any_size(block, small):
+    agree(4, 2, 16, block, torch.float32, [1, 5, 20, 28] if block == 1 else [3, 8, 40, 66])
+
+
+@pytest.mark.parametrize("window", [1, 5, 31, 32, 60])
+def test_a_window_hides_what_is_behind_it(window, small):
+    agree(4, 2, 16, 8, torch.float32, [1, 20, 33, 90], window=window)
+
+
+def test_tiles_and_pieces_of_full_size():
+    agree(2, 1, 16, 16, torch.float32, [1, 257, 520])
+    agree(2, 1, 16, 16, torch.float32, [300, 290], window=262)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_random_shapes(seed, monkeypatch):
+    rng = random.Random(seed)
+    monkeypatch.setattr(module, "TILE", rng.choice([32, 64]))
+    monkeypatch.setattr(module, "PIECE", 64 * rng.randint(1, 3))
+    kv_heads, block = rng.randint(1, 3), rng.choice([1, 4, 5, 16, 32])
+    lengths = [rng.randint(1, 12 * block) for _ in range(4)]
+    sizes = kv_heads * rng.randint(1, 8), kv_heads, rng.randint(4, 80)
+    window = rng.choice([0, rng.randint(1, 100)])
+    agree(*sizes, block, rng.choice(list(TOLERANCE)), lengths, window)
+
+
+@pytest.mark.parametrize("window", [0, 37])
+def test_bits_depend_on_neither_neighbours_nor_chunks(window, small):
+    """A prompt of 63 tokens and 3 more one by one: alone, and cut into chunks of two or more beside
+    new tokens of other sequences, the longest of which has more pieces."""
+    torch.manual_seed(1)
+    tensors, table = inputs(66, 6, 2, 24, torch.float32), [3, 50, 4, 11, 2, 0, 9, 8, 30]
+    outputs = []
+    for chunks, others in (([63], 0), ([2, 31, 30], 2), ([37, 26], 1)):
+        _, gpu = caches(6, 2, 24, 8, torch.float32, window)
+        tables = [[20 + 14 * i + j for j in range(14)] for i in range(others)]
+        gpu.kv[:, :, :, sum(tables, [])] = 0.5
+        start, parts = 0, []
+        for count in [*chunks, 1, 1, 1]:
+            shares = [(other, 100 + i, 1) for i, other in enumerate(tables)]
+            beside = inputs(others, 6, 2, 24, torch.float32)
+            rows = slice(start, start + count)
+            both = [torch.cat((x, y[rows])) for x, y in zip(beside, tensors, strict=True)]
+            attention = gpu.extend([*shares, (table, start, count)])
+            parts.append(attention.attend(0, *both)[others:])
+            start += count
+        outputs.append(torch.cat(parts))
+    assert not outputs[0].isnan().any()
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+def test_a_neighbours_memory_changes_no_bit():
+    """Slots without a token of the sequence hold NaN, infinity or any number, and so does the block
+    that a window has left."""
+    torch.manual_seed(2)
+    q, k, v = inputs(40, 4, 2, 16, torch.float32)
+    outputs = []
+    for other in (0.0, torch.nan, torch.inf, -torch.inf):
+        _, gpu = caches(4, 2, 16, 16, torch.float32, window=6)
+        gpu.kv.fill_(other)
+        parts, start = [], 0
+        for table, count in (([9, 4], 22), ([0, 4, 5], 13), ([0, 4, 5], 1)):
+            rows = slice(start, start + count)
+            parts.append(gpu.extend([(table, start, count)]).attend(1, q[rows], k[rows], v[rows]))
+            start += count
+        outputs.append(torch.cat(parts))
+    assert not outputs[0].isnan().any()
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+def test_nothing_is_written_outside_the_slots_of_a_share():
+    _, gpu = caches(2, 1, 24, 5, torch.float32)
+    gpu.kv.fill_(7.0)
+    gpu.extend([([4, 9, 2], 1, 8)]).attend(1, *inputs(8, 2, 1, 24, torch.float32))
+    changed = (gpu.kv != 7.0).any(-1)  # (layers, 2, H, blocks, block)
+    assert changed[1].nonzero()[:, 2].unique().tolist() == [4, 9] and not changed[0].any()
+    assert int(changed.sum()) == 2 * 8
+    assert not changed[1, :, :, 4, 0].any() and not changed[1, :, :, 9, 4].any()
+
+
+def test_a_cache_keeps_another_dtype_than_the_queries():
+    torch.manual_seed(3)
+    oracle, gpu = caches(4, 2, 32, 16, torch.bfloat16)
+    q, k, v = inputs(40, 4, 2, 32, torch.float32)
+    k, v = (x.bfloat16().float() for x in (k, v))
+    output = gpu.extend([([3, 1, 7], 0, 40)]).attend(0, q, k, v)
+    compare(output, oracle.extend([([3, 1, 7], 0, 40)]), 0, q, k, v)
+
+
+def test_large_scores_and_strided_queries():
+    torch.manual_seed(4)
+    oracle, gpu = caches(2, 2, 64, 16, torch.float32)
+    packed = 100 * torch.randn(40, 3 * 2 * 64, device=DEVICE)  # scores of +-1e4
+    q, k, v = (part.unflatten(1, (2, 64)) for part in packed.chunk(3, 1))
+    shares = [([3, 1, 7], 0, 40)]
+    output, paged = gpu.extend(shares).attend(0, q, k, v), oracle.extend(shares)
+    order = [x.cpu().double()[paged.order] for x in (q, k, v)]
+    want = paged.attend(0, *order)
+    torch.testing.assert_close(output.cpu().double(), want, atol=1e-2, rtol=1e-5)
+
+
+def test_a_cache_of_more_than_two_billion_numbers():
+    """Block 4 begins at number 2^32, which is 0 in 32 bits. Few pages are touched."""
+    _, gpu = caches(1, 1, 16, 16, torch.float16)
+    gpu.block_size, plane = 2**26, 5 * 2**30
+    lazily = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    numbers = torch.frombuffer(mmap.mmap(-1, 4 * plane, lazily), dtype=torch.float16)
+    gpu.kv = numbers.as_strided((1, 2, 1, 5, 2**26, 16), (0, plane, plane, 2**30, 16, 1))
+    q, k, v = inputs(2, 1, 1, 16, torch.float16)
+    assert torch.equal(gpu.extend([([0], 0, 1), ([4], 0, 1)]).attend(0, q, k, v), v)
+
+
+def test_what_has_no_kernel_is_refused_in_a_sentence():
+    config = Config(11, 64, 48, 1, 2)
+    with pytest.raises(NoKernels, match="float64: choose float32, bfloat16 or float16"):
+        GpuCache(config, 4, dtype=torch.float64)
+    with pytest.raises(NoKernels, match="run on CUDA, not on mps"):
+        check(config, torch.float32, "mps")
+    with pytest.raises(NoKernels, match="at most 256 channels, and gpt2 has 320"):
+        GpuCache(Config(11, 64, 640, 1, 2, name="gpt2"), 4)
+
+
+def test_a_block_outside_the_cache_is_refused():
+    _, gpu = caches(2, 2, 16, 16, torch.float32)
+    for block in (-2, BLOCKS):
+        with pytest.raises(ValueError, match="a block outside"):
+            gpu.extend([([block], 0, 1)])
+    with pytest.raises(ValueError, match="no place for 5 tokens at 12"):
+        gpu.extend([([0], 12, 5)])

@@ -1,0 +1,117 @@
+"""The whole engine on the kernels: the tokens of stage 01, in float32."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="requirements-gpu.txt is not installed")
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from shared import parity
+from shared.course.testing import random_checkpoint
+from shared.tests.int8 import Int8
+from stage01_forward.engine import Engine as Naive
+from stage01_forward.families import load_model
+from stage01_forward.offer import offers
+from stage01_forward.params import SamplingParams
+from stage04_continuous.runner import Runner
+from stage04_continuous.tests import oracle
+from stage05_paged.blocks import BlockPool
+from stage05_paged.engine import cache_type, make
+from stage08_llama.tests.test_contract import SHAPES
+from stage09_kernels.backend import NoKernels
+from stage09_kernels.trial import SHAPES as TRIED
+from stage09_kernels.trial import _agree
+from stage13_gpu.cache import GpuCache
+from stage13_gpu.cuda import BACKEND
+from stage13_gpu.launch import DEVICE
+from stage13_gpu.runner import GpuRunner
+
+CONFIGS = {"gpt2": oracle.CONFIG, **SHAPES}
+KERNELS: dict[str, Any] = {
+    "make_cache": GpuCache, "make_runner": GpuRunner, "sample_tokens": BACKEND.sample_tokens,
+}  # fmt: skip
+
+
+@cache
+def model_of(name: str) -> Any:
+    checkpoint = random_checkpoint(CONFIGS[name], spread=24)
+    return load_model(checkpoint, dtype=torch.float32, device=DEVICE)
+
+
+def prove(name: str, only: list[str] | None) -> None:
+    model = model_of(name)
+    options: dict[str, Any] = {"max_sequences": 7, "token_budget": 7}
+    engine = make(model, pool=BlockPool(60, 4), sanitize=True, **KERNELS, **options)
+    proof = parity.prove(engine, Naive(model), SamplingParams, only)
+    assert proof.tokens > 20 and len(proof.near_ties) < 2, proof
+    assert any(step.prefill_tokens and step.decode_tokens for step in engine.steps)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_are_those_of_stage_01(name):
+    prove(name, ["own limits"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_of_all_scenarios(name):
+    prove(name, None)
+
+
+def test_preempted_and_shared_blocks():
+    """A pool so small that sequences are swapped out, and prompts that begin alike."""
+    model = model_of("gpt2")
+    pools: dict[str, Any] = {"pool": BlockPool(8, 4), "swap_pool": BlockPool(8, 4)}
+    engine = make(model, preemption="swap", sanitize=True, max_sequences=4, **pools, **KERNELS)
+    prompts = [[5, 6, 7, 8, 1, 2], [5, 6, 7, 8, 3], [5, 6, 7, 8, 1, 9, 4]]
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    engine.generate(prompts[:1], params)
+    outputs = engine.generate(prompts, params)
+    wanted = Naive(model).generate(prompts, params)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in wanted]
+    assert engine.scheduler.counts.preemptions and engine.scheduler.counts.hit_tokens
+
+
+@pytest.mark.parametrize("name", ["gpt2", "grouped"])
+def test_layers_of_another_format(name):
+    """Some layers in int8, beside plain ones: the logits of stage 05's runner."""
+    checkpoint = random_checkpoint(CONFIGS[name], spread=24)
+    checkpoint.conversion = Int8("c_attn", "k_proj", "up_proj")
+    model = load_model(checkpoint, dtype=torch.float32)
+    ids, shares = oracle.prompt_of(24), [([3, 0], 0, 21), ([5], 0, 3)]
+    config = CONFIGS[name]
+    caches = cache_type(config)(config, 8, 16), GpuCache(config, 8, 16)
+    want = Runner(model, caches[0]).run(ids, shares, [20, 23, 5])
+    got = GpuRunner(model, caches[1]).run(ids, shares, [20, 23, 5])
+    torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_trial_of_stage_09_finds_them_right(dtype):
+    assert all(_agree(BACKEND, config, dtype, DEVICE) for config in TRIED)
+
+
+def test_the_stage_offers_kernels_for_cuda():
+    brought = {kind: offer.stage for offer in offers() for kind in offer.backends}
+    assert brought["cuda"] == "stage13_gpu"
+    assert BACKEND.fingerprint(torch.float32) != BACKEND.fingerprint(torch.float16)
+
+
+def test_a_projection_is_a_view_of_the_joined_weights():
+    model = load_model(random_checkpoint(CONFIGS["grouped"], spread=24), dtype=torch.float32)
+    before = [p.clone() for p in model.parameters()]
+    GpuRunner(model, GpuCache(CONFIGS["grouped"], 4))
+    attention = model.layers[0].self_attn
+    joined = attention.q_proj.weight.untyped_storage().data_ptr()
+    assert attention.v_proj.weight.untyped_storage().data_ptr() == joined
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_another_model_is_refused():
+    with pytest.raises(NoKernels, match="do not support a Linear"):
+        GpuRunner(torch.nn.Linear(1, 1), GpuCache(CONFIGS["gpt2"], 4))

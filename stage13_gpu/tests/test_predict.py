@@ -1,0 +1,120 @@
+"""What is known without a GPU: counted kernels and bytes, and the compiler's report."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="requirements-gpu.txt is not installed")
+
+import json
+import os
+import subprocess
+import sys
+
+import torch
+
+from shared.paths import ROOT
+from stage01_forward import families
+from stage13_gpu import benchmark, predict
+from stage13_gpu import launch as launching
+from stage13_gpu.cache import PIECE, GpuAttention, GpuCache
+from stage13_gpu.counting import counting
+from stage13_gpu.launch import INTERPRETED
+from stage13_gpu.predict import GPUS, launches, seconds
+from stage13_gpu.registers import compiled
+from stage13_gpu.runner import GpuRunner
+from stage13_gpu.tests.test_engine import CONFIGS, model_of
+from stage13_gpu.tests.test_graphs import Tape
+from stage13_gpu.tests.tools import caches, inputs
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="counted by the interpreter")
+
+
+def kernels(tape):
+    """Launches, and operators that compute or copy: views and new memory start no kernel."""
+    count = 0
+    for func, _, _, _ in tape.calls:
+        views = func is not None and any(r.alias_info for r in func._schema.returns)
+        count += func is None or not (views or "empty" in func.__name__ or "arange" in str(func))
+    return count
+
+
+@pytest.mark.parametrize("context", [9, 300])
+@pytest.mark.parametrize("name", ["gpt2", "grouped"])
+def test_as_many_kernels_are_started_as_predicted(name, context):
+    config = CONFIGS[name]
+    runner, tape = GpuRunner(model_of(name), GpuCache(config, 100, 4)), Tape()
+    launching.WATCHERS.append(tape.launch)
+    shape = runner.cache.shape([(list(range(80)), min(context, 63), 1)], 1)
+    numbers = runner.cache.numbers(shape, [(list(range(80)), min(context, 63), 1)], [1], [0])
+    if context > PIECE:
+        shape = shape.__class__(**{**vars(shape), "pieces": 2})
+    try:
+        with tape, torch.inference_mode():
+            runner.compute(GpuAttention(runner.cache, shape, numbers))
+    finally:
+        launching.WATCHERS.pop()
+    assert kernels(tape) == launches(config, context)
+
+
+def test_a_decode_step_loads_each_key_once_for_its_group():
+    _, gpu = caches(4, 2, 32, 16, torch.float32)
+    tensors = inputs(1, 4, 2, 32, torch.float32)
+    gpu.kv.zero_()
+    attention = gpu.extend([(list(range(20)), 299, 1)])
+    with counting(keep=True) as counted:
+        attention.attend(0, *tensors)
+    decode, merge = counted["decode"], counted["merge"]
+    keys = 300 * 2 * 32 * 4
+    queries, tables = 2 * 4 * 32 * 4, 2 * 300 * 4 + 4 * 16  # of both pieces; and four items
+    assert decode.loaded == 2 * keys + queries + tables
+    assert (decode.launches, decode.programs, merge.programs) == (1, 4, 4)
+    parts = 2 * 4 * (32 + 2) * 4
+    assert decode.stored == parts and merge.stored == 4 * 32 * 4
+    assert decode.operations == 2 * 5 * 2 * 2 * 16 * 64 * 32  # 5 tiles a head, padded to 16 rows
+    assert sum(map(len, decode.addresses)) * 4 == decode.loaded
+
+
+def test_a_step_takes_the_longest_of_bytes_operations_and_launches():
+    config = families.presets()["gpt2"]
+    h100 = seconds(config, torch.bfloat16, 1, 1000, GPUS["H100 SXM"])
+    assert h100["bytes"] == pytest.approx(0.284e9 / 3350e9, rel=0.02)
+    assert h100["eager"] == launches(config, 1000) * predict.LAUNCH > h100["graph"]
+    t4 = seconds(config, torch.float32, 1, 1000, GPUS["T4"])
+    assert t4["eager"] == t4["bytes"] == t4["graph"] - predict.REPLAY
+
+
+def test_the_command_prints_a_line_for_each_gpu(capsys):
+    predict.main(["--model", "Qwen/Qwen3-0.6B"])
+    output = capsys.readouterr().out
+    assert "kernels a step" in output and all(gpu in output for gpu in GPUS)
+
+
+def test_without_results_of_a_gpu_nothing_is_invented():
+    assert all(row["measured, graph"] == "not measured" for row in benchmark.predicted("gpt2"))
+
+
+@pytest.mark.slow
+def test_no_kernel_spills():
+    """Compiled for A100, L4 and H100, at the shapes of three models: minutes the first time."""
+    lines = compiled()
+    assert {line["kernel"] for line in lines} == {
+        "store", "decode", "merge", "prefill", "add_norm", "silu_mul",
+    }  # fmt: skip
+    assert not [line for line in lines if line["spilled"]]
+    assert max(line["shared"] for line in lines) <= 99 * 1024  # an L4's
+
+
+def test_one_kernel_compiles_without_a_gpu():
+    code = (
+        "import json, torch; from shared.config import Config\n"
+        "from stage13_gpu.registers import reports\n"
+        "for line in reports('tiny', Config(64, 64, 64, 1, 4), torch.float16): "
+        "print(json.dumps(line))"
+    )
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {line["kernel"] for line in lines} >= {"decode", "prefill"}, done.stderr
+    assert all(not line["spilled"] and line["registers"] > 8 for line in lines)
