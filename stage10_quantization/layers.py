@@ -96,7 +96,8 @@ def quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     largest = groups.abs().amax(-1)  # (R, G); NaN if one is
     finite = largest.isfinite()
     usable = finite & (largest >= SMALLEST)
-    factor = torch.where(usable, 127 / largest, 0)
+    # One division: PyTorch computes `127 / largest` as 127 * (1 / largest), rounded twice.
+    factor = torch.where(usable, torch.full_like(largest, 127) / largest, 0)
     codes = torch.where(usable[:, :, None], groups * factor[:, :, None], 0).round()
     scale = torch.where(usable, largest / 127, torch.where(finite, 0, torch.nan))
     return codes.to(torch.int8).flatten(1), scale

@@ -63,5 +63,5 @@ real product(const struct linear *l, int64_t row, int64_t n) {
         if (q->minimum)
             y += rounded(load_scale(q, group + PANEL * q->scale_bytes, n % PANEL) * total);
     }
-    return l->bias ? y + l->bias[n] : y;
+    return l->bias ? y + (float)l->bias[n] : y; /* float32, also where the model is float64 */
 }

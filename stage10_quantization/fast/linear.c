@@ -287,7 +287,7 @@ static void product(int64_t first, int64_t last, void *context) { /* panels */
             for (int64_t i = 0; i < count; i++) {
                 sums_of sums;
                 for (int n = 0; n < PANEL; n++)
-                    sums[n] = out[i][n] + (l->bias ? l->bias[panel * PANEL + n] : 0);
+                    sums[n] = out[i][n] + (l->bias ? (float)l->bias[panel * PANEL + n] : 0);
                 epilogue(o, panel, row + i, sums);
             }
         }

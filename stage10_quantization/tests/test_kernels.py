@@ -254,7 +254,6 @@ STEPS = (  # two prompts; a chunk that wants no logits; decode steps, in another
 def test_whole_models_are_those_of_the_slow_layers(name, source, release, monkeypatch):
     """In float64, where norms and attention agree so far that x is rounded alike. The whole pass is
     one call, and a released model, its table too, reads the panels."""
-    torch.manual_seed(0)  # some numbers are so near the middle between two codes that it fails
     monkeypatch.setattr(RMSNorm, "forward", wide_norm)  # which computes in float32 otherwise
     config, formats = MODELS[name]
     tensors = random_tensors(config)
@@ -268,7 +267,7 @@ def test_whole_models_are_those_of_the_slow_layers(name, source, release, monkey
     matrices = [m.matrix for m in model.modules() if hasattr(m, "matrix")]
     assert all(isinstance(m, PanelMatrix) == release for m in matrices)
     for inputs, want in zip(STEPS, outputs, strict=True):
-        assert (fast.run(*inputs) - want).abs().max() < 1e-6 * want.abs().max()
+        assert (fast.run(*inputs) - want).abs().max() < 1e-12 * want.abs().max()
     again = Runner(model, PagedCache(config, 6, dtype=F64))
     assert torch.equal(again.run(*STEPS[0]), outputs[0])
 

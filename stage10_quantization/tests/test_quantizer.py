@@ -143,6 +143,15 @@ def test_activations_are_those_of_the_page(x, group):
     assert (error.max(-1)[finite] <= scale[finite] / 2 * page.ROUNDING + page.SMALLEST).all()
 
 
+def test_activations_in_the_middle_between_two_codes_are_those_of_the_page():
+    """There the last bit of the factor 127 / max|x| decides."""
+    largest = np.random.default_rng(0).uniform(1, 2, (2000, 1))
+    x = (largest * np.r_[127, np.arange(31) + 0.5] / 127).astype(np.float32)  # (2000, 32)
+    codes, scale = page.quantize_activations(x, 32)
+    got = layers.quantize_activations(torch.tensor(x), 32)
+    assert np.array_equal(codes, got[0].numpy()) and np.array_equal(scale, got[1].numpy())
+
+
 @given(matrices(ordinary, rows=4), matrices(ordinary, rows=5), st.sampled_from(KINDS))
 def test_a_layer_errs_by_no_more_than_its_bound(x, w, kind):
     codes, *scales = quantized(w, kind, 32)
