@@ -134,7 +134,9 @@ class Engine:
                 place += work.rows
         tokens, wave, going = [], 0, list(first)
         while going:
-            rows = logits[[first[request] + wave for request in going]]
+            rows = logits
+            if len(going) < len(logits):  # else all, in their order
+                rows = logits[[first[request] + wave for request in going]]
             sampled = self.verify(plan, wave, going, rows, self.eos_ids)
             going = []
             for request, id, logprobs in sampled:

@@ -18,7 +18,7 @@ from stage04_continuous.request import Request
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 REPEATS = 3
 MEMORY = 0.9  # of a request's rate, what is left of the past after another draft
-PRIOR = 0.5  # a rate before anything is known of it
+PRIOR = 0.5  # the rate of all requests before anything is known
 PATIENCE = 64  # passes without drafts, after which a request may try one
 
 
@@ -90,18 +90,19 @@ def measure_passes(runner: Any, blocks: int, rows: Sequence[int] = ROWS) -> Pass
 class Adaptive:
     """Chooses by the rates of each request and by `seconds` of a pass, as above.
 
-    A request's rate is that of its latest drafts, the newest counting most. A request whose drafts
-    do not pay tries one again every PATIENCE passes.
+    A request's rate is that of its latest drafts, the newest counting most. A new request has the
+    rate of all before it. A request whose drafts do not pay tries one again every PATIENCE passes.
     """
 
     def __init__(self, seconds: PassTimes) -> None:
         self.seconds = seconds
         self.rates: dict[Request, float] = {}
+        self.common = PRIOR  # rate of all requests
         self.idle: dict[Request, int] = {}  # passes without a draft
 
     def choose(self, requests: Sequence[Request], proposed: Sequence[int], rows: int) -> list[int]:
         slots = [
-            (self.rates.get(request, PRIOR) ** (place + 1), -place, index)
+            (self.rates.get(request, self.common) ** (place + 1), -place, index)
             for index, (request, count) in enumerate(zip(requests, proposed, strict=True))
             for place in range(count)
         ]
@@ -122,9 +123,10 @@ class Adaptive:
         return lengths
 
     def note(self, request: Request, count: int, accepted: int) -> None:
-        rate = self.rates.get(request, PRIOR)
+        rate = self.rates.get(request, self.common)
         for place in range(min(count, accepted + 1)):  # those after a refused one say nothing
             rate = MEMORY * rate + (1 - MEMORY) * (place < accepted)
+            self.common = MEMORY * self.common + (1 - MEMORY) * (place < accepted)
         self.rates[request] = rate
 
     def forget(self, request: Request) -> None:
