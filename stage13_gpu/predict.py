@@ -72,7 +72,7 @@ def table(config: Config, dtype: torch.dtype, steps: Sequence[tuple[int, int]]) 
 def main(argv: list[str] | None = None) -> int:
     about = "Predicts a decode step of a model on GPUs, from data sheets and counted kernels."
     parser = cli.Parser("stage13_gpu.predict", about, "  python -m stage13_gpu.predict")
-    parser.add_argument("--model", default="gpt2", help="a known shape; default gpt2")
+    parser.add_argument("--model", default="gpt2", help="a known shape; default: gpt2")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     options = parser.parse_args(argv)
     if options.model not in families.presets():

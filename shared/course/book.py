@@ -273,7 +273,12 @@ def main(argv: list[str] | None = None) -> int:
     about = "Builds the book: all lessons, labs, reports and code as a web site that works offline."
     parser = cli.Parser("shared.course.book", about, usage)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--out", type=Path, default=paths.ROOT / "book", help="folder of the site")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=paths.ROOT / "book",
+        help="folder of the site; default: book, in the project",
+    )
     options = parser.parse_args(argv)
     if status := build(paths.ROOT, options.out):
         raise UserError("The book was not built: see the lines above.")

@@ -312,6 +312,7 @@ def bubblewrap(tree: Path, limits: Limits) -> list[str]:
     words = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
     words += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "staircase"]
     words += ["--new-session", "--die-with-parent"]
+    words += ["--size", str(limits.disk * 2**20), "--tmpfs", "/tmp"]  # first: Python may be in it
     places = {"/usr", "/lib", "/lib64", "/bin", sys.prefix, str(Path(sys.executable).parent.parent)}
     places |= {str(Path(place).resolve()) for place in (sys.prefix, sys.base_prefix)}
     project, hidden = str(paths.ROOT), list[str]()
@@ -325,8 +326,8 @@ def bubblewrap(tree: Path, limits: Limits) -> list[str]:
             words += ["--ro-bind", place, place]
     for place in ("/etc/ld.so.cache", "/etc/alternatives"):
         words += ["--ro-bind-try", place, place]
-    words += ["--proc", "/proc", "--dev", "/dev", "--size", str(limits.disk * 2**20)]
-    words += ["--tmpfs", "/tmp", "--ro-bind", str(tree), "/project", "--chdir", "/project"]
+    words += ["--proc", "/proc", "--dev", "/dev"]
+    words += ["--ro-bind", str(tree), "/project", "--chdir", "/project"]
     return [*words, *(w for place in ("/dev", "/", *hidden) for w in ("--remount-ro", place))]
 
 

@@ -84,10 +84,20 @@ def test_the_law_of_two_tokens_by_enumeration(count, seed):
         assert abs(found - float(p[()][text[0]] * p[text[:1]][text[1]])) < 1e-12
 
 
-def test_nothing_is_left_of_equal_distributions():
-    p = torch.tensor([0.25, 0.75, 0.0])
-    assert torch.equal(rejection.residual(p, p.clone()), p)
-    assert not rejection.accept(p, torch.tensor([0.5, 0.0, 0.5]), 2, 0.0)  # never impossible
+def test_a_draft_is_accepted_as_often_as_p_over_q():
+    """The dart is below the quotient; a draft that p gives no chance is never accepted."""
+    p, q = torch.tensor([0.25, 0.75, 0.0]), torch.tensor([0.5, 0.5, 0.0])
+    darts = [place / 64 for place in range(64)]
+    accepted = [sum(rejection.accept(p, q, draft, dart) for dart in darts) for draft in range(3)]
+    assert accepted == [32, 64, 0]
+
+
+def test_the_residual_is_what_p_has_and_q_lacks():
+    p, q = torch.tensor([0.25, 0.75, 0.0, 0.0]), torch.tensor([0.5, 0.25, 0.0, 0.25])
+    assert rejection.residual(p, q).tolist() == [0.0, 1.0, 0.0, 0.0]
+    p, q = torch.tensor([0.5, 0.375, 0.125]), torch.tensor([0.25, 0.125, 0.625])
+    assert rejection.residual(p, q).tolist() == [0.5, 0.5, 0.0]
+    assert torch.equal(rejection.residual(p, p.clone()), p)  # nothing is left
 
 
 def test_of_equal_logits_the_first_wins():
