@@ -315,7 +315,7 @@ def test_bad_arguments_are_one_sentence(home, say):
     for arguments, error in (
         *(("hint 2 x", "not a whole number"), ("hint 2 3 --step 4", "--step is from 1 to 3")),
         *(("grade --out x.txt", "ends in .json"), ("grade --seconds 0", "not a number")),
-        *(("grade --submission nowhere", "There is no folder"), ("", "COMMAND")),
+        *(("grade --unconfined --submission nowhere", "There is no folder"), ("", "COMMAND")),
     ):
         pytest.raises(UserError, say, *arguments.split()).match(error)
 
