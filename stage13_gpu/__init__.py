@@ -10,6 +10,6 @@ from stage01_forward.offer import Offer
 
 QUESTION: str = "What does a GPU change, when the arithmetic stays the same?"
 FIRST_FILE: str = "naive.py"
-OFFER = Offer(__name__, backends={"cuda": "cuda"})
+OFFER = Offer(__name__, backends={"cuda": "backend"})
 
 openmp.choose()  # before PyTorch is loaded

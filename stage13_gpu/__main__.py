@@ -27,7 +27,7 @@ def speak(options: argparse.Namespace, prompt: str) -> int:
     from stage01_forward.params import SamplingParams
     from stage05_paged.engine import make
 
-    from .cuda import BACKEND
+    from .backend import BACKEND
     from .launch import INTERPRETED
 
     sampling = SamplingParams(**cli.sampling_fields(options))

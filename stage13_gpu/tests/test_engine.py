@@ -26,8 +26,8 @@ from stage08_llama.tests.test_contract import SHAPES
 from stage09_kernels.backend import NoKernels
 from stage09_kernels.trial import SHAPES as TRIED
 from stage09_kernels.trial import _agree
+from stage13_gpu.backend import BACKEND
 from stage13_gpu.cache import GpuCache
-from stage13_gpu.cuda import BACKEND
 from stage13_gpu.launch import DEVICE
 from stage13_gpu.runner import GpuRunner
 
