@@ -61,7 +61,7 @@ class DraftPlan(Plan):
 @dataclass
 class Counts:
     """Counters since start. per_position: accepted drafts that were the first of their pass, the
-    second, ...; by_length: passes with drafts of a request, by the number accepted."""
+    second, ..."""
 
     passes: int = 0  # of a request, with drafts
     proposed: int = 0

@@ -16,13 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
-from shared.errors import UserError
-from stage01_forward.generation import Output, Token, check_request, finish_reason
-from stage01_forward.params import SamplingParams
-from stage04_continuous import drive
+from stage01_forward.generation import Token, finish_reason
+from stage04_continuous import engine as stage04
 from stage04_continuous.engine import Sampled
 from stage04_continuous.plan import Observer
-from stage04_continuous.request import Request, State
+from stage04_continuous.request import Request
 from stage04_continuous.runner import AnyRunner
 
 from .drafts import DraftPlan, DraftScheduler
@@ -31,9 +29,12 @@ from .drafts import DraftPlan, DraftScheduler
 Verifier = Callable[[DraftPlan, int, Sequence[Request], Tensor, Sequence[int]], list[Sampled]]
 
 
-class Engine:
+class Engine(stage04.Engine[Any]):
     """Generates with the logits of `runner`, in the steps that `scheduler` plans: as stage 04's
     engine, whose arguments these are. verify: takes the tokens of a wave; None: sample_tokens."""
+
+    scheduler: DraftScheduler
+    plan: DraftPlan
 
     def __init__(
         self,
@@ -45,57 +46,9 @@ class Engine:
         sample_tokens: Callable[..., list[Sampled]],
         verify: Verifier | None = None,
     ) -> None:
-        self.runner, self.scheduler, self.config = runner, scheduler, runner.config
-        self.sample_tokens, self.eos_ids = sample_tokens, tuple(eos_ids)
-        self.verify = verify or (lambda plan, wave, *row: sample_tokens(*row))
-        self.recorder = recorder
-        self.steps, self.observers = self.recorder.steps, [self.recorder, *observers]
-        self.requests: dict[str, Request] = {}  # those that wait or run
+        super().__init__(runner, scheduler, eos_ids, recorder, observers, sample_tokens)
         self.plan = DraftPlan()  # of the pass being run
-        self._named = 0
-
-    generate, stream, run = drive.generate, drive.stream, drive.run
-
-    def add(self, request: Request) -> Request:
-        """Queue a request. Raises UserError if it is invalid, or if its id is taken."""
-        self.check(request.prompt_ids, request.sampling)
-        return self.enqueue(request)
-
-    def enqueue(self, request: Request) -> Request:
-        """Queue a request that `check` has accepted. Raises UserError if its id is taken."""
-        if not request.id:
-            self._named += 1
-            while f"request-{self._named}" in self.requests:  # a caller chose this name
-                self._named += 1
-            request.id = f"request-{self._named}"
-        if request.id in self.requests:
-            raise UserError(
-                f"The engine already has a request '{request.id}': give each request its own id."
-            )
-        self.scheduler.add(request)
-        self.requests[request.id] = request
-        return request
-
-    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raise UserError if such a request can never be answered. Reads settings only, so any
-        thread may call it."""
-        check_request(prompt, params, self.config)
-        self.scheduler.check(len(prompt), params.max_tokens)
-
-    def abort(self, request_id: str) -> Output:
-        """End a request now, waiting or running; returns its output so far.
-
-        Raises UserError if no such request waits or runs.
-        """
-        if request_id not in self.requests:
-            raise UserError(
-                f"There is no request '{request_id}' in the engine: "
-                "it was never added, or it has ended already."
-            )
-        request = self.requests[request_id]
-        request.output.finish_reason = "abort"
-        self._finish(request)
-        return request.output
+        self.verify = verify or (lambda plan, wave, *row: sample_tokens(*row))
 
     def step(self) -> list[tuple[str, Token]]:
         """One forward pass, if there is work. Returns its tokens, each with its request's id."""
@@ -111,17 +64,6 @@ class Engine:
         for observer in self.observers:
             observer.after(plan)
         return tokens
-
-    def fail(self, error: UserError) -> list[Request]:
-        """After `step` has raised, end requests with `error` and return them: those of the pass, or
-        all if the pass had not begun, because then no memory can be trusted."""
-        failed = [work.request for work in self.plan.work] or list(self.requests.values())
-        failed = [request for request in failed if request.state is not State.FINISHED]
-        for request in failed:
-            if request.output.finish_reason is None:
-                request.output.fail(error)
-            self._finish(request)
-        return failed
 
     def _verify(self, plan: DraftPlan, logits: Tensor) -> list[tuple[str, Token]]:
         """Sample position by position, as long as the tokens are the drafts, and release the
@@ -153,7 +95,3 @@ class Engine:
             if work.request.output.finish_reason is not None:
                 self._finish(work.request)
         return tokens
-
-    def _finish(self, request: Request) -> None:
-        self.scheduler.finish(request)
-        del self.requests[request.id]

@@ -166,7 +166,7 @@ def test_a_draft_model_that_is_the_target_is_never_refused():
     for swap in (0, 60):
         engine = with_draft_model(engine_of(swap_blocks=swap), the_model(), most=3)
         requests = [ask(engine, 9, 20), ask(engine, 30, 20)]
-        requests += add_samples(engine, prompt_of(14), [DRAWN, DRAWN])  # type: ignore[arg-type]
+        requests += add_samples(engine, prompt_of(14), [DRAWN, DRAWN])
         for step in range(6):
             if step == 3:
                 preempt(engine, requests[1])
