@@ -4,7 +4,9 @@ A draft costs one more row of the pass. It gains a token if it is accepted, and 
 it: with the probability of the product of their rates, its survival. The best n drafts of all
 requests are those with the highest survival, and n is the number that maximises the tokens a
 second, (requests + sum of the n survivals) / T(rows + n), with T the measured time of a pass.
-n = 0 is among them. Survival falls along a request, so what is chosen of it is a beginning.
+n = 0 is among them. What a pass computes of prompts has to be computed anyway, so its time does
+not count: beside it every draft would look cheap. Survival falls along a request, so what is chosen
+of it is a beginning.
 """
 
 from __future__ import annotations
@@ -107,10 +109,11 @@ class Adaptive:
             for place in range(count)
         ]
         slots.sort(reverse=True)
-        best, chosen, expected = len(requests) / self.seconds(rows), 0, float(len(requests))
-        for number, (survival, _, _) in enumerate(slots, 1):
+        prompts = self.seconds(rows) - self.seconds(len(requests))
+        best, chosen, expected = 0.0, 0, float(len(requests))
+        for number, survival in enumerate([0.0, *(survival for survival, _, _ in slots)]):
             expected += survival
-            if (speed := expected / self.seconds(rows + number)) > best:
+            if (speed := expected / (self.seconds(rows + number) - prompts)) > best:
                 best, chosen = speed, number
         lengths = [0] * len(requests)
         for _, _, index in slots[:chosen]:

@@ -80,7 +80,8 @@ TASKS = (
         functions=("Adaptive.choose",),
         title="as many as pay",
         text="Choose how many of the proposed drafts of each request a pass verifies, so that the "
-        "tokens expected a second are most: see the text of the file. A request that has had no "
+        "tokens expected a second are most: see the text of the file. The time that the tokens of "
+        "prompts take in the pass does not count. A request that has had no "
         "draft for PATIENCE passes, though there were some, tries one.",
         points=20,
         hints=(

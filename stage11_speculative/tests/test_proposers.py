@@ -93,6 +93,7 @@ def test_lengths_follow_what_a_row_costs():
     requests = [request_of([1]) for _ in range(3)]
     assert Adaptive(FLAT).choose(requests, [4, 0, 2], 3) == [4, 0, 2]
     assert Adaptive(STEEP).choose(requests, [4, 0, 2], 3) == [0, 0, 0]
+    assert Adaptive(STEEP).choose(requests, [4, 0, 2], 500) == [0, 0, 0]  # beside prompts, too
     knee = PassTimes((1, 6, 64), (1.0, 1.0, 30.0))  # three rows more are free
     assert sum(Adaptive(knee).choose(requests, [4, 0, 2], 3)) == 3
 
