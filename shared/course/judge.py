@@ -317,8 +317,9 @@ def bubblewrap(tree: Path, limits: Limits) -> list[str]:
     places |= {str(Path(place).resolve()) for place in (sys.prefix, sys.base_prefix)}
     project, hidden = str(paths.ROOT), list[str]()
     for place in sorted({*places, project}):
-        if place == project:  # where a place holds it, its solutions are hidden
-            hidden += [project] if any(paths.ROOT.is_relative_to(p) for p in places) else []
+        if place == project:  # where a place holds it, its solutions are hidden; in /tmp, its name
+            shown = {*places, "/tmp"}
+            hidden += [project] if any(paths.ROOT.is_relative_to(p) for p in shown) else []
             words += [word for place in hidden for word in ("--tmpfs", place)]
         elif os.path.islink(place):
             words += ["--symlink", os.readlink(place), place]
