@@ -43,6 +43,7 @@ SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 STRICT = {"lenient": False, "coerce_one_of": False}  # refuse what cannot be enforced
 MOST_DIGITS = 24  # in a row, where the grammar allows another end: numbers run on, too
 MOST_SOURCE = 2**18  # characters of a grammar
+MARK = "\x02"  # a character that no tokenizer merges with another
 TRIAL = ROOT / "stage11_speculative" / "trial.py"  # a student's copy has none beside it
 KEPT = 64  # compiled grammars
 # Fuel for one mask buys some 10 ms, for one grammar some 100 ms; a state takes 2 kB.
@@ -107,15 +108,29 @@ class Encoder:
         for token_id, data in enumerate(self.tokens):
             if data == number_of(token_id):
                 self.tokens[token_id] = b""  # there is no such token
+        self._bytes = {data[0]: id for id, data in enumerate(self.tokens) if len(data) == 1}
         control = {word.encode() for word in getattr(tokenizer, "control", ())}
         special = {id for id, data in enumerate(self.tokens) if data in control}
         self.special_token_ids = sorted(special | set(eos_ids))
 
     def __call__(self, text: str) -> list[int]:
-        if hasattr(self.tokenizer, "encode_chat"):  # `encode` adds tokens around a text
-            ids: list[int] = self.tokenizer.encode_chat([(text, False)])
+        """The ids of a text. Their bytes are exactly the text's, though a tokenizer may put a space
+        before it, or compose its letters."""
+        if not hasattr(self.tokenizer, "encode_chat"):  # `encode` adds tokens around a text
+            return self.tokenizer.encode(text)
+        encode, decode = self.tokenizer.encode_chat, self.tokenizer.decode_bytes
+        ids: list[int] = encode([(text, False)])
+        data = text.encode()
+        if decode(ids) == data:
             return ids
-        return self.tokenizer.encode(text)
+        before, ids = encode([(MARK, False)]), encode([(MARK + text, False)])
+        same: list[int] = []  # no space is put behind the mark
+        for token_id in ids[len(before) :]:
+            if not data.startswith(token := decode([token_id])):
+                break
+            data = data[len(token) :]
+            same.append(token_id)
+        return same + [self._bytes[byte] for byte in data if byte in self._bytes]
 
 
 class Trial:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -85,7 +86,8 @@ class Style:
 
     trigger: the beginning of `first` after which a call must follow; "": only at the beginning of
         an answer. token: the id of the control token that it is, if so. following: "" if the next
-        call begins as the first, after any text. single: there is never a second call.
+        call begins as the first, after any text. single: there is never a second call. short_ids:
+        the family's templates refuse ids of calls that have not nine characters.
     """
 
     first: str
@@ -96,29 +98,36 @@ class Style:
     following: str = ""
     last: str = ""
     single: bool = False
+    short_ids: bool = False
 
     def grammar(self, tools: Sequence[Tool], content: str | None, several: bool) -> str:
         """The grammar of an answer that calls tools, or is `content` instead: a rule, or "" for any
         text; None: it must call. several: whether it may call more than once."""
         several, written = several and not self.single, grammar.literal
+        trigger = first = ""
+        if self.trigger:
+            trigger = written(self.trigger) if self.token is None else f"<[{self.token}]>"
+            first = written(self.first.removeprefix(self.trigger))
         rules = ["call: " + " | ".join(f"call_{place}" for place in range(len(tools)))]
         for place, tool in enumerate(tools):
             begin, schema = written(tool.name + self.middle), grammar.of_schema(parameters(tool))
+            if not self.trigger:  # in the lexemes of JSON, which `content` may share
+                parts = LEXEMES.findall(self.first + tool.name + self.middle)
+                begin = " ".join(map(written, parts))
             rules.append(f"call_{place}: {begin} {schema} {written(self.tail)}")
-        trigger = written(self.trigger) if self.token is None else f"<[{self.token}]>"
-        first = written(self.first.removeprefix(self.trigger))
-        more = f"({written(self.following or NEWLINE + self.first)} call)*" if several else ""
+        more = f"({written(self.between)} call)*" if several else ""
         last = written(self.last) if self.last else ""
-        rules.append(f"calls: {trigger if self.trigger else ''} {first} call {more} {last}")
+        rules.append(f"calls: {trigger} {first} call {more} {last}")
         if content is None:
             return grammar.start("calls", *rules)
         if content:
             return grammar.start("calls | content", f"content: {content}", *rules)
         if not self.trigger:
             return grammar.start("calls | FREE", r"FREE: /([^{](?s:.*))?/", *rules)
-        rules.append(f"TEXT: {TEXT}")
-        if self.token is not None:
+        if self.token is not None:  # spelled in letters it would be read as a call, too
+            rules.append(f"TEXT: {TEXT} & ~/(?s:.*){re.escape(self.trigger)}(?s:.*)/")
             return grammar.start("TEXT | TEXT calls", *rules)
+        rules.append(f"TEXT: {TEXT}")
         rules.append(f"begin[lazy]: TEXT {trigger}")
         tagged = f"begin {first} call"
         return grammar.start(f"({tagged})* TEXT" if several else f"TEXT | {tagged}", *rules)
@@ -129,24 +138,30 @@ class Style:
         plain: list[Message] = []
         if tools:
             listed = [json.dumps(tool.model_dump(exclude_none=True)) for tool in tools]
-            text = "\n".join([ABOUT, *listed, f"{HOW} {self.text('NAME', '{...}')}"])
+            text = "\n".join([ABOUT, *listed, f"{HOW} {self.text([('NAME', '{...}')])}"])
             plain.append(Message(role="system", content=text))
         for message in messages:
-            role, text = message.role, message.text
-            for call in message.plain.get("tool_calls", ()):
-                function = call["function"]
-                text += self.text(function["name"], json.dumps(function["arguments"]))
+            functions = [call["function"] for call in message.plain.get("tool_calls", ())]
+            calls = [(it["name"], json.dumps(it["arguments"])) for it in functions]
+            role, text = message.role, message.text + self.text(calls)
             if role == "tool":
                 role, text = "user", f"<tool_response>\n{text}\n</tool_response>"
             plain.append(Message(role=role, content=text))
         return plain
 
-    def text(self, name: str, arguments: str) -> str:
-        """A call, as the model writes it."""
-        return self.first + name + self.middle + arguments + self.tail + self.last
+    @property
+    def between(self) -> str:
+        """From a call's `tail` to the name of the next."""
+        return self.following or NEWLINE + self.first
+
+    def text(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Calls, each a name and its arguments, as the model writes them; "" without any."""
+        texts = [name + self.middle + arguments + self.tail for name, arguments in calls]
+        return self.first + self.between.join(texts) + self.last if texts else ""
 
 
 NEWLINE = "\n"
+LEXEMES = re.compile(r'"[^"]*"|: |, |.')
 TEXT = r"/(?s:.*)/"
 ABOUT = "You may call these functions:"
 HOW = "To call one, answer with its name and its arguments:"
@@ -161,6 +176,7 @@ MISTRAL = Style(
     "[TOOL_CALLS]",
     following=', {"name": "',
     last="]",
+    short_ids=True,
 )
 
 
@@ -202,6 +218,8 @@ class Reader:
         self.style, self.count = style, 0  # calls that have begun
         self.inside = False  # a call that has not ended
         self._rest = ""  # not read yet
+        self._begun = False  # some text has been read
+        self._spaces = False  # nothing but white space since a call
         self._state = "text"
         self._depth, self._quoted, self._escaped = 0, False, False  # in the arguments
 
@@ -218,11 +236,11 @@ class Reader:
     def _text(self, deltas: list[dict[str, Any]], end: bool) -> bool:
         style, rest = self.style, self._rest
         place = rest.find(style.first)
-        if place < 0 or not style.trigger and (place or self.count):
+        if place < 0 or not style.trigger and (place or self._begun or self.count):
             place = len(rest) - (0 if end else overlap(rest, style.first))
-        content = rest[:place]
-        if content.strip() if self.count else content:
+        if content := rest[:place].lstrip() if self._spaces else rest[:place]:
             deltas.append({"content": content})
+            self._begun, self._spaces = True, False
         self._rest = rest[place:]
         if not self._rest.startswith(style.first):
             return False
@@ -230,14 +248,20 @@ class Reader:
         return True
 
     def _name(self, deltas: list[dict[str, Any]], end: bool) -> bool:
-        name, middle, rest = self._rest.partition(self.style.middle)
-        if not middle:
+        name, middle = self._rest.partition('"')[0], self.style.middle
+        rest = self._rest[len(name) :]
+        if not rest.startswith(middle):
+            if not self.count and (end or not middle.startswith(rest)):  # text after all
+                deltas.append({"content": self.style.first + self._rest})
+                self._rest, self._state, self.inside, self._begun = "", "text", False, True
             return False
         function = {"name": name, "arguments": ""}
-        call = {"id": f"call_{os.urandom(12).hex()}", "type": "function", "function": function}
+        letters = os.urandom(12).hex()
+        id = letters[:9] if self.style.short_ids else f"call_{letters}"
+        call = {"id": id, "type": "function", "function": function}
         deltas.append({"tool_calls": [{"index": self.count, **call}]})
         self.count += 1
-        self._rest, self._state = rest, "arguments"
+        self._rest, self._state = rest[len(middle) :], "arguments"
         return True
 
     def _arguments(self, deltas: list[dict[str, Any]], end: bool) -> bool:
@@ -263,7 +287,7 @@ class Reader:
         style = self.style
         if len(self._rest) < len(style.tail):
             return False
-        self.inside, self._rest = False, self._rest[len(style.tail) :]
+        self.inside, self._rest, self._spaces = False, self._rest[len(style.tail) :], True
         self._state = "following" if style.following else "text"
         return True
 

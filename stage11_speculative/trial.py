@@ -16,6 +16,18 @@ import llguidance
 
 SECONDS = 1.0
 BYTES = 2**30  # of address space
+MOST_IDS = 2**18
+
+
+class Vocabulary:
+    """Bytes, the end of a text, and tokens without text: a grammar may name a model's by its id."""
+
+    bos_token_id, eos_token_id = None, 256
+    tokens = [bytes([byte]) for byte in range(256)] + [b""] * (MOST_IDS - 256)
+    special_token_ids = [256]
+
+    def __call__(self, text: str) -> list[int]:
+        return list(text.encode())
 
 
 def main() -> None:
@@ -24,7 +36,8 @@ def main() -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
-    tokenizer = llguidance.LLTokenizer("byte")
+    wrapper = llguidance.TokenizerWrapper(Vocabulary())
+    tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=MOST_IDS, eos_token=[256])
     limits = llguidance.LLParserLimits(**json.loads(sys.stdin.readline()))
     for line in sys.stdin:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
