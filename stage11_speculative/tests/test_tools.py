@@ -111,7 +111,7 @@ def written(folder: Path, name: str, template: str | None = None) -> Family:
 def family(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
     """A folder that a server runs."""
     family = written(tmp_path_factory.mktemp(request.param), request.param)
-    with serving("--model", str(family.folder), "--kv-memory", "16MiB") as running:
+    with serving("--model", str(family.folder), "--kv-memory", "2MiB") as running:
         url = f"{running.url}/v1"
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
             family.client = client
@@ -322,14 +322,15 @@ def test_forced_text_has_its_own_bytes(name, tmp_path):
     build().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
     tokenizer = load_tokenizer(tmp_path)
-    forms = Grammars(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
+    forms = Grammars(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id or 0,))
     for text in ('[{"name": "', "e\u0301 x", " a b", "the fox"):
         request = Request([1], SamplingParams())
         Form(forms, start(literal(text)))(request)
+        row: Any = request.row
         output = request.output.token_ids
         while output[-1:] != [tokenizer.eos_id]:
-            ids = request.row.mask.nonzero()[:, 0].tolist()
-            assert ids, request.row.error
+            ids = row.mask.nonzero()[:, 0].tolist()
+            assert ids, row.error
             output.append(ids[0])
         assert tokenizer.decode_bytes(output[:-1]).decode() == text
 
