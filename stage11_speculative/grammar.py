@@ -36,6 +36,7 @@ from stage01_forward.generation import Row
 from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request
 
+from . import endless
 from .drafts import Drafts, Proposer
 
 # No other white space than this: a model that may write spaces without end does.
@@ -62,11 +63,15 @@ log = logging.getLogger(__name__)
 
 def of_schema(schema: dict[str, Any], whitespace: str | None = None) -> str:
     """The grammar of JSON texts that are valid for `schema`, as a rule of llguidance's Lark.
-    whitespace: a regular expression for white space between tokens of JSON."""
+    whitespace: a regular expression for white space between tokens of JSON. Raises UserError for a
+    schema whose texts have no end."""
     options = SPACING | STRICT
     if whitespace is not None:
         options = STRICT | {"whitespace_pattern": whitespace}
-    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+    text = json.dumps({**schema, "x-guidance": options})
+    if len(text) <= MOST_SOURCE:  # a longer one is refused anyway
+        endless.check(schema)
+    return f"%json {text}"
 
 
 def literal(text: str) -> str:

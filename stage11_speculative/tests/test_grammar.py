@@ -36,6 +36,9 @@ FOX: dict[str, Any] = {
     "required": ["name", "age", "colour", "friends"],
     "additionalProperties": False,
 }
+NESTED: dict[str, Any] = {"type": "object", "properties": {"c": {"$ref": "#"}}}
+PAIR: dict[str, Any] = {"type": "array", "minItems": 1, "prefixItems": [{"$ref": "#/$defs/b"}]}
+EITHER: dict[str, Any] = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}
 ENGINES: dict[str, Any] = {
     "paged": make_paged,
     "kernels": lambda model, contexts: make_kernels(model, contexts, observers=[grammar.Ahead()]),
@@ -190,6 +193,9 @@ def test_control_tokens_and_ids_without_a_token_are_never_allowed():
         ({"enum": []}, "nsatisfiable"),
         ({"type": "integer", "minimum": 5, "maximum": 2}, "minimum"),
         ({"$ref": "#"}, "enforced"),
+        ({**NESTED, "required": ["c"]}, "'#' .* needs itself"),
+        ({"$defs": {"a": PAIR, "b": EITHER}, **EITHER}, "needs itself"),
+        ({"type": "array", "minItems": 1, "items": {"$ref": "#"}}, "needs itself"),
         ({"not": {}}, "not"),
         ({"not": {}, "x-guidance": {"lenient": True}}, "not"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
@@ -204,6 +210,20 @@ def test_what_cannot_be_enforced_is_refused_in_one_line(value, words):
     with pytest.raises(UserError, match=words) as refusal:
         grammar.Form(grammars(), schema(value))
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        NESTED,
+        {"anyOf": [{**NESTED, "required": ["c"]}, {"type": "null"}]},
+        {"$defs": {"a": PAIR, "b": {"anyOf": [*EITHER["anyOf"], {"const": 1}]}}, **EITHER},
+        {"type": "array", "items": {"$ref": "#"}},
+    ],
+    ids=str,
+)
+def test_a_schema_that_refers_to_itself_and_ends_is_kept(value):
+    grammar.Form(grammars(), schema(value))
 
 
 def test_a_parser_that_fails_ends_its_request_and_no_other():
