@@ -16,7 +16,8 @@ Why it is fast: a product of codes is a sum of small whole numbers, exact in 32 
 The scales leave the sum: sum(scale * q * x_scale * p) = scale * x_scale * sum(q * p).
 
 Rows that are not usual: a group of zeros has scale 0 and codes 0, without a division. A group that
-holds NaN or infinity, or whose scale has no finite value in its dtype, has scale NaN and codes 0.
+holds NaN or infinity, or whose scale has no finite value in its dtype, has scale NaN and codes 0;
+so has, with a minimum, one whose largest weight less its smallest is infinite in float32.
 
 Shapes: N outputs, K inputs, G = K / group groups, R rows (tokens).
 """
@@ -56,7 +57,9 @@ def asymmetric(w: Array, bits: int, group: int, dtype: DTypeLike = np.float16) -
         minimum = -up(-groups.min(-1).astype(np.float64), dtype)
         width = groups.max(-1).astype(np.float64) - minimum
         scale = up(width / (2**bits - 1), dtype).astype(np.float32)
-    unusable = ~np.isfinite(scale) | ~np.isfinite(minimum)
+    with np.errstate(over="ignore"):  # w - minimum is computed in float32
+        finite = np.isfinite(width.astype(np.float32))
+    unusable = ~np.isfinite(scale) | ~np.isfinite(minimum) | ~finite
     scale[unusable], minimum[unusable] = np.nan, 0
     minimum = minimum.astype(np.float32)
     codes = _codes(groups - minimum[:, :, None], scale, np.uint8 if bits == 8 else np.int8)

@@ -39,8 +39,9 @@ def fit(
         scale = torch.where(scale.isfinite(), scale, torch.nan)
         return scale, torch.where(scale.isfinite(), -(scale * code), 0)
     floor = -up(-low, dtype).double()
-    scale = up((high - floor) / (2**bits - 1), dtype).float()
-    usable = scale.isfinite() & floor.isfinite()
+    width = high - floor
+    scale = up(width / (2**bits - 1), dtype).float()
+    usable = scale.isfinite() & floor.isfinite() & width.float().isfinite()
     return torch.where(usable, scale, torch.nan), torch.where(usable, floor, 0).float()
 
 

@@ -45,9 +45,13 @@ LONGEST = (  # the longest first
     *("shared/course/tests/test_lessons.py", "shared/bench/tests/test_peers.py"),
 )
 
-# Examples may be slow because of other work on the machine. "any": any example that fails will do,
-# not the smallest one, which takes long to find.
-settings.register_profile("staircase", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Examples may be slow because of other work on the machine. They are the same in each run:
+# `--hypothesis-profile default` draws others. "any": any example that fails will do, not the
+# smallest one, which takes long to find.
+SLOW = [HealthCheck.too_slow]
+settings.register_profile(
+    "staircase", deadline=None, derandomize=True, database=None, suppress_health_check=SLOW
+)
 phases = (Phase.explicit, Phase.generate)
 settings.register_profile("any", settings.get_profile("staircase"), phases=phases)
 settings.load_profile("staircase")
