@@ -188,6 +188,8 @@ def test_an_n_gram_is_continued_as_the_last_time():
     assert proposer.propose([request], [9]) == [[9, 1, 2, 3]]  # 1 2 3 came last before 9
     assert proposer.propose([Request([7, 8, 9], greedy(9))], [9]) == [[]]
     assert proposer.propose([request], [0]) == [[]]
+    longer = Request([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], greedy(9))
+    assert proposer.propose([longer], [2]) == [[4, 9]]  # 2 3 came later, but 1 2 3 is longer
     proposer.forget(request)
     assert request not in proposer.ends and request not in proposer.indexed
 

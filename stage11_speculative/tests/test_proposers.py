@@ -96,6 +96,9 @@ def test_lengths_follow_what_a_row_costs():
     assert Adaptive(STEEP).choose(requests, [4, 0, 2], 500) == [0, 0, 0]  # beside prompts, too
     knee = PassTimes((1, 6, 64), (1.0, 1.0, 30.0))  # three rows more are free
     assert sum(Adaptive(knee).choose(requests, [4, 0, 2], 3)) == 3
+    step = Adaptive(PassTimes((1, 2, 64), (1.0, 2.0, 2.0)))  # one does not pay, but four do
+    step.rates[requests[0]] = 0.9
+    assert step.choose(requests[:1], [4], 1) == [4]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 1)), min_size=1, max_size=4))
