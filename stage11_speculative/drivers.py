@@ -172,7 +172,7 @@ def chosen(draw: Random) -> Any:
 class Pairs(ByteTokenizer):
     """Bytes, and tokens of several. Ids from 256 on: the end, and WORDS."""
 
-    eos_id = 256
+    eos_id: int | None = 256
 
     def decode_bytes(self, ids: Any) -> bytes:
         words = dict(enumerate(WORDS, 257))

@@ -29,7 +29,7 @@ def tiles_of(draw: Random) -> tuple[torch.Tensor, list[Any]]:
     """Queries, and tiles of keys, values and what is seen of them; all see something in the end."""
     width, queries = draw.choice([4, 8, 64]), draw.randint(1, 4)
     q = tensors(draw, queries, width) * draw.choice([1, 1, 1000])
-    tiles = []
+    tiles = list[Any]()
     for _ in range(draw.randint(1, 4)):
         keys = draw.choice([1, 5, 64])
         seen = tensors(draw, queries, keys) < draw.choice([-9, 0, 9])

@@ -68,6 +68,9 @@ def test_pieces_of_a_softmax_add_up():
     torch.testing.assert_close(merge(states), want)
     torch.testing.assert_close(merge(states[::-1]), want)
     assert torch.equal(merge(states[:1]), states[0].mixed / states[0].total[:, None])
+    one, value = torch.ones(1), torch.randn(1, 8)
+    near, far = State(4000 * one, one, value), State(-4000 * one, one, -value)
+    assert torch.equal(merge([near, far]), value) and torch.equal(merge([far, near]), value)
 
 
 @pytest.mark.parametrize("window", [2**30, 1, 37, 300])
