@@ -44,9 +44,10 @@ def softmax(draw: Random) -> Any:
     for _ in range(12):
         q, tiles = tiles_of(draw)
         state = State.of(q)
-        for place, tile in enumerate(tiles):
-            state = naive.online(q, *tile, state)
-            call = f"online, tile {place} of {tuple(tile[0].shape)}, {tile[2].sum(1)} of it seen"
+        for place, (key, value, visible) in enumerate(tiles):
+            state = naive.online(q, key, value, visible, state)
+            counts = visible.sum(1).tolist()
+            call = f"online, tile {place} of {tuple(key.shape)}, {counts} keys seen"
             seen.append({"call": call, "state": state})
     return seen
 
