@@ -22,9 +22,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -190,8 +192,17 @@ def turns(
     return their results. Variants with fewer repeats than others sit out the last rounds.
 
     Because they take turns, a slow minute of a shared machine affects all variants, not just one.
-    Because the order rotates, no variant always follows the same other.
+    Because the order rotates, no variant always follows the same other. Within `ruled`, the machine
+    is measured before and after.
     """
+    ruler = RULER.get()
+    run = partial(_turns, variants, repeats, warmup)
+    return ruler.around(run) if ruler else run()
+
+
+def _turns(
+    variants: Mapping[str, Callable[[], Result]], repeats: int | Mapping[str, int], warmup: int
+) -> dict[str, list[Result]]:
     often = repeats if isinstance(repeats, Mapping) else dict.fromkeys(variants, repeats)
     results: dict[str, list[Result]] = {name: [] for name in variants}
     for number, names in enumerate(rounds(list(variants), warmup + max(often.values()))):
@@ -350,6 +361,58 @@ def _best_rate(work: float, run: Callable[[], object], budget: float) -> float:
     while len(times) < 5 or sum(times) < budget:
         times.append(seconds(run))
     return work / min(times)
+
+
+# ---- the machine beside a measurement -----------------------------------------------------------
+
+MOVED = 0.15  # of the machine's speeds: a measurement that saw more is repeated
+ATTEMPTS = 3
+
+
+@dataclass
+class Ruler:
+    """What the machine gave beside each measurement. A shared machine's speeds change within
+    minutes, so a share of them divides by those before and after.
+
+    A measurement during which one of them moved by more than MOVED is made again, up to ATTEMPTS
+    times; the steadiest counts.
+    """
+
+    seen: dict[str, Any] = field(default_factory=dict)  # beside the last measurement
+
+    def speeds(self) -> dict[str, float]:
+        """GB/s of memory and GFLOP/s by dtype, as `limits` measures them but in half a second."""
+        speeds = {"memory": read_bandwidth(nbytes=GIB // 4, budget=0.05)}
+        for dtype in (torch.float32, torch.bfloat16):
+            name = str(dtype).removeprefix("torch.")
+            speeds[name] = matmul_rate("cpu", dtype, (1024,), 0.05)
+        return speeds
+
+    def around(self, run: Callable[[], Result]) -> Result:
+        """The result of `run`."""
+        attempts = []
+        while len(attempts) < ATTEMPTS:
+            before, result, after = self.speeds(), run(), self.speeds()
+            moved = max(abs(after[name] / before[name] - 1) for name in before)
+            attempts.append((moved, before, after, result))
+            if moved <= MOVED:
+                break
+        moved, before, after, result = min(attempts, key=lambda attempt: attempt[0])
+        self.seen = {"before": before, "after": after, "moved": moved, "attempts": len(attempts)}
+        return result
+
+
+RULER: ContextVar[Ruler | None] = ContextVar("RULER", default=None)
+
+
+@contextmanager
+def ruled() -> Iterator[Ruler]:
+    """Within it, `turns` measures the machine beside what it times."""
+    token = RULER.set(ruler := Ruler())
+    try:
+        yield ruler
+    finally:
+        RULER.reset(token)
 
 
 # ---- memory --------------------------------------------------------------------------------------

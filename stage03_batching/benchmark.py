@@ -149,7 +149,7 @@ COLUMNS: dict[str, rows.Column] = {
     "sequences": "requests",
     "decode, tok/s (limit)": lambda row: f"{decode(row):,.1f} ({limit(row):,.0f})",
     "step, ms": lambda row: step(row).show(),
-    "bound by": lambda row: cost(row).bound(row.results.limits, row.kind),
+    "bound by": lambda row: cost(row).bound(row.limits, row.kind),
     "MBU": lambda row: f"{cost(row).bytes / step(row).median * 1e3 / row.bandwidth:.0%}",
     "MFU": lambda row: f"{cost(row).flops / step(row).median * 1e3 / row.peak:.0%}",
     "one after the other (stage 02), ms": ms(SINGLE),

@@ -181,7 +181,7 @@ def claims(results: Results) -> Iterator[Claim]:
         what = f"repeated over grouped, {row['count']} x {row['context']:,} tokens"
         yield faster(what, row, (REPEATED, GROUPED), step, why)
     single = next(row for row in results.rows("whole") if row.tokens > 1)
-    rounded = Row(Results({**results.content, "limits": vars(ROUND)}), single.group, single.variant)
+    rounded = Row(Results(results.content, ROUND), single.group, single.variant)
     why = "a product of one row reads at half of the bandwidth, and 600 small operators start"
     yield replace(
         speed("one request", single, least, why),

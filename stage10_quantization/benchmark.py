@@ -227,12 +227,11 @@ def cost(row: Row, weights: str, keys: str = "") -> Cost:
 def bound(row: Row, weights: str, keys: str = "") -> float:
     """The least seconds of a pass. Bytes are multiplied twice as fast as bfloat16's numbers;
     without rounded activations they are widened to float32."""
-    limits = row.results.limits
-    rates = limits.gflops
+    rates = row.limits.gflops
     rate = rates[F32] if weights in (F32, WEIGHT_ONLY) else rates.get(BF16, rates[F32])
     rate *= 2 if weights in (INT8, INT4) else 1
     read = INT8 if weights == WEIGHT_ONLY else weights
-    return cost(row, read, keys).seconds(replace(limits, gflops={F32: rate}), torch.float32)
+    return cost(row, read, keys).seconds(replace(row.limits, gflops={F32: rate}), torch.float32)
 
 
 def of_bound(weights: str) -> rows.Column:

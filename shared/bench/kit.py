@@ -6,7 +6,8 @@ of its own.
 
 A case takes a `Subject` (a model in a dtype) and returns groups of results (see `rows`). `compare`
 is the usual one: it runs a workload through several engines in turn and proves every answer that
-was timed. Nothing is written if a token differs. The machine's limits are measured in the same run.
+was timed. Nothing is written if a token differs. The machine's limits are measured in the same run,
+and in a full one beside every group (`measure.Ruler`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, make_dataclass, replace
 from functools import cache, partial
 from itertools import groupby, product
@@ -302,6 +304,14 @@ class Case:
     dtypes: int | None = None
 
 
+def beside(groups: Iterable[Group]) -> Iterator[Group]:
+    """The groups as they are measured, each with what a ruler saw of the machine beside it."""
+    ruler = measure.RULER.get() or measure.Ruler()
+    ruler.seen = {}
+    for group in groups:
+        yield group | ({"beside": ruler.seen} if ruler.seen else {})
+
+
 def cases(*listed: Case) -> Callable[[Any], dict[str, Any]]:
     """Runs the cases, model by model."""
 
@@ -314,7 +324,7 @@ def cases(*listed: Case) -> Callable[[Any], dict[str, Any]]:
                 for case, groups in zip(listed, results.values(), strict=True):
                     bar.set_postfix_str(f"{case.run.__name__}, {model}, {dtype}")
                     if place < (case.models or 99) and at < (case.dtypes or 99):
-                        groups += [subject.about | group for group in case.run(subject, plan)]
+                        groups += beside(subject.about | group for group in case.run(subject, plan))
                     bar.update()
         return results
 
@@ -379,7 +389,9 @@ class Benchmark:
         options = vars(parser.parse_args(argv))
         few = options.pop("quick")
         device = cli.choose_device(options.get("device", "cpu")).type
-        content = self.run(replace(self.quick if few else self.full, **options), device)
+        plan = replace(self.quick if few else self.full, **options)
+        with nullcontext() if few or device != "cpu" else measure.ruled():
+            content = self.run(plan, device)
         if few:
             for table, text in self.tables(content).items():
                 if text.count("\n") > 1:  # some cases are in full runs only

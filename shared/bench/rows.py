@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -58,7 +59,8 @@ class Row:
     def __init__(self, results: Results, group: Mapping[str, Any], variant: str = "") -> None:
         self.results, self.group, self.variant = results, group, variant
         self.kind: torch.dtype = getattr(torch, group.get("dtype", "float32"))
-        self.bandwidth = results.limits.bandwidth_gb_s * 1e9  # bytes per second of the machine
+        self.limits = results.beside(group.get("beside", {}))
+        self.bandwidth = self.limits.bandwidth_gb_s * 1e9  # bytes per second of the machine
         # Tokens of prompt and answer of each request, and those of all answers.
         self.lengths = [pair for *pair, times in group.get("lengths", ()) for _ in range(times)]
         self.requests, self.tokens = len(self.lengths), sum(answer for _, answer in self.lengths)
@@ -100,12 +102,12 @@ class Row:
 
     def least(self, passes: Iterable[Cost]) -> float:
         """The least seconds that some passes can take, by the machine's limits."""
-        return sum(cost.seconds(self.results.limits, self.kind) for cost in passes)
+        return sum(cost.seconds(self.limits, self.kind) for cost in passes)
 
     @property
     def peak(self) -> float:
         """FLOP/s of the machine in this dtype."""
-        return self.results.limits.gflops[self["dtype"]] * 1e9
+        return self.limits.gflops[self["dtype"]] * 1e9
 
     @property
     def proof(self) -> str:
@@ -128,12 +130,23 @@ class Row:
 
 
 class Results:
-    """What `measure.load` read of one benchmark, or what a run has just measured."""
+    """What `measure.load` read of one benchmark, or what a run has just measured.
 
-    def __init__(self, content: Mapping[str, Any]) -> None:
-        self.content = content
+    assumed: the limits of another machine, for predictions.
+    """
+
+    def __init__(self, content: Mapping[str, Any], assumed: measure.Limits | None = None) -> None:
+        self.content, self.assumed = content, assumed
         self.plan: Mapping[str, Any] = content["configuration"].get("plan", {})
-        self.limits = measure.Limits(**content["limits"])
+        self.limits = assumed or measure.Limits(**content["limits"])
+
+    def beside(self, seen: Mapping[str, Any]) -> measure.Limits:
+        """The machine's limits as a ruler saw them: the means of before and after. Those of the
+        whole run, if it saw none."""
+        if self.assumed or not seen:
+            return self.limits
+        means = {name: (seen["before"][name] + seen["after"][name]) / 2 for name in seen["before"]}
+        return replace(self.limits, bandwidth_gb_s=means.pop("memory"), gflops=means)
 
     def __getitem__(self, case: str) -> Any:
         return self.content["results"][case]
@@ -289,11 +302,36 @@ def operators(results: Results) -> str:
 
 
 def limits(results: Results) -> str:
-    """The machine, and its limits as they were measured in the same run."""
+    """The machine, and its limits as they were measured in the same run: at its start, and beside
+    the groups that it measured."""
     content, machine, speeds = results.content, results.content["machine"], results.limits
     cpus = f"{machine['cpus']} CPU{'s' if machine['cpus'] > 1 else ''}"
     size, version = f"{machine['memory_gib']:.0f} GiB", f"torch {content['versions']['torch']}"
     rates = [f"{rate:,.0f} GFLOP/s in {dtype}" for dtype, rate in speeds.gflops.items()]
     cells = {"machine": f"{machine['processor']}, {cpus}, {size}, {version}"}
     cells |= {"threads": content["threads"], "reads memory at": f"{speeds.bandwidth_gb_s:.0f} GB/s"}
-    return table([cells | {"multiplies matrices at": ", ".join(rates)}])
+    cells["multiplies matrices at"] = ", ".join(rates)
+    return "\n\n".join([table([cells]), *steadiness(results)])
+
+
+def steadiness(results: Results) -> list[str]:
+    """What memory and arithmetic gave beside the groups, and which were measured again."""
+    cases = results.content["results"]
+    listed = [case for case in cases.values() if isinstance(case, list)] if cases else []
+    seen = [group["beside"] for case in listed for group in case if "beside" in group]
+    if not seen:
+        return []
+
+    def span(name: str) -> str:
+        values = [beside[when][name] for beside in seen for when in ("before", "after")]
+        return f"{min(values):,.0f} to {max(values):,.0f}"
+
+    again = sum(beside["attempts"] > 1 for beside in seen)
+    unsteady = sum(beside["moved"] > measure.MOVED for beside in seen)
+    return [
+        f"Beside the {len(seen)} measurements memory gave {span('memory')} GB/s, and arithmetic "
+        f"{span('float32')} GFLOP/s in float32, {span('bfloat16')} in bfloat16. {again} saw "
+        f"one of these move by more than {measure.MOVED:.0%} and were made again, at most "
+        f"{measure.ATTEMPTS} times; in {unsteady} it moved that much every time. A share of the "
+        "limit divides by what was measured beside it."
+    ]

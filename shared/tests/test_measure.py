@@ -47,6 +47,21 @@ def test_variants_take_turns_and_warm_up_does_not_count():
     assert kept == {"A": [3, 4], "B": [2]}
 
 
+def test_what_the_machine_disturbed_is_measured_again_and_the_steadiest_counts(monkeypatch):
+    memory = iter([50.0, 80.0, 50.0, 60.0, 50.0, 70.0, 70.0, 75.0])
+    monkeypatch.setattr(measure, "read_bandwidth", lambda **_: next(memory))
+    monkeypatch.setattr(measure, "matmul_rate", lambda *_: 100.0)
+    runs = iter(range(99))
+    with measure.ruled() as ruler:
+        kept = measure.turns({"A": lambda: next(runs)}, 1, warmup=0)
+        assert kept == {"A": [1]} and ruler.seen["attempts"] == measure.ATTEMPTS
+        assert ruler.seen["moved"] == pytest.approx(0.2) and ruler.seen["after"]["memory"] == 60
+        assert measure.turns({"A": lambda: next(runs)}, 1, warmup=0) == {"A": [3]}
+        assert ruler.seen["attempts"] == 1 and ruler.seen["before"]["float32"] == 100
+    assert measure.turns({"A": lambda: next(runs)}, 1, warmup=0) == {"A": [4]}  # without one
+    assert next(memory, None) is None
+
+
 def test_limits_are_measured_once_and_again_on_request(tmp_path, monkeypatch):
     # What is kept and when is tested here, without the ten seconds that the real limits take.
     for variable in ("XDG_CACHE_HOME", "LOCALAPPDATA"):

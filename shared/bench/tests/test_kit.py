@@ -162,6 +162,22 @@ def test_quick_shows_what_a_full_run_keeps(
     assert kept["configuration"]["plan"]["dtypes"] == ["float32", "bfloat16"]
     assert [group["dtype"] for group in kept["results"]["speed"]] == ["float32", "bfloat16"]
     assert BENCHMARK.headline(kept) == "2 groups"
+    beside = [group["beside"] for group in kept["results"]["speed"]]
+    assert all(speeds["before"]["memory"] > 0 for speeds in beside)
+    assert "Beside the 2 measurements memory gave" in BENCHMARK.tables(kept)["limits"]
+
+
+def test_a_share_divides_by_what_the_machine_gave_beside_the_row() -> None:
+    speeds = {"memory": 10.0, "float32": 50.0, "bfloat16": 70.0}
+    seen = {"before": speeds, "after": speeds | {"memory": 20.0}, "moved": 1.0, "attempts": 3}
+    group = {"dtype": "float32", "seconds": {"a": [1.0]}, "beside": seen}
+    content = {"configuration": {}, "limits": vars(LIMITS), "results": {"one": [group]}}
+    (row,) = rows.Results(content).groups("one")
+    assert (row.bandwidth, row.peak) == (15e9, 50e9)
+    (row,) = rows.Results(content, LIMITS).groups("one")  # predicted for another machine
+    assert (row.bandwidth, row.peak) == (30e9, 100e9)
+    (text,) = rows.steadiness(rows.Results(content))
+    assert "10 to 20 GB/s" in text and "1 saw" in text and "in 1 it moved" in text
 
 
 # ---- rows and tables -----------------------------------------------------------------------------
