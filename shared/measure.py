@@ -390,7 +390,7 @@ class Ruler:
 
     def around(self, run: Callable[[], Result]) -> Result:
         """The result of `run`."""
-        attempts = []
+        attempts: list[tuple[float, Any, Any, Result]] = []
         while len(attempts) < ATTEMPTS:
             before, result, after = self.speeds(), run(), self.speeds()
             moved = max(abs(after[name] / before[name] - 1) for name in before)
