@@ -186,16 +186,19 @@ Result = TypeVar("Result")
 
 
 def turns(
-    variants: Mapping[str, Callable[[], Result]], repeats: int | Mapping[str, int], warmup: int = 1
+    variants: Mapping[str, Callable[[], Result]],
+    repeats: int | Mapping[str, int],
+    warmup: int = 1,
+    steady: bool = True,
 ) -> dict[str, list[Result]]:
     """Run all variants in turn, `repeats` times each after `warmup` rounds that do not count, and
     return their results. Variants with fewer repeats than others sit out the last rounds.
 
     Because they take turns, a slow minute of a shared machine affects all variants, not just one.
     Because the order rotates, no variant always follows the same other. Within `ruled`, the machine
-    is measured before and after.
+    is measured before and after, unless `steady` is False: for loads of a minute.
     """
-    ruler = RULER.get()
+    ruler = RULER.get() if steady else None
     run = partial(_turns, variants, repeats, warmup)
     return ruler.around(run) if ruler else run()
 

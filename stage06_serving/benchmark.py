@@ -359,7 +359,7 @@ def measure_load(
     prompts = subject.prompts([load.prompt] * load.requests)
     runs = {name: partial(ways[name], load, prompts) for name in repeats}
     counts = [load.answer] * load.requests
-    results = measure.turns(runs, repeats, warmup=0)
+    results = measure.turns(runs, repeats, warmup=0, steady=False)
     kept = {
         name: [
             run.kept() | {"proof": subject.prove_lengths(prompts, run.ids, counts)} for run in runs

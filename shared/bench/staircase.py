@@ -173,7 +173,7 @@ def run(plan: Any) -> dict[str, Any]:
                 bar.update()
 
         ways = {name: partial(fresh, name) for name in wanted}
-        runs = measure.turns(ways, plan.rounds, warmup=0)
+        runs = measure.turns(ways, plan.rounds, warmup=0, steady=False)
     return {"steps": [together(plan, runs)]}
 
 
