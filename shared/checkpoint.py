@@ -153,8 +153,8 @@ def check_vocabulary(tokenizer: AnyTokenizer, config: Config) -> None:
 
 def _find(name: str) -> Found:
     """Where the checkpoint is, downloaded first if the name is a hub name."""
-    if found := models.find(name):
-        return found
+    if location := models.find(name):
+        return location
     if name == "tiny":
         raise UserError(
             "The model tiny exists only with random weights: add --random-weights, or choose "
@@ -165,15 +165,17 @@ def _find(name: str) -> Found:
     return Found(_download(name, models.checked(name)))
 
 
-def _open(name: str, found: Found, readers: Mapping[str, Reader], weights: bool = True) -> Opened:
+def _open(
+    name: str, location: Found, readers: Mapping[str, Reader], weights: bool = True
+) -> Opened:
     """The files. weights: of a plain folder, too."""
     known = name if models.is_known(name) else None
-    if found.format:
-        opened = found.format.open(found.path, readers)
+    if location.format:
+        opened = location.format.open(location.path, readers)
         return replace(opened, config=replace(opened.config, name=known or opened.config.name))
-    config = read_config(found.path, known, readers)
-    tensors = read_tensors(found.path) if weights else {}
-    return Opened(config, tensors, found.path, sorted(found.path.glob("*.safetensors")))
+    config = read_config(location.path, known, readers)
+    tensors = read_tensors(location.path) if weights else {}
+    return Opened(config, tensors, location.path, sorted(location.path.glob("*.safetensors")))
 
 
 def _download(name: str, repository: str) -> Path:
@@ -352,9 +354,9 @@ def _random_checkpoint(
     readers: Mapping[str, Reader],
     presets: Mapping[str, Config],
 ) -> Checkpoint:
-    folder, found = None, models.find(name)
-    if found:
-        opened = _open(name, found, readers, weights=False)
+    folder, location = None, models.find(name)
+    if location:
+        opened = _open(name, location, readers, weights=False)
         config, folder = opened.config, opened.folder
     elif name in presets:
         config = presets[name]

@@ -129,9 +129,9 @@ def checked(name: str) -> str:
 def stored_dtype(name: str) -> str:
     """The number format of a plain folder's first tensor as safetensors names it, such as "BF16";
     "" for another format, or if it is not known without a download."""
-    found = find(name)
-    plain = found is not None and found.format is None
-    files = sorted(found.path.glob("model*.safetensors")) if found and plain else []
+    location = find(name)
+    plain = location is not None and location.format is None
+    files = sorted(location.path.glob("model*.safetensors")) if location and plain else []
     wrong = (LookupError, ValueError, TypeError, AttributeError, StopIteration)  # of a broken file
     with contextlib.suppress(OSError, *wrong):
         with files[0].open("rb") as file:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from shared.course.driver import arrays, outcome, tensors, tiny
+from shared.course.driver import Entry, arrays, outcome, tensors, tiny
+from shared.records import StepRecord
 
 from . import generation, numpy_gpt2, sampling, scoring
 from .attention import Recompute
@@ -25,23 +29,23 @@ def prompt_of(draw: Random, longest: int = 20) -> list[int]:
 def options_of(draw: Random, longest: int = 9, **fixed: Any) -> SamplingParams:
     """Sampling options, most of them random."""
     tokens = draw.randint(1, longest)
-    options: dict[str, Any] = {
-        "max_tokens": tokens,
-        "min_tokens": draw.choice([0, 0, draw.randint(0, tokens)]),
-        "temperature": draw.choice([0, 0.005, 0.8, 1.5]),
-        "top_k": draw.choice([0, 0, -1, 1, 5, 100]),
-        "top_p": draw.choice([1.0, 1.0, 0.3, 0.9]),
-        "min_p": draw.choice([0.0, 0.0, 0.05, 0.5]),
-        "repetition_penalty": draw.choice([1.0, 1.0, 1.3]),
-        "seed": draw.randrange(1000),
-        "stop_token_ids": tuple(draw.sample(range(100), draw.choice([0, 0, 15]))),
-        "ignore_eos": draw.random() < 0.5,
-        "logprobs": draw.choice([None, None, 0, 3]),
-    }
-    return SamplingParams(**options | fixed)
+    options = SamplingParams(
+        max_tokens=tokens,
+        min_tokens=draw.choice([0, 0, draw.randint(0, tokens)]),
+        temperature=draw.choice([0, 0.005, 0.8, 1.5]),
+        top_k=draw.choice([0, 0, -1, 1, 5, 100]),
+        top_p=draw.choice([1.0, 1.0, 0.3, 0.9]),
+        min_p=draw.choice([0.0, 0.0, 0.05, 0.5]),
+        repetition_penalty=draw.choice([1.0, 1.0, 1.3]),
+        seed=draw.randrange(1000),
+        stop_token_ids=tuple(draw.sample(range(100), draw.choice([0, 0, 15]))),
+        ignore_eos=draw.random() < 0.5,
+        logprobs=draw.choice([None, None, 0, 3]),
+    )
+    return replace(options, **fixed)
 
 
-def counts_of(steps: Any) -> list[Any]:
+def counts_of(steps: Iterable[StepRecord]) -> list[tuple[int, ...]]:
     """Records without their times."""
     return [(s.rows, s.prefill_tokens, s.decode_tokens, s.wasted_tokens) for s in steps]
 
@@ -49,8 +53,8 @@ def counts_of(steps: Any) -> list[Any]:
 # ---- tasks ----
 
 
-def formulas(draw: Random) -> Any:
-    seen: list[Any] = []
+def formulas(draw: Random) -> list[Entry]:
+    seen: list[Entry] = []
     for kind in ("float64", "float32"):
         for _ in range(3):
             shape = [draw.randint(1, 4) for _ in range(draw.randint(0, 2))] + [draw.randint(2, 9)]
@@ -66,8 +70,8 @@ def formulas(draw: Random) -> Any:
     return seen
 
 
-def ends(draw: Random) -> Any:
-    model, seen = tiny(draw), list[Any]()
+def ends(draw: Random) -> list[Entry]:
+    model, seen = tiny(draw), list[Entry]()
     for _ in range(60):
         params = options_of(draw)
         prompt, output = prompt_of(draw, 40), prompt_of(draw, 25)[1:]
@@ -96,7 +100,7 @@ def weights_of(draw: Random, layers: int, width: int, tied: bool) -> numpy_gpt2.
     return weights
 
 
-def page(draw: Random) -> Any:
+def page(draw: Random) -> list[Entry]:
     heads = draw.choice([1, 2, 3])
     width, layers = heads * draw.choice([2, 4]), draw.randint(1, 3)
     weights = weights_of(draw, layers, width, draw.random() < 0.5)
@@ -115,31 +119,33 @@ def page(draw: Random) -> Any:
     ]
 
 
-def model(draw: Random) -> Any:
+def model(draw: Random) -> list[Entry]:
     """The model with attention, and with a function of each token alone for other shapes."""
-    made, seen = tiny(draw), list[Any]()
-    config = made.config
+    gpt2, seen = tiny(draw), list[Entry]()
+    config = gpt2.config
     ids = torch.tensor(prompt_of(draw, 30))
-    hidden = made(ids, torch.arange(len(ids)), Recompute().attend)
+    hidden = gpt2(ids, torch.arange(len(ids)), Recompute().attend)
     seen.append({"call": f"the model on {len(ids)} tokens", "hidden": hidden})
     for shape in ((3,), (2, 3), (2, 1, 2)):
-        calls: list[Any] = []
+        calls: list[object] = []
 
-        def attend(layer: int, q: Any, k: Any, v: Any, calls: list[Any] = calls) -> Any:
+        def attend(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, calls: list[object] = calls
+        ) -> Tensor:
             calls.append((layer, q.shape, k.shape, v.shape))
             return q * 0.5 + k * v * (1 + layer)
 
         ids = torch.tensor([draw.randrange(100) for _ in range(12)])[: np.prod(shape)].view(shape)
         places = torch.randperm(config.n_positions)[: ids.numel()].view(shape)
-        hidden = made(ids, places, attend)
+        hidden = gpt2(ids, places, attend)
         seen.append({"call": f"the model on ids of shape {shape}", "hidden": hidden})
         x = tensors(draw, *shape, config.n_embd)
-        seen[-1] |= {"calls": calls, "block": made.h[-1](x, attend)}
+        seen[-1] |= {"calls": calls, "block": gpt2.h[-1](x, attend)}
     return seen
 
 
-def samples(draw: Random) -> Any:
-    seen: list[Any] = []
+def samples(draw: Random) -> list[Entry]:
+    seen: list[Entry] = []
     for _ in range(6):
         kind = draw.choice([torch.float64, torch.float32, torch.bfloat16])
         wide, count = draw.choice([1, 5, 100]), draw.randint(1, 4)
@@ -188,18 +194,18 @@ def samples(draw: Random) -> Any:
     return seen
 
 
-def outputs_of(outputs: Any) -> Any:
+def outputs_of(outputs: Iterable[Output]) -> list[object]:
     return [(o.token_ids, o.finish_reason, o.tokens) for o in outputs]
 
 
-def loop(draw: Random) -> Any:
-    made, passes = tiny(draw), list[int]()
-    made.register_forward_pre_hook(lambda _, given: passes.append(given[0].numel()))
-    engine = Engine(made, eos_ids=draw.sample(range(100), 4))
+def loop(draw: Random) -> list[Entry]:
+    model, passes = tiny(draw), list[int]()
+    model.register_forward_pre_hook(lambda _, inputs: passes.append(inputs[0].numel()))
+    engine = Engine(model, eos_ids=draw.sample(range(100), 4))
     prompts = [prompt_of(draw, 60) for _ in range(4)]
     params = [options_of(draw, longest=12) for _ in prompts]
     outputs = engine.generate(prompts, params)
-    seen: list[Any] = [{"call": f"generate {params}", "outputs": outputs_of(outputs)}]
+    seen: list[Entry] = [{"call": f"generate {params}", "outputs": outputs_of(outputs)}]
     seen[-1] |= {"steps": counts_of(engine.steps), "passes": list(passes)}
     tokens, output = [], Output(prompts[0])
     for token in engine._tokens(output, params[1]):
@@ -207,15 +213,15 @@ def loop(draw: Random) -> Any:
     return [*seen, {"call": f"stream {params[1]}", "tokens": tokens}]
 
 
-def judged(draw: Random) -> Any:
-    made, seen = tiny(draw), list[Any]()
+def judged(draw: Random) -> list[Entry]:
+    model, seen = tiny(draw), list[Entry]()
     for length in (draw.randint(0, 2), draw.randint(3, 64), draw.randint(65, 300)):
         ids = [draw.randrange(100) for _ in range(length)]
         stride = draw.choice(
             [None, 1 + length // 40, 64, draw.randint(1, 64), draw.choice([0, 65])]
         )
         judged = list[int]()
-        result = outcome(scoring.perplexity, made, ids, stride, judged.append)
+        result = outcome(scoring.perplexity, model, ids, stride, judged.append)
         call = f"perplexity of {length} tokens, stride {stride}"
         seen.append({"call": call, "result": result, "progress": judged})
     return seen

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from shared.config import Config
-from shared.course.driver import outcome, tensors, tiny
+from shared.course.driver import Entry, outcome, tensors, tiny
 from stage01_forward.drivers import counts_of, options_of, outputs_of, prompt_of
 
 from . import cache
@@ -18,34 +18,34 @@ SMALL = Config(50, 24, 24, 2, 6, n_kv_head=3, name="small")
 KINDS = (torch.float64, torch.float32, torch.bfloat16)
 
 
-def slots(draw: Random) -> Any:
-    seen: list[Any] = []
+def slots(draw: Random) -> list[Entry]:
+    seen: list[Entry] = []
     for capacity in (None, draw.randint(1, 24), draw.choice([0, -1, 25, 24, 1])):
         kind = draw.choice(KINDS)
-        made = outcome(cache.KVCache, SMALL, capacity, kind)
+        kv_cache = outcome(cache.KVCache, SMALL, capacity, kind)
         call = f"KVCache(capacity={capacity}, dtype={kind})"
-        if isinstance(made, Exception):
-            seen.append({"call": call, "result": made})
+        if isinstance(kv_cache, Exception):
+            seen.append({"call": call, "result": kv_cache})
             continue
-        seen.append({"call": call, "kv": made.kv, "bytes": made.bytes})
+        seen.append({"call": call, "kv": kv_cache.kv, "bytes": kv_cache.bytes})
         for _ in range(30):
             name, count = draw.choice(["extend", "crop"]), draw.choice([-1, 0, 1, 2, 5, 8, 24, 25])
             if draw.random() < 0.3:
-                count = made.capacity - made.length if name == "extend" else made.length
-            before = made.length
-            result = outcome(getattr(made, name), count)
-            call = f"{name}({count}) of a cache with {before} of {made.capacity}"
-            seen.append({"call": call, "length": made.length, "capacity": made.capacity})
+                count = kv_cache.capacity - kv_cache.length if name == "extend" else kv_cache.length
+            before = kv_cache.length
+            result = outcome(getattr(kv_cache, name), count)
+            call = f"{name}({count}) of a cache with {before} of {kv_cache.capacity}"
+            seen.append({"call": call, "length": kv_cache.length, "capacity": kv_cache.capacity})
             if isinstance(result, Exception):
                 seen[-1]["error"] = result
             elif name == "extend":
                 result.new.fill_(draw.randint(1, 100))
                 seen[-1] |= {"positions": result.positions, "seen": result.seen.shape}
-        seen.append({"call": "the numbers in the end", "kv": made.kv})
+        seen.append({"call": "the numbers in the end", "kv": kv_cache.kv})
     return seen
 
 
-def visible(attention: Any, end: int) -> Any:
+def visible(attention: cache.CachedAttention, end: int) -> Tensor:
     """(T, end): what a step's queries see, however its mask is stated."""
     count = len(attention.positions)
     everything = torch.ones(count, end, dtype=torch.bool)
@@ -54,8 +54,8 @@ def visible(attention: Any, end: int) -> Any:
     return everything.tril() if attention.square else everything
 
 
-def views(draw: Random) -> Any:
-    seen: list[Any] = []
+def views(draw: Random) -> list[Entry]:
+    seen: list[Entry] = []
     for _ in range(12):
         kv = tensors(draw, 2, 2, 1, 24, 2, dtype=draw.choice(KINDS))
         start = draw.choice([0, 0, draw.randrange(23)])
@@ -70,37 +70,37 @@ def views(draw: Random) -> Any:
     return seen
 
 
-def attend(draw: Random) -> Any:
-    seen: list[Any] = []
+def attend(draw: Random) -> list[Entry]:
+    seen: list[Entry] = []
     for kind in KINDS:
         kv_heads = draw.choice([1, 2, 3, 6])
-        made = cache.KVCache(SMALL, dtype=kind)
-        made.kv = tensors(draw, 2, 2, kv_heads, 24, 4, dtype=kind)
-        while made.length < 24:
-            count = draw.choice([1, 1, 2, draw.randint(1, 24 - made.length)])
-            count, start = min(count, 24 - made.length), made.length
-            step, layer = made.extend(count), draw.randrange(2)
+        kv_cache = cache.KVCache(SMALL, dtype=kind)
+        kv_cache.kv = tensors(draw, 2, 2, kv_heads, 24, 4, dtype=kind)
+        while kv_cache.length < 24:
+            count = draw.choice([1, 1, 2, draw.randint(1, 24 - kv_cache.length)])
+            count, start = min(count, 24 - kv_cache.length), kv_cache.length
+            step, layer = kv_cache.extend(count), draw.randrange(2)
             q = tensors(draw, count, 6, 4).to(kind)
             k, v = tensors(draw, 2, count, kv_heads, 4).to(kind)
             out = step.attend(layer, q, k, v)
             call = f"attend, {count} tokens from {start} on, {kv_heads} heads of keys, {kind}"
-            seen.append({"call": call, "out": out, "written": made.kv[layer, :, :, start:]})
+            seen.append({"call": call, "out": out, "written": kv_cache.kv[layer, :, :, start:]})
         # The cache has a dtype of its own, such as half of the model's.
-        made.crop(draw.randrange(24))
+        kv_cache.crop(draw.randrange(24))
         q, (k, v) = tensors(draw, 1, 6, 4), tensors(draw, 2, 1, kv_heads, 4)
-        result = made.extend(1).attend(1, q, k, v)
+        result = kv_cache.extend(1).attend(1, q, k, v)
         seen.append({"call": f"queries in float64, a cache in {kind}", "out": result.to(kind)})
     return seen
 
 
-def loop(draw: Random) -> Any:
-    made, passes = tiny(draw), list[int]()
-    made.register_forward_pre_hook(lambda _, given: passes.append(given[0].numel()))
-    engine = Engine(made, eos_ids=draw.sample(range(100), 4))
+def loop(draw: Random) -> list[Entry]:
+    model, passes = tiny(draw), list[int]()
+    model.register_forward_pre_hook(lambda _, inputs: passes.append(inputs[0].numel()))
+    engine = Engine(model, eos_ids=draw.sample(range(100), 4))
     prompts = [prompt_of(draw, 60) for _ in range(4)]
     params = [options_of(draw, longest=12) for _ in prompts]
     outputs = engine.generate(prompts, params)
-    seen: list[Any] = [{"call": f"generate {params}", "outputs": outputs_of(outputs)}]
+    seen: list[Entry] = [{"call": f"generate {params}", "outputs": outputs_of(outputs)}]
     seen[-1] |= {"steps": counts_of(engine.steps), "passes": list(passes)}
     lengths, tokens = [], []
     for token in engine.stream(prompts[0], options_of(draw, longest=9)):
@@ -109,7 +109,7 @@ def loop(draw: Random) -> Any:
     seen.append({"call": "a stream", "tokens": tokens, "lengths": lengths})
     long = options_of(draw, max_tokens=9, min_tokens=0, ignore_eos=True, stop_token_ids=())
     first, second = (engine.stream(prompt[:40], long) for prompt in prompts[:2])
-    taken: list[Any] = [next(first), next(first), next(second)]
+    taken: list[object] = [next(first), next(first), next(second)]
     taken.append(outcome(next, first))
     taken += list(second)
     return [*seen, {"call": "two streams, one after the other", "taken": taken}]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from shared.config import Config
-from shared.course.driver import outcome, tensors, tiny
+from shared.course.driver import Entry, outcome, tensors, tiny
 from stage01_forward.drivers import counts_of, options_of, outputs_of, prompt_of
-from stage01_forward.generation import Output
+from stage01_forward.generation import Output, Sampling, Token
 from stage01_forward.params import SamplingParams
 
 from . import attention, cache
@@ -20,32 +21,36 @@ SMALL = Config(50, 24, 24, 2, 6, n_kv_head=3, name="small")
 KINDS = (torch.float64, torch.float32, torch.bfloat16)
 
 
-def columns(draw: Random) -> Any:
-    seen: list[Any] = []
+def columns(draw: Random) -> list[Entry]:
+    seen: list[Entry] = []
     for _ in range(4):
         lengths = [draw.randint(1, 9) for _ in range(draw.randint(1, 4))]
         kind, count = draw.choice(KINDS), max(lengths) + draw.randint(0, 9)
-        made = cache.PaddedCache(SMALL, lengths, count, dtype=kind)
+        padded = cache.PaddedCache(SMALL, lengths, count, dtype=kind)
         seen.append(
-            {"call": f"PaddedCache({lengths}, {count})", "kv": made.kv, "bytes": made.bytes}
+            {"call": f"PaddedCache({lengths}, {count})", "kv": padded.kv, "bytes": padded.bytes}
         )
-        seen[-1] |= {"padding": made.padding, "columns": made.columns, "last": made.last_position}
+        seen[-1] |= {
+            "padding": padded.padding,
+            "columns": padded.columns,
+            "last": padded.last_position,
+        }
         for _ in range(12):
-            wanted, before = draw.choice([-1, 0, 1, 1, 2, 5, count - made.length]), made.length
-            step = outcome(made.extend, wanted)
+            wanted, before = draw.choice([-1, 0, 1, 1, 2, 5, count - padded.length]), padded.length
+            step = outcome(padded.extend, wanted)
             call = f"extend({wanted}) of a cache with {before} of {count}"
-            seen.append({"call": call, "length": made.length})
+            seen.append({"call": call, "length": padded.length})
             if isinstance(step, Exception):
                 seen[-1]["error"] = step
             else:
                 step.new.fill_(draw.randint(1, 100))
                 seen[-1] |= {"seen": step.seen.shape, "positions": step.positions}
-        seen.append({"call": "the numbers in the end", "kv": made.kv})
+        seen.append({"call": "the numbers in the end", "kv": padded.kv})
     return seen
 
 
-def by_hand(draw: Random) -> Any:
-    seen: list[Any] = []
+def by_hand(draw: Random) -> list[Entry]:
+    seen: list[Entry] = []
     for kind in KINDS:
         for masked in (True, False):
             rows, heads, group = draw.randint(1, 3), draw.choice([1, 2, 3]), draw.choice([1, 1, 2])
@@ -69,9 +74,9 @@ def by_hand(draw: Random) -> Any:
     return seen
 
 
-def masks(draw: Random) -> Any:
+def masks(draw: Random) -> list[Entry]:
     """Positions and masks. Those of padding may be anything valid."""
-    seen: list[Any] = []
+    seen: list[Entry] = []
     for _ in range(12):
         rows, last = draw.randint(1, 4), draw.randint(8, 20)
         padding = torch.tensor([0, *(draw.randint(0, 7) for _ in range(rows - 1))])
@@ -79,13 +84,13 @@ def masks(draw: Random) -> Any:
         start = draw.choice([0, 0, draw.randint(8, 20)])
         end = max(8, draw.choice([start + 1, draw.randint(start + 1, 24)]))
         step = cache.PaddedAttention(kv, padding, start, end, last)
-        positions: list[Any] = step.positions.tolist()
-        visible: list[Any] = step.mask.expand(rows, 1, end - start, end)[:, 0].tolist()
+        positions: list[list[int]] = step.positions.tolist()
+        visible: list[list[list[bool]]] = step.mask.expand(rows, 1, end - start, end)[:, 0].tolist()
         for row, pads in enumerate(padding.tolist()):
             for place, column in enumerate(range(start, end)):
                 if column < pads:
-                    valid, some = 0 <= positions[row][place] <= last, any(visible[row][place])
-                    positions[row][place], visible[row][place] = valid, some
+                    positions[row][place] = 0 <= positions[row][place] <= last
+                    visible[row][place] = [any(visible[row][place])]
         call = f"columns {start} to {end}, padding {padding.tolist()}, last position {last}"
         seen.append({"call": call, "positions": positions, "visible": visible})
         seen[-1]["new"] = step.new.clone()
@@ -95,17 +100,17 @@ def masks(draw: Random) -> Any:
     return seen
 
 
-def attend(draw: Random) -> Any:
-    seen: list[Any] = []
+def attend(draw: Random) -> list[Entry]:
+    seen: list[Entry] = []
     for kind in KINDS:
         lengths = [draw.randint(1, 9) for _ in range(draw.randint(1, 4))]
         group, width = draw.choice([1, 2]), max(lengths)
-        made = cache.PaddedCache(SMALL, lengths, 24, dtype=kind)
+        padded = cache.PaddedCache(SMALL, lengths, 24, dtype=kind)
         heads = 6 // group
-        made.kv = tensors(draw, 2, 2, len(lengths), heads, 24, 4, dtype=kind)
+        padded.kv = tensors(draw, 2, 2, len(lengths), heads, 24, 4, dtype=kind)
         for count in (width, 1, draw.randint(1, 5), 1):
-            start = made.length
-            step, layer = made.extend(count), draw.randrange(2)
+            start = padded.length
+            step, layer = padded.extend(count), draw.randrange(2)
             q = tensors(draw, len(lengths), count, 6, 4).to(kind)
             k, v = tensors(draw, 2, len(lengths), count, heads, 4).to(kind)
             out = step.attend(layer, q, k, v)
@@ -113,7 +118,7 @@ def attend(draw: Random) -> Any:
                 out[row, max(0, width - length - start) :] for row, length in enumerate(lengths)
             ]
             call = f"attend, columns {start} to {start + count}, prompts {lengths}, {kind}"
-            seen.append({"call": call, "out": real, "kv": made.kv[layer, ..., start:, :].clone()})
+            seen.append({"call": call, "out": real, "kv": padded.kv[layer, ..., start:, :].clone()})
     return seen
 
 
@@ -123,17 +128,22 @@ def crowd(draw: Random) -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, [options_of(draw, longest=12, top_k=draw.choice([0, 5])) for _ in prompts]
 
 
-def batch(draw: Random) -> Any:
-    made, passes, seen = tiny(draw), list[Any](), list[Any]()
-    made.register_forward_pre_hook(lambda _, given: passes.append(given[0].shape))
+def batch(draw: Random) -> list[Entry]:
+    model, passes, seen = tiny(draw), list[torch.Size](), list[Entry]()
+    model.register_forward_pre_hook(lambda _, inputs: passes.append(inputs[0].shape))
     for spoilt in (False, False, True):
-        engine = Engine(made, eos_ids=draw.sample(range(100), 4))
+        engine = Engine(model, eos_ids=draw.sample(range(100), 4))
         prompts, params = crowd(draw)
         outputs = [Output(list(prompt)) for prompt in prompts]
-        logits, calls = made.logits, [0]
+        logits, calls = model.logits, [0]
         broken = draw.randrange(len(prompts) + 3) if spoilt else -1
 
-        def poisoned(hidden: Any, logits: Any = logits, n: int = broken, calls: Any = calls) -> Any:
+        def poisoned(
+            hidden: Tensor,
+            logits: Callable[[Tensor], Tensor] = logits,
+            n: int = broken,
+            calls: list[int] = calls,
+        ) -> Tensor:
             scores = logits(hidden)
             calls[0] += 1
             if calls[0] == 2 and 0 <= n < len(scores):
@@ -141,11 +151,11 @@ def batch(draw: Random) -> Any:
                 scores[n] = torch.nan
             return scores
 
-        made.logits = poisoned
+        setattr(model, "logits", poisoned)  # noqa: B010
         events = [
             (row, token, len(outputs[row].tokens)) for row, token in engine._tokens(outputs, params)
         ]
-        made.logits = logits
+        setattr(model, "logits", logits)  # noqa: B010
         call = f"_tokens of {[len(prompt) for prompt in prompts]} tokens, {params}"
         seen.append({"call": call, "events": sorted(events, key=lambda e: (e[2], e[0]))})
         seen[-1] |= {"outputs": outputs_of(outputs), "errors": [o.error is None for o in outputs]}
@@ -155,14 +165,14 @@ def batch(draw: Random) -> Any:
     return seen
 
 
-def all_of(engine: Engine, outputs: list[Output], sampling: Any) -> list[Any]:
+def all_of(engine: Engine, outputs: list[Output], sampling: Sampling) -> list[tuple[int, Token]]:
     return list(engine.run(outputs, sampling))
 
 
-def run(draw: Random) -> Any:
-    made, passes, seen = tiny(draw), list[Any](), list[Any]()
-    made.register_forward_pre_hook(lambda _, given: passes.append(given[0].shape))
-    engine = Engine(made, max_batch=draw.randint(1, 3))
+def run(draw: Random) -> list[Entry]:
+    model, passes, seen = tiny(draw), list[torch.Size](), list[Entry]()
+    model.register_forward_pre_hook(lambda _, inputs: passes.append(inputs[0].shape))
+    engine = Engine(model, max_batch=draw.randint(1, 3))
     for _ in range(3):
         prompts, params = crowd(draw)
         for place in range(len(prompts)):

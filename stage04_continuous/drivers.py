@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from shared.config import Config
-from shared.course.driver import outcome, tensors, tiny
+from shared.course.driver import Entry, outcome, tensors, tiny
 from shared.errors import UserError
 from stage01_forward.generation import Token
 from stage01_forward.params import SamplingParams
 
 from . import cache, engine, make, scheduler
-from .plan import Plan, Work
+from .engine import SchedulerT
+from .plan import AnyScheduler, Plan, Share, Work
 from .request import Request
 
 GROUPED = Config(50, 64, 24, 2, 6, n_kv_head=3, name="grouped")
@@ -45,9 +47,9 @@ def queued(draw: Random, id: str, longest: int = 9) -> Request:
 # ---- tasks ----
 
 
-def pack(draw: Random) -> Any:
+def pack(draw: Random) -> list[Entry]:
     """Plans of requests in the middle of their lives."""
-    packed = []
+    packed: list[Entry] = []
     for _ in range(4):
         plan = Plan()
         for place in range(draw.randint(0, 5)):
@@ -73,8 +75,8 @@ def shares_of(draw: Random, slots: int, lengths: list[int], most: int) -> list[c
     return shares
 
 
-def groups(draw: Random) -> Any:
-    seen: list[Any] = []
+def groups(draw: Random) -> list[Entry]:
+    seen: list[Entry] = []
     for _ in range(8):
         lengths = [draw.choice([0, 0, 9, 10, 40, draw.randrange(60)]) for _ in range(6)]
         shares = shares_of(draw, 6, lengths, 64)
@@ -88,9 +90,9 @@ def groups(draw: Random) -> Any:
     return seen
 
 
-def attend(draw: Random) -> Any:
+def attend(draw: Random) -> list[Entry]:
     """Passes over a cache that is full of other numbers."""
-    seen: list[Any] = []
+    seen: list[Entry] = []
     for kind in (torch.float64, torch.float32, torch.bfloat16):
         group = draw.choice([1, 2])
         slots = cache.SlotCache(GROUPED, 5, dtype=kind)
@@ -128,16 +130,26 @@ def settings(draw: Random) -> dict[str, Any]:
     }
 
 
+class Budgeted(AnyScheduler, Protocol):
+    """A scheduler of stage 04 or 05."""
+
+    token_budget: int
+    chunked: bool
+
+
+BudgetedT = TypeVar("BudgetedT", bound=Budgeted)
+
+
 def lives(
     draw: Random,
-    chosen: Any,
-    shown: Callable[[Any, Plan], Any],
+    chosen: BudgetedT,
+    shown: Callable[[BudgetedT, Plan], Entry],
     longest: int = 9,
     often: float = 0.35,
-) -> Any:
+) -> list[Entry]:
     """A scheduler with requests that come, get tokens and end; some are aborted. Without a model:
     each request that asks for a row gets a token. `shown` describes a step."""
-    seen, requests = list[Any](), list[Request]()
+    seen, requests = list[Entry](), list[Request]()
     for number in range(draw.randint(10, 40)):
         while draw.random() < often:
             parents = [r for r in requests if r.state.name == "RUNNING"]
@@ -165,7 +177,7 @@ def lives(
     return seen
 
 
-def step_of(chosen: scheduler.Scheduler, plan: Plan) -> dict[str, Any]:
+def step_of(chosen: scheduler.Scheduler, plan: Plan) -> Entry:
     """What a step of stage 04 planned, and what it left behind."""
     return {
         "work": [(w.request.id, w.table, w.start, w.count, w.rows) for w in plan.work],
@@ -177,18 +189,18 @@ def step_of(chosen: scheduler.Scheduler, plan: Plan) -> dict[str, Any]:
     }
 
 
-def schedule(draw: Random) -> Any:
-    seen: list[Any] = []
+def schedule(draw: Random) -> list[Entry]:
+    seen: list[Entry] = []
     for _ in range(6):
         options = settings(draw)
-        made = lives(draw, scheduler.Scheduler(**options), step_of)
-        seen.append({"call": f"Scheduler({options})", "steps": made})
+        lived = lives(draw, scheduler.Scheduler(**options), step_of)
+        seen.append({"call": f"Scheduler({options})", "steps": lived})
     return seen
 
 
-def patience(draw: Random) -> Any:
+def patience(draw: Random) -> list[Entry]:
     """Who is next among requests that have waited for different times."""
-    seen: list[Any] = []
+    seen: list[Entry] = []
     for _ in range(40):
         policy, steps = draw.choice(scheduler.POLICIES), draw.choice([1, 2, 5, 30])
         chosen = scheduler.Scheduler(policy=policy, patience=steps)
@@ -207,7 +219,8 @@ class Log:
     """Writes down the calls of a step, and how the engine looks in each; fails where it is told."""
 
     def __init__(self, built: engine.Engine, fails: Callable[[str], bool]) -> None:
-        self.built, self.events, self.fails = built, list[Any](), fails
+        self.built, self.fails = built, fails
+        self.events: list[object] = []
         built.recorder.model_time = self
         built.observers.append(self)
         for owner, name in (
@@ -220,18 +233,18 @@ class Log:
 
     seconds = 0.0
 
-    def logged(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*given: Any) -> Any:
-            self.note(name, given if name == "run" else ())
+    def logged(self, name: str, call: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*arguments: object) -> object:
+            self.note(name, arguments if name == "run" else ())
             if self.fails(name):
                 raise RuntimeError(name)
-            return call(*given)
+            return call(*arguments)
 
         return wrapped
 
-    def note(self, name: str, given: Any = ()) -> None:
+    def note(self, name: str, arguments: object = ()) -> None:
         planned = [(w.request.id, w.start, w.count, w.rows) for w in self.built.plan.work]
-        self.events.append((name, planned, given))
+        self.events.append((name, planned, arguments))
 
     def __enter__(self) -> None:
         self.note("timed from here")
@@ -247,17 +260,20 @@ class Log:
 
 
 def whole_engine(
-    draw: Random, built: Any, ask: Callable[[str], Request], trouble: float = 0.0
-) -> Any:
+    draw: Random,
+    built: engine.Engine[SchedulerT],
+    ask: Callable[[str], Request],
+    trouble: float = 0.0,
+) -> list[Entry]:
     """An engine with requests that come and go, aborts, and passes that fail."""
-    seen, requests = list[Any](), list[Request]()
+    seen, requests = list[Entry](), list[Request]()
     log = Log(built, lambda name: name in ("move", "run") and draw.random() < trouble)
     for number in range(draw.randint(8, 25)):
         while draw.random() < 0.4 and len(requests) < 12:
             requests.append(built.add(ask(f"r{len(requests)}")))
         if built.requests and draw.random() < 0.08:
             built.abort(draw.choice(sorted(built.requests)))
-        entry: dict[str, Any] = {"call": f"step {number} of an engine"}
+        entry: Entry = {"call": f"step {number} of an engine"}
         seen.append(entry)
         log.events.clear()
         tokens = outcome(built.step)
@@ -270,25 +286,25 @@ def whole_engine(
     return [*seen, {"call": "the outputs", "outputs": outputs}]
 
 
-def steps(draw: Random) -> Any:
-    model, seen = tiny(draw), list[Any]()
+def steps(draw: Random) -> list[Entry]:
+    model, seen = tiny(draw), list[Entry]()
     for trouble in (0.0, 0.15):
         options = settings(draw) | {"chunked": True}
         built = make.make(model, scheduler=scheduler.Scheduler(**options), eos_ids=(3, 7, 40, 41))
         seen += whole_engine(draw, built, lambda id: queued(draw, id), trouble)
     # A request whose logits are not finite ends without a token.
     built = make.make(model, contexts=3)
-    asked = [built.add(queued(draw, f"bad{place}")) for place in range(3)]
+    requests = [built.add(queued(draw, f"bad{place}")) for place in range(3)]
     run = built.runner.run
 
-    def spoilt(*given: Any) -> Any:
-        logits = run(*given).clone()
+    def spoilt(ids: Sequence[int], shares: Sequence[Share], rows: Sequence[int]) -> Tensor:
+        logits = run(ids, shares, rows).clone()
         logits[draw.randrange(len(logits))] = torch.nan
         return logits
 
     setattr(built.runner, "run", spoilt)  # noqa: B010
     tokens = built.step()
-    outputs = [(r.id, r.state, r.output.finish_reason) for r in asked]
+    outputs = [(r.id, r.state, r.output.finish_reason) for r in requests]
     return [*seen, {"call": "a pass with NaN", "tokens": tokens, "outputs": outputs}]
 
 

@@ -7,7 +7,7 @@ of a plan are carried out on a memory of labels, and what the tables then lead t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from random import Random
 from typing import Any
@@ -15,20 +15,20 @@ from typing import Any
 import torch
 
 from shared.config import Config
-from shared.course.driver import outcome, tensors, tiny
+from shared.course.driver import Entry, outcome, tensors, tiny
 from stage04_continuous.drivers import lives, options_of, prompt_of, whole_engine
 from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request
 from stage04_continuous.scheduler import POLICIES
 
 from . import cache, engine
-from .blocks import BlockPool, BlockTable
+from .blocks import BlockPool, BlockTable, Move
 from .scheduler import Scheduler
 
 SMALL = Config(50, 256, 24, 2, 6, n_kv_head=3, name="small")
 
 
-def state_of(pool: BlockPool) -> dict[str, Any]:
+def state_of(pool: BlockPool) -> Entry:
     """A pool without the numbers of its blocks."""
     return {
         "free": len(pool.free),
@@ -41,8 +41,8 @@ def state_of(pool: BlockPool) -> dict[str, Any]:
     }
 
 
-def blocks(draw: Random, make: Callable[..., BlockPool] = BlockPool) -> Any:
-    seen: list[Any] = []
+def blocks(draw: Random, make: Callable[..., BlockPool] = BlockPool) -> list[Entry]:
+    seen: list[Entry] = []
     for _ in range(6):
         pool, held = make(draw.randint(2, 7), 4), list[int]()  # a block for each reference
         for _ in range(60):
@@ -54,7 +54,7 @@ def blocks(draw: Random, make: Callable[..., BlockPool] = BlockPool) -> Any:
             if name == "share" and pool.by_digest and draw.random() < 0.6:
                 block = pool.by_digest[draw.choice(sorted(pool.by_digest))]
             names = list(pool.digests)
-            entry: dict[str, Any] = {"call": f"{name} in a pool of {pool.count}, {state_of(pool)}"}
+            entry: Entry = {"call": f"{name} in a pool of {pool.count}, {state_of(pool)}"}
             seen.append(entry)
             if name == "take":
                 taken = outcome(pool.take)
@@ -78,8 +78,8 @@ def blocks(draw: Random, make: Callable[..., BlockPool] = BlockPool) -> Any:
     return seen
 
 
-def names(draw: Random) -> Any:
-    seen: list[Any] = []
+def names(draw: Random) -> list[Entry]:
+    seen: list[Entry] = []
     for _ in range(5):
         size = draw.choice([1, 2, 4])
         pool = BlockPool(12, size)
@@ -88,9 +88,9 @@ def names(draw: Random) -> Any:
         for table in tables:
             text = draw.choice(texts)
             while draw.random() < 0.9:
-                given = text[len(table.digests) * size :][: draw.randint(0, 3 * size)]
-                call = f"digest of {given}, {len(table.digests)} blocks before, size {size}"
-                seen.append({"call": call, "digests": list(table.digest(given))})
+                tokens = text[len(table.digests) * size :][: draw.randint(0, 3 * size)]
+                call = f"digest of {tokens}, {len(table.digests)} blocks before, size {size}"
+                seen.append({"call": call, "digests": list(table.digest(tokens))})
             table.grow(len(table.digests) * size)
             for block, digest in zip(table.blocks, table.digests, strict=True):
                 pool.publish(block, draw.choice([digest, digest, digest, b"x"]))
@@ -103,13 +103,15 @@ def names(draw: Random) -> Any:
             chain = list(table.digests)
             if chain and draw.random() < 0.3:
                 chain[draw.randrange(len(chain))] = b"unknown"
-            found = [pool.digests[block] for block in pool.match(iter(chain))]
+            matched = [pool.digests[block] for block in pool.match(iter(chain))]
             call = f"match of {len(chain)} digests"
-            seen.append({"call": call, "blocks": found, **state_of(pool)})
+            seen.append({"call": call, "blocks": matched, **state_of(pool)})
     return seen
 
 
-def shares_of(draw: Random, tables: list[list[int]], lengths: list[int], size: int) -> list[Any]:
+def shares_of(
+    draw: Random, tables: list[list[int]], lengths: list[int], size: int
+) -> list[cache.Share]:
     """A pass: some sequences in any order, each with new tokens after `lengths`, which grow."""
     shares = []
     for place in draw.sample(range(len(tables)), draw.randint(1, len(tables))):
@@ -125,8 +127,8 @@ def tables_of(draw: Random, count: int) -> list[list[int]]:
     return [[numbers.pop() for _ in range(draw.randint(1, 8))] for _ in range(count)]
 
 
-def places(draw: Random) -> Any:
-    seen: list[Any] = []
+def places(draw: Random) -> list[Entry]:
+    seen: list[Entry] = []
     for _ in range(10):
         size = draw.choice([1, 4, 5])
         tables = tables_of(draw, draw.randint(1, 5))
@@ -134,18 +136,18 @@ def places(draw: Random) -> Any:
         shares = shares_of(draw, tables, lengths, size)
         padded = cache.padded(shares)
         call = f"the pass {shares} (blocks, position, tokens), blocks of {size}"
-        found = cache.addresses(padded, shares, size)
-        seen.append({"call": call, "padded": padded, "addresses": found})
+        addresses = cache.addresses(padded, shares, size)
+        seen.append({"call": call, "padded": padded, "addresses": addresses})
     return seen
 
 
-def attend(draw: Random) -> Any:
+def attend(draw: Random) -> list[Entry]:
     """Passes over a cache that is full of other numbers, in tiles of many sizes."""
-    seen, whole = list[Any](), cache.TILE
+    seen, whole = list[Entry](), cache.TILE
     for kind in (torch.float64, torch.float32, torch.bfloat16):
         size = draw.choice([2, 4])
-        made = cache.PagedCache(SMALL, 40, size, dtype=kind)
-        made.kv.copy_(tensors(draw, *made.kv.shape, dtype=kind))
+        paged = cache.PagedCache(SMALL, 40, size, dtype=kind)
+        paged.kv.copy_(tensors(draw, *paged.kv.shape, dtype=kind))
         tables = tables_of(draw, 5)
         lengths = [0] * 5
         for _ in range(4):
@@ -153,7 +155,7 @@ def attend(draw: Random) -> Any:
             if not shares:
                 continue
             cache.TILE = draw.choice([whole, 300, 1000])
-            step = made.extend(shares)
+            step = paged.extend(shares)
             cache.TILE = whole
             tokens, layer = len(step.positions), draw.randrange(2)
             q, (k, v) = tensors(draw, tokens, 6, 4), tensors(draw, 2, tokens, 3, 4)
@@ -164,7 +166,7 @@ def attend(draw: Random) -> Any:
             block, place = table[start // size], start % size
             call = f"attend in the pass {[(len(t), s, c) for t, s, c in shares]}, {kind}"
             seen.append({"call": f"{call} (blocks, position, tokens)", "out": out.to(kind)})
-            seen[-1]["written"] = made.kv[layer, :, :, block, place : place + count].clone()
+            seen[-1]["written"] = paged.kv[layer, :, :, block, place : place + count].clone()
     return seen
 
 
@@ -177,7 +179,7 @@ class Labels:
         self.swap: dict[int, list[str]] = {}
         self.labels: dict[Request, list[str]] = {}  # of the beginnings of each request's text
 
-    def move(self, moves: Any) -> None:
+    def move(self, moves: Iterable[Move]) -> None:
         wiped = ["0"] * self.size
         for move in moves:
             if move.kind == "wipe":
@@ -208,9 +210,9 @@ class Labels:
         return hashlib.sha256("".join(labels[: request.computed]).encode()).hexdigest()[:12]
 
 
-def life(draw: Random, make: Callable[..., Scheduler] = Scheduler) -> Any:
+def life(draw: Random, make: Callable[..., Scheduler] = Scheduler) -> list[Entry]:
     """Schedulers that share, preempt and swap, in a memory of labels."""
-    seen: list[Any] = []
+    seen: list[Entry] = []
     for number in range(5):
         size = draw.choice([1, 2, 4])
         pool = BlockPool(draw.choice([30, 36, 44, 80]) // size, size)
@@ -234,25 +236,32 @@ def life(draw: Random, make: Callable[..., Scheduler] = Scheduler) -> Any:
             options |= {"max_sequences": 6, "prefix_caching": False, "watermark": 0.0}
             swap = BlockPool(60, size)
         chosen = make(pool, swap_pool=swap, **options)
-        labels, preempted = Labels(chosen), list[Any]()
+        labels, preempted = Labels(chosen), list[bool]()
         make_room = chosen._make_room
 
-        def told(plan: Plan, make_room: Any = make_room, preempted: Any = preempted) -> Any:
+        def noted(
+            plan: Plan,
+            make_room: Callable[[Plan], bool] = make_room,
+            preempted: list[bool] = preempted,
+        ) -> bool:
             preempted.append(make_room(plan))
             return preempted[-1]
 
-        setattr(chosen, "_make_room", told)  # noqa: B010
+        setattr(chosen, "_make_room", noted)  # noqa: B010
 
         def shown(
-            chosen: Scheduler, plan: Plan, labels: Labels = labels, told: Any = preempted
-        ) -> dict[str, Any]:
+            chosen: Scheduler,
+            plan: Plan,
+            labels: Labels = labels,
+            preempted: list[bool] = preempted,
+        ) -> Entry:
             labels.move(plan.moves)
             labels.run(plan)
             kinds = [move.kind for move in plan.moves]
             running = [(r.id, r.computed, labels.of(r)) for r in chosen.running]
             return {
                 "work": [(w.request.id, w.start, w.count, w.rows) for w in plan.work],
-                "preempts": told[-1],
+                "preempts": preempted[-1],
                 "moves": [(kind, kinds.count(kind)) for kind in ("wipe", "copy", "out", "in")],
                 "running": running,
                 "tables": [(r.id, len(chosen.tables[r].blocks)) for r in chosen.running],
@@ -272,9 +281,9 @@ def life(draw: Random, make: Callable[..., Scheduler] = Scheduler) -> Any:
     return seen
 
 
-def common(draw: Random) -> Any:
+def common(draw: Random) -> list[Entry]:
     """Whole engines in little memory, with texts that begin alike."""
-    made, seen = tiny(draw), list[Any]()
+    model, seen = tiny(draw), list[Entry]()
     beginnings = [prompt_of(draw, 20) for _ in range(2)]
     pool = BlockPool(draw.randint(16, 24), 4)
     swap = BlockPool(12, 4) if draw.random() < 0.5 else None
@@ -284,8 +293,8 @@ def common(draw: Random) -> Any:
         "watermark": 0.1,
     }
     options |= {"preemption": draw.choice(["recompute", "swap"]) if swap else "recompute"}
-    built = engine.make(made, pool=pool, swap_pool=swap, **options)
-    log: list[Any] = whole_engine(
+    built = engine.make(model, pool=pool, swap_pool=swap, **options)
+    log = whole_engine(
         draw,
         built,
         lambda id: Request(
@@ -301,21 +310,22 @@ def common(draw: Random) -> Any:
     return seen
 
 
-def room(draw: Random) -> Any:
-    return [life(draw), common(draw)]
+def room(draw: Random) -> list[Entry]:
+    return [*life(draw), *common(draw)]
 
 
-def variant(draw: Random) -> Any:
+def variant(draw: Random) -> list[Entry]:
     """The rules of a student's own: see shared/course/variant.py."""
     classes: Any = import_module("variant")
     sizes = [classes.VariantPool(3).block_size, classes.VariantPool(3, 4).block_size]
-    seen = [{"call": "the size of a block", "sizes": sizes}]
+    seen: list[Entry] = [{"call": "the size of a block", "sizes": sizes}]
     seen += [{"call": "VariantPool", "steps": blocks(draw, classes.VariantPool)}]
     for _ in range(8):
         count = draw.randint(60, 400)
         chosen = classes.VariantScheduler(classes.VariantPool(count, 4))
         seen.append({"call": f"the watermark of {count} blocks", "blocks": chosen.watermark})
-    return [*seen, life(draw, classes.VariantScheduler), life(draw, classes.VariantScheduler)]
+    lived = [life(draw, classes.VariantScheduler) for _ in range(2)]
+    return [*seen, *lived[0], *lived[1]]
 
 
 DRIVERS = {1: blocks, 2: names, 3: places, 4: attend, 5: room, 6: room, 7: variant}

@@ -286,8 +286,8 @@ def serve(
     from .app import create_app
 
     thread = EngineThread()
-    made = thread.run(lambda: make_engine(settings, maker))
-    app = create_app(made, settings, template, thread)
+    starting = thread.run(lambda: make_engine(settings, maker))
+    app = create_app(starting, settings, template, thread)
     host, port = listening.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     if settings.open_to_all:
@@ -302,7 +302,7 @@ def serve(
     )
 
     def loaded() -> None:
-        engine, model = made.result()
+        engine, model = starting.result()
         # The libraries' objects stay. A garbage collection that visits all of them would stop the
         # event loop for a third of a second, again and again.
         gc.collect()

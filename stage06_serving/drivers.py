@@ -46,8 +46,8 @@ def letters(draw: Random, least: int, most: int) -> str:
 def overlaps(draw: Random) -> Any:
     seen: list[Any] = []
     for _ in range(60):
-        given = letters(draw, 0, 7), letters(draw, 1, 6)
-        seen.append({"call": f"overlap{given}", "length": text.overlap(*given)})
+        texts = letters(draw, 0, 7), letters(draw, 1, 6)
+        seen.append({"call": f"overlap{texts}", "length": text.overlap(*texts)})
     return seen
 
 
@@ -117,12 +117,12 @@ class Loop:
         self.calls: list[Any] = []
         self.messages = 0
 
-    def call_soon(self, call: Any, *given: Any) -> None:
-        self.calls.append(partial(call, *given))
+    def call_soon(self, call: Any, *arguments: Any) -> None:
+        self.calls.append(partial(call, *arguments))
 
-    def call_soon_threadsafe(self, call: Any, *given: Any) -> None:
+    def call_soon_threadsafe(self, call: Any, *arguments: Any) -> None:
         self.messages += 1
-        self.calls.append(partial(call, *given))
+        self.calls.append(partial(call, *arguments))
 
     def turn(self) -> None:
         calls, self.calls = self.calls, []
@@ -174,21 +174,23 @@ def submits(draw: Random) -> Any:
             if draw.random() < 0.3:
                 prompts[-1] = draw.choice([[], [1] * 64, [101]])
             running.alive, running.draining = draw.random() < 0.95, draw.random() < 0.05
-            made = outcome_of(running.submit, prompts, sampling, b"salt")
+            submitted = outcome_of(running.submit, prompts, sampling, b"salt")
             call = f"submit {len(prompts)} prompts of {[len(p) for p in prompts]} tokens, "
             call += f"{len(sampling)} samples, {len(running.in_flight)} in flight"
             seen.append({"call": call, "flying": sorted(running.in_flight)})
             commands, running._commands.waiting = running._commands.waiting, []
             seen[-1] |= {"commands": len(commands), "rejected": running.rejected}
-            if isinstance(made, Exception):
-                seen[-1]["error"] = made
+            if isinstance(submitted, Exception):
+                seen[-1]["error"] = submitted
             else:
-                seen[-1]["tickets"] = [[ticket_of(ticket) for ticket in group] for group in made]
-                groups += made
+                seen[-1]["tickets"] = [
+                    [ticket_of(ticket) for ticket in group] for group in submitted
+                ]
+                groups += submitted
             for command in commands:
                 command.reply(command.do(), None)
-            asked = [(r.id, r.parent is not None, r.salt) for r in engine.requests.values()]
-            seen[-1] |= {"asked": asked, "waiting": engine.status.waiting}
+            queued = [(r.id, r.parent is not None, r.salt) for r in engine.requests.values()]
+            seen[-1] |= {"asked": queued, "waiting": engine.status.waiting}
             for _ in range(draw.choice([0, 2])):
                 running._deliver(running._step())
                 running._loop.turn()
@@ -201,10 +203,10 @@ def submits(draw: Random) -> Any:
     return asyncio.run(work())
 
 
-def outcome_of(call: Callable[..., Any], *given: Any) -> Any:
+def outcome_of(call: Callable[..., Any], *arguments: Any) -> Any:
     """As `outcome`, with the errors of this stage."""
     try:
-        return outcome(call, *given)
+        return outcome(call, *arguments)
     except (async_engine.Overloaded, async_engine.EngineDead, async_engine.Broken) as error:
         return error
 
@@ -265,8 +267,8 @@ class Scene:
         what = self.draw.choice(["submit", "submit", "submit", "abort", "call", "read"])
         if what == "submit":
             sampling = [words_of(self.draw) for _ in range(self.draw.choice([1, 1, 2]))]
-            made = outcome_of(self.running.submit, [prompt_of(self.draw, 9)], sampling)
-            for ticket in made[0] if isinstance(made, list) else ():
+            submitted = outcome_of(self.running.submit, [prompt_of(self.draw, 9)], sampling)
+            for ticket in submitted[0] if isinstance(submitted, list) else ():
                 shared = self.draw.random() < 0.5
                 ticket.news = partial(self.news, "all" if shared else ticket.id)
                 self.tickets.append(ticket)
@@ -457,18 +459,18 @@ def leaving(draw: Random) -> Any:
 
         service.in_turn = in_turn
         setattr(api, "_answers", answers)  # noqa: B010
-        form: Any = SimpleNamespace(whole=lambda made: {"answers": [a.ticket for a in made]})
+        form: Any = SimpleNamespace(whole=lambda answers: {"answers": [a.ticket for a in answers]})
         deadline = asyncio.get_running_loop().time() + (-1.0 if late else 600)
         work = api._respond(client, choices, form, streams_, deadline)  # type: ignore[arg-type]
-        made = await watched(work, client, leaves)
+        response = await watched(work, client, leaves)
         call = f"_respond: stream={streams_}, {length} turns, leaves after {leaves}, late={late}"
         entry: dict[str, Any] = {"call": call, "aborted": list(aborted)}
-        if isinstance(made, writer.Stream):
-            made.release()
-            same = made.deadline == deadline, made.events.choices == choices
-            entry |= {"stream": [same, made.events.interval], "released": list(aborted)}
+        if isinstance(response, writer.Stream):
+            response.release()
+            same = response.deadline == deadline, response.events.choices == choices
+            entry |= {"stream": [same, response.events.interval], "released": list(aborted)}
         else:
-            entry["body"] = made if isinstance(made, list) else made.body.decode()
+            entry["body"] = response if isinstance(response, list) else response.body.decode()
         return entry
 
     return [timeless(kind()) for _ in range(10) for kind in (one, respond)]

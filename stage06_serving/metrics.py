@@ -101,17 +101,17 @@ class Metrics:
         self.registry = CollectorRegistry()
 
         def gauge(name: str, about: str) -> Gauge:
-            made = Gauge(f"vllm:{name}", about, ["model_name"], registry=self.registry)
-            return made.labels(model)
+            labelled = Gauge(f"vllm:{name}", about, ["model_name"], registry=self.registry)
+            return labelled.labels(model)
 
         def counter(name: str, about: str) -> Counter:
-            made = Counter(f"vllm:{name}", about, ["model_name"], registry=self.registry)
-            return made.labels(model)
+            labelled = Counter(f"vllm:{name}", about, ["model_name"], registry=self.registry)
+            return labelled.labels(model)
 
         def histogram(name: str, about: str, bounds: tuple[float, ...]) -> Tally:
-            made = Tally(f"vllm:{name}", about, model, bounds)
-            self.registry.register(made)
-            return made
+            tally = Tally(f"vllm:{name}", about, model, bounds)
+            self.registry.register(tally)
+            return tally
 
         self.running = gauge("num_requests_running", "Sequences in the newest step.")
         self.waiting = gauge("num_requests_waiting", "Sequences accepted but not running.")

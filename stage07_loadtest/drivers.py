@@ -45,8 +45,8 @@ def percentiles(draw: Random) -> Any:
         values = [draw.random() for _ in range(count)]
         failures, drawn = draw.choice([None, 0, 1, 20]), draw.random() < 0.5
         call = f"distribution({count} values, {failures}, {drawn})"
-        result = metrics.distribution(values, failures, drawn)
-        seen.append({"call": call, "result": result, "percentiles": None})
+        percentiles_of = metrics.distribution(values, failures, drawn)
+        seen.append({"call": call, "result": percentiles_of, "percentiles": None})
         if values:
             seen[-1]["percentiles"] = metrics._percentiles(sorted(values))
     for count in (1, 40):
@@ -60,12 +60,12 @@ def arrivals(draw: Random) -> Any:
     seen: list[Any] = []
     for count in (1, 2, 400):
         rate, seed = draw.choice([0.5, 3.0, 100.0]), draw.randrange(1000)
-        for given in ((rate, count, seed), (rate, count, seed), (2 * rate, count, seed)):
-            made = outcome(schedule.poisson, *given)
-            seen.append({"call": f"poisson{given}", "rate": given[0], "made": made})
-    for given in ((0.0, 5, 1), (-1.0, 5, 1), (2.0, 0, 1), (2.0, 5, 2), (2.0, 5, 3)):
-        made = outcome(schedule.poisson, *given)
-        seen.append({"call": f"poisson{given}", "rate": given[0], "made": made})
+        for arguments in ((rate, count, seed), (rate, count, seed), (2 * rate, count, seed)):
+            times = outcome(schedule.poisson, *arguments)
+            seen.append({"call": f"poisson{arguments}", "rate": arguments[0], "times": times})
+    for arguments in ((0.0, 5, 1), (-1.0, 5, 1), (2.0, 0, 1), (2.0, 5, 2), (2.0, 5, 3)):
+        times = outcome(schedule.poisson, *arguments)
+        seen.append({"call": f"poisson{arguments}", "rate": arguments[0], "times": times})
     return seen
 
 
@@ -79,15 +79,15 @@ def independent(expected: Any, result: Any) -> str:
         return "the schedules are not all there"
     times: list[list[float]] = []
     for right, entry in zip(expected, result, strict=True):
-        call, made, wanted = right["call"], entry["made"], right["made"]
-        if made.keys() != wanted.keys() or made.get("error") != wanted.get("error"):
-            return f"{call}: {made} is not like {wanted}"
+        call, answer, wanted = right["call"], entry["times"], right["times"]
+        if answer.keys() != wanted.keys() or answer.get("error") != wanted.get("error"):
+            return f"{call}: {answer} is not like {wanted}"
         if "error" in wanted:
             continue
-        starts, last = made["starts"], wanted["starts"][-1]
+        starts, last = answer["starts"], wanted["starts"][-1]
         for name in ("kind", "users", "rate"):
-            if made[name] != wanted[name]:
-                return f"{call}: {name} is {made[name]}, not {wanted[name]}"
+            if answer[name] != wanted[name]:
+                return f"{call}: {name} is {answer[name]}, not {wanted[name]}"
         if len(starts) != len(wanted["starts"]) or not all(type(at) is float for at in starts):
             return f"{call}: there are {len(starts)} times, not {len(wanted['starts'])}"
         if abs(starts[-1] - last) > 1e-9 * last or sorted(starts) != starts or starts[0] < 0:
@@ -102,9 +102,9 @@ def independent(expected: Any, result: Any) -> str:
         if distance > 2.8 / sqrt(count):
             return f"{call}: the gaps are not exponential (distance {distance:.3f})"
     for first in (0, 3, 6):
-        one, same, double = times[first : first + 3]
-        halves = [at / 2 for at in one]
-        if one != same or max(abs(a - b) for a, b in zip(halves, double, strict=True)) > 1e-6:
+        base, same, double = times[first : first + 3]
+        halves = [at / 2 for at in base]
+        if base != same or max(abs(a - b) for a, b in zip(halves, double, strict=True)) > 1e-6:
             return "the same seed gives other times, or twice the rate another pattern"
     return "two seeds give the same times" if times[-1] == times[-2] else ""
 

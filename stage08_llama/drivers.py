@@ -58,10 +58,10 @@ def stretched(draw: Random) -> Any:
             width = draw.choice([2, 16, 64])
             chosen = rope.Rope(**options)
             with without_weights():
-                found = rope.frequencies(chosen, width)
+                turns = rope.frequencies(chosen, width)
             call = f"frequencies({chosen}, {width})"
-            seen.append({"call": call, "device": str(found.device), "found": found})
-            seen[-1]["logarithms"] = found.double().log().tolist()  # small ones count too
+            seen.append({"call": call, "device": str(turns.device), "found": turns})
+            seen[-1]["logarithms"] = turns.double().log().tolist()  # small ones count too
     return seen
 
 

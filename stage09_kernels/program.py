@@ -195,9 +195,9 @@ class Program:
         of C. Those of several formats become several operations, if no gate joins them.
         """
         operation = Operation(LINEAR)
-        own = any(isinstance(layer, OwnLinear) for layer in layers)
-        product = self._product(layers, epilogue) if own else None
-        if own and product is None and len(layers) > 1 and epilogue != SILU_MUL:
+        in_own_format = any(isinstance(layer, OwnLinear) for layer in layers)
+        product = self._product(layers, epilogue) if in_own_format else None
+        if in_own_format and product is None and len(layers) > 1 and epilogue != SILU_MUL:
             self.buffer(out, sum(layer.out_features for layer in layers))
             for layer in layers:
                 self.linear([layer], x, out, epilogue, residual, column)
@@ -206,7 +206,7 @@ class Program:
         if product is not None:
             operation.of.linear = product.linear
             operation.of.linear.bias = self.vector(product.bias)
-        elif own:
+        elif in_own_format:
             packed = [layer.pack() if isinstance(layer, OwnLinear) else layer for layer in layers]
             self.products[len(self.operations)] = packed, epilogue
             widths = [layer.out_features for layer in layers]

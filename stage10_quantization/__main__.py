@@ -35,8 +35,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def is_plain(name: str) -> bool:
     """Whether the model's weights are no whole numbers."""
-    found = models.find(name)
-    return found is None or found.format is None
+    location = models.find(name)
+    return location is None or location.format is None
 
 
 def speak(options: argparse.Namespace, prompt: str) -> int:

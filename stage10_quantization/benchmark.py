@@ -169,9 +169,9 @@ def judged(subject: Subject, plan: Any) -> Iterator[Group]:
         except UserError as error:  # the package of smollm2 is not installed
             tqdm.write(f"{name} is not judged: {error}", file=sys.stderr)
             continue
-        words, told = tokenizer.load_tokenizer(shape.folder), name.startswith("stories")
+        words, is_story = tokenizer.load_tokenizer(shape.folder), name.startswith("stories")
         learnt, count = (quality.WINDOW * n for n in (plan.calibration, plan.windows))
-        if told:
+        if is_story:
             end = quality.end_of_text(shape.config)
             learning = quality.text_ids(words, end, learnt, None, "calibration")
             ids = quality.text_ids(words, end, count, None, "judged")
@@ -186,7 +186,7 @@ def judged(subject: Subject, plan: Any) -> Iterator[Group]:
             change(model, how, windows_of(learning, plan.calibration))
             engine = quality.engine_of(model, dtype=torch.int8 if how == KEYS else None)
             group: Group = {"model": name, "how": how}
-            if told:
+            if is_story:
                 group["nats"] = asdict(quality.held_out(reference, engine, words, plan.stories))
             group["divergence"] = asdict(quality.divergence(reference, engine, ids))
             places = quality.first_differences(reference, engine, prompts, plan.answer)

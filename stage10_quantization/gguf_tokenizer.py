@@ -63,17 +63,17 @@ def tokenizer_folder(metadata: Mapping[str, Any], error: Error) -> Path | None:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        made = tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True)
+        written = tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True)
     except OSError:  # nowhere to write but here, for this process
-        made = tempfile.TemporaryDirectory(prefix="staircase-")
-        KEPT.append(made)
-        folder = Path(made.name)
+        written = tempfile.TemporaryDirectory(prefix="staircase-")
+        KEPT.append(written)
+        folder = Path(written.name)
     for name, text in texts.items():
-        (Path(made.name) / name).write_text(text, encoding="utf-8")
-    if made not in KEPT:
+        (Path(written.name) / name).write_text(text, encoding="utf-8")
+    if written not in KEPT:
         with contextlib.suppress(OSError):  # another process was faster
-            Path(made.name).rename(folder)
-        made.cleanup()
+            Path(written.name).rename(folder)
+        written.cleanup()
     return folder
 
 

@@ -74,10 +74,10 @@ def quantize(
     minima = torch.empty_like(scale) if minimum else None
     step = max(1, AT_A_TIME // inputs)
     for start in range(0, outputs, step):
-        some = slice(start, start + step)
-        groups = weight[some].unflatten(1, (-1, group))
-        scale[some], low = fit(groups, bits, minimum, dtype, zero)
+        rows = slice(start, start + step)
+        groups = weight[rows].unflatten(1, (-1, group))
+        scale[rows], low = fit(groups, bits, minimum, dtype, zero)
         if minima is not None and low is not None:
-            minima[some] = low
-        codes[some] = codes_of(groups, scale[some], low, bits).flatten(1)
+            minima[rows] = low
+        codes[rows] = codes_of(groups, scale[rows], low, bits).flatten(1)
     return QuantizedMatrix(codes, scale, minima, bits)

@@ -318,7 +318,7 @@ class Forced:
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Drafts]:
         drafts = self.inner.propose(requests, most)
-        return [self._of(*each) for each in zip(requests, drafts, most, strict=True)]
+        return [self._of(*work) for work in zip(requests, drafts, most, strict=True)]
 
     def forget(self, request: Request) -> None:
         self.inner.forget(request)

@@ -75,7 +75,7 @@ class Automaton:
 class _Match:
     """How far a request was read, and the longest pieces that end there."""
 
-    own: Automaton = field(default_factory=Automaton)
+    text: Automaton = field(default_factory=Automaton)
     past: Automaton | None = None
     state: int = 0  # in the past answers
     matched: int = 0
@@ -113,14 +113,14 @@ class Suffix:
         match = self.matches.get(request)
         if match is None:
             match = self.matches[request] = _Match(past=self.past.get(request.salt))
-        own, past = match.own, match.past
-        read = len(own.tokens)
+        text, past = match.text, match.past
+        read = len(text.tokens)
         for token in request.tokens(read, request.token_count - read):
-            own.append(token)
+            text.append(token)
             if past is not None:
                 match.state, match.matched = past.step(match.state, match.matched, token)
-        state = own.link[own.last]  # the longest piece at the end that ended elsewhere, too
-        length, source = own.length[state], own
+        state = text.link[text.last]  # the longest piece at the end that ended elsewhere, too
+        length, source = text.length[state], text
         if past is not None and match.matched > length:
             length, source, state = match.matched, past, match.state
         if length < self.shortest:

@@ -48,11 +48,11 @@ def choices(draw: Random) -> Any:
         replicas = list(routing.replicas.values())
         without = draw.sample(replicas, draw.choice([0, 0, min(1, len(replicas))]))
         before = [(r.name, r.requests, r.tokens, len(r.tree)) for r in replicas]
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         routes = set()
         for _ in range(TRIALS):
             route = routing.choose(digests, len(prompt), answer, without)
-            found[route.replica.name if route else "none"] += 1
+            counts[route.replica.name if route else "none"] += 1
             if route:
                 what = route.replica.name, route.cached, route.tokens, len(route.digests)
                 routes.add((*what, route.running))
@@ -60,7 +60,7 @@ def choices(draw: Random) -> Any:
         loads = [(r.name, r.ready, r.load, r.tokens, r.match(digests)) for r in replicas]
         call = f"{len(prompt)} tokens, blocks of {size}, bound {routing.bound}, without "
         call += f"{[r.name for r in without]}: (name, ready, load, tokens, blocks) {loads}"
-        seen.append({"call": call, "chosen": found, "routes": routes})
+        seen.append({"call": call, "chosen": counts, "routes": routes})
         seen[-1] |= {"before": before, "after": after}
     return seen
 
@@ -71,9 +71,9 @@ def as_often(expected: Any, result: Any) -> str:
     if not isinstance(result, list) or len(result) != len(expected):
         return "the choices are not all there"
     for right, entry in zip(expected, result, strict=True):
-        call, wanted, found = right["call"], right["chosen"], entry["chosen"]
-        for name in wanted.keys() | found.keys():
-            often, shown = found.get(name, 0), wanted.get(name, 0)
+        call, wanted, counts = right["call"], right["chosen"], entry["chosen"]
+        for name in wanted.keys() | counts.keys():
+            often, shown = counts.get(name, 0), wanted.get(name, 0)
             if not shown and often > 3 or abs(often - shown) > 78:
                 return f"{call}: {name} was chosen {often} times of {TRIALS}, not {shown}"
         routes = {tuple(route) for route in right["routes"]}
@@ -107,11 +107,12 @@ def parts(draw: Random) -> Any:
         config, ranks = config_of(draw), draw.choice([1, 2, 3])
         model = families.load_model(random_checkpoint(config, 1), dtype=torch.float64)
         for rank in range(ranks):
-            found = outcome(shard.shards, model, rank, ranks)
+            shards = outcome(shard.shards, model, rank, ranks)
             call = f"shards of {config}, rank {rank} of {ranks}"
-            if not isinstance(found, Exception):
-                found = {name: [s.shape, s.rows, s.columns] for name, s in sorted(found.items())}
-            seen.append({"call": call, "shards": found})
+            shown: object = shards
+            if not isinstance(shards, Exception):
+                shown = {name: [s.shape, s.rows, s.columns] for name, s in sorted(shards.items())}
+            seen.append({"call": call, "shards": shown})
     return seen
 
 

@@ -170,7 +170,7 @@ def prefill(
     query = tl.load(q + lines * q_stride + at, mask=real, other=0.0)  # (ROWS, W)
     table = tables + row.to(tl.int64) * table_stride
     base = head.to(tl.int64) * head_stride
-    own = start + tl.minimum(tokens, count - 1)  # (ROWS,): positions of the queries
+    query_positions = start + tl.minimum(tokens, count - 1)  # (ROWS,): positions of the queries
     oldest = tl.maximum(start - WINDOW + 1, 0) if WINDOW else 0  # that the first of them sees
     best = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -178,9 +178,9 @@ def prefill(
     for begin in range(oldest // TILE * TILE, start + count, TILE):
         positions = begin + tl.arange(0, TILE)  # (TILE,)
         inside = (positions >= oldest) & (positions < start + count)
-        seen = inside[None, :] & (positions[None, :] <= own[:, None])  # (ROWS, TILE)
+        seen = inside[None, :] & (positions[None, :] <= query_positions[:, None])  # (ROWS, TILE)
         if WINDOW:
-            seen = seen & (positions[None, :] > own[:, None] - WINDOW)
+            seen = seen & (positions[None, :] > query_positions[:, None] - WINDOW)
         slots = slots_of(table, positions, inside, BLOCK)
         best, total, mixed = online(
             query, keys + base, values + base, slots, inside, seen, best, total, mixed, scale, D

@@ -65,11 +65,11 @@ def counts(plan: Any) -> Iterator[Group]:
             "store": 2 * row * new,
             "decode": row * (1 + 2 * keys), "merge": row, "prefill": row * (new + 2 * keys),
         }  # fmt: skip
-        for kernel, found in counted.items():
+        for kernel, count in counted.items():
             yield {
-                "kernel": kernel, "tokens": new, "context": keys, "programs": found.programs,
-                "loaded": found.loaded, "stored": found.stored, "least": least[kernel],
-                "operations": found.operations,
+                "kernel": kernel, "tokens": new, "context": keys, "programs": count.programs,
+                "loaded": count.loaded, "stored": count.stored, "least": least[kernel],
+                "operations": count.operations,
                 "needed": 4 * heads * width * pairs if kernel in ("decode", "prefill") else 0,
             }  # fmt: skip
 

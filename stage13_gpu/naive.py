@@ -67,7 +67,7 @@ def merge(states: Sequence[State]) -> Tensor:
 
 def tiles(
     q: Tensor,
-    own: Tensor,
+    query_at: Tensor,
     keys: Tensor,
     values: Tensor,
     table: Sequence[int],
@@ -76,13 +76,13 @@ def tiles(
     last: int,
     window: int,
 ) -> State:
-    """The state of queries q (M, D) at the positions `own` (M,), each of which sees the `window`
+    """The state of queries q (M, D) at `query_at` (M,), each of which sees the `window`
     positions up to its own, after the keys at positions from `first` to `last`."""
     state = State.of(q)
     for begin in range(first // TILE * TILE, last, TILE):
         positions = torch.arange(max(begin, first), min(begin + TILE, last))  # only what is stored
         slots = slots_of(table, positions, block)
-        seen = (positions <= own[:, None]) & (positions > own[:, None] - window)
+        seen = (positions <= query_at[:, None]) & (positions > query_at[:, None] - window)
         state = online(q, keys[slots], values[slots], seen, state)
     return state
 
@@ -99,10 +99,10 @@ def decode(
     """Attention (M, D) of the new token of a sequence, for the M queries that share a KV head, to
     its last `window` of `length` keys: one program for each PIECE of them, and a merge."""
     start = max(0, length - window)
-    own = torch.full((len(q),), length - 1)
+    query_at = torch.full((len(q),), length - 1)
     pieces = range(start // PIECE, -(-length // PIECE))
     bounds = [(max(start, p * PIECE), min(length, p * PIECE + PIECE)) for p in pieces]
-    return merge([tiles(q, own, keys, values, table, block, *ends, window) for ends in bounds])
+    return merge([tiles(q, query_at, keys, values, table, block, *ends, window) for ends in bounds])
 
 
 def prefill(
@@ -116,6 +116,6 @@ def prefill(
 ) -> Tensor:
     """Attention (T, D) of T new tokens of a sequence, from position `start` on, with one query
     each: what one program does with its tile of queries."""
-    own = start + torch.arange(len(q))
+    query_at = start + torch.arange(len(q))
     first, last = max(0, start - window + 1), start + len(q)
-    return merge([tiles(q, own, keys, values, table, block, first, last, window)])
+    return merge([tiles(q, query_at, keys, values, table, block, first, last, window)])

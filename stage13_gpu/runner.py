@@ -110,12 +110,12 @@ def llama(model: Llama) -> tuple[Forward, Any]:
         turns = rotation(attention.positions, frequencies, config.rope.scale)
         added: Tensor | None = None
         for number, (layer, project, open_) in enumerate(layers):
-            own = layer.self_attn
+            attn = layer.self_attn
             qkv = project(add_norm(x, added, layer.input_layernorm))
             q, k, v = qkv.unflatten(1, (-1, config.head_dim)).split(counts, 1)  # (N, heads, D)
-            gains = (own.q_norm.weight, own.k_norm.weight) if config.qk_norm else None
+            gains = (attn.q_norm.weight, attn.k_norm.weight) if config.qk_norm else None
             attention.store(number, q, k, v, turns, gains, config.layer_norm_epsilon)
-            added = own.o_proj(attention.read(number, q).flatten(1))
+            added = attn.o_proj(attention.read(number, q).flatten(1))
             gated = silu_mul(open_(add_norm(x, added, layer.post_attention_layernorm)))
             added = layer.mlp.down_proj(gated)
         assert added is not None

@@ -97,9 +97,9 @@ def capstone(
         return Result(checks, failed, still_open, {})
 
     def run(name: str) -> staircase.Run:
-        stage, own = (stages[-1], {}) if name == OURS else (name, files)
+        stage, stage_files = (stages[-1], {}) if name == OURS else (name, files)
         say(f"running the workload: {name}")
-        return staircase.Run(**judge.measured(stage, own, vars(plan)))
+        return staircase.Run(**judge.measured(stage, stage_files, vars(plan)))
 
     ways = {name: partial(run, name) for name in (*stages, OURS)}
     runs_of = measure.turns(ways, rounds, warmup=0)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,7 +31,12 @@ import torch
 from ..checkpoint import PRESETS, Checkpoint, Config, random_tensors
 from ..errors import UserError
 
-Driver = Callable[[random.Random], Any]
+if TYPE_CHECKING:
+    from stage01_forward.model import GPT2
+
+Driver = Callable[[random.Random], object]
+Entry = dict[str, object]  # what a driver returns of one call
+T = TypeVar("T")
 _lines: Any = None  # where results go; None outside of grading
 
 
@@ -72,11 +77,11 @@ def _array(kind: str, shape: Sequence[int], values: list[Any]) -> dict[str, Any]
     return {"dtype": kind, "shape": list(shape), "values": [plain(value) for value in values]}
 
 
-def outcome(call: Callable[..., Any], *given: Any) -> Any:
+def outcome(call: Callable[..., T], *arguments: object) -> T | Exception:
     """What a call returns, or the kind of the error that it raises. An error that no caller may
     expect, such as TypeError, ends the driver: it is a mistake in the submission."""
     try:
-        return call(*given)
+        return call(*arguments)
     except (UserError, ValueError, RuntimeError, LookupError) as error:
         if isinstance(error, NotImplementedError):
             raise
@@ -105,12 +110,13 @@ def random_checkpoint(config: Config, seed: int = 0, spread: float = 4.0) -> Che
     return Checkpoint(config, tensors)
 
 
-def tiny(draw: random.Random) -> Any:
+def tiny(draw: random.Random) -> GPT2:
     """A small model in float64 with weights of this draw."""
     from . import stages
 
     checkpoint = random_checkpoint(PRESETS["tiny"], draw.randrange(2**20), spread=16.0)
-    return stages.load_model(checkpoint, dtype=torch.float64)
+    model: GPT2 = stages.load_model(checkpoint, dtype=torch.float64)
+    return model
 
 
 def tensors(draw: random.Random, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -119,7 +125,7 @@ def tensors(draw: random.Random, *shape: int, dtype: torch.dtype = torch.float64
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def arrays(draw: random.Random, *shape: int, kind: str = "float64") -> Any:
+def arrays(draw: random.Random, *shape: int, kind: str = "float64") -> np.ndarray:
     """The same as a NumPy array."""
     return tensors(draw, *shape).numpy().astype(kind)
 

@@ -136,12 +136,14 @@ def grade_class(
         results[folder.name] = json.loads((out / f"{folder.name}.json").read_text("utf-8"))
     with open(out / "grades.csv", "w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file)
-        numbers = sorted({test["number"] for found in results.values() for test in found["tests"]})
+        numbers = sorted(
+            {test["number"] for result in results.values() for test in result["tests"]}
+        )
         rows.writerow(["submission", "score", *numbers])
-        for name, found in results.items():
-            scores = {test["number"]: test["score"] for test in found["tests"]}
-            rows.writerow([name, found["score"], *(scores.get(number, "") for number in numbers)])
-    return {name: int(found["score"]) for name, found in results.items()}
+        for name, result in results.items():
+            scores = {test["number"]: test["score"] for test in result["tests"]}
+            rows.writerow([name, result["score"], *(scores.get(number, "") for number in numbers)])
+    return {name: int(result["score"]) for name, result in results.items()}
 
 
 def write(path: Path, text: str) -> None:

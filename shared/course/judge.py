@@ -154,7 +154,7 @@ class Judge:
                 reference = None if extra is None else extra.reference.encode()
                 ended = self._drive(stage, task, reference, extra)
                 results = [parsed(line) for line in ended.lines if not is_note(line)]
-                data = [found["data"] for found in results if found and "data" in found]
+                data = [result["data"] for result in results if result and "data" in result]
                 if ended.why or len(data) != len(self.seeds):
                     raise RuntimeError(
                         f"{stage} task {task.number}: the reference fails: {ended.why} "
@@ -190,11 +190,11 @@ class Judge:
         job = {"measure": stage, "plan": dict(plan), "threads": os.cpu_count(), "alone": False}
         with self._tree(paths.ROOT, files) as tree:
             ended = run(tree, job, self.limits, self.confined)
-        found = parsed(ended.lines[-1]) if ended.lines else None
-        if ended.why or not isinstance(found, dict) or "data" not in found:
-            why = ended.why or plain(str(found))
+        answer = parsed(ended.lines[-1]) if ended.lines else None
+        if ended.why or not isinstance(answer, dict) or "data" not in answer:
+            why = ended.why or plain(str(answer))
             raise UserError(f"The engine failed: {why}\n{plain(ended.printed)}")
-        return found["data"]
+        return answer["data"]
 
     @contextlib.contextmanager
     def _tree(self, base: Path, files: Mapping[str, bytes]) -> Iterator[Path]:

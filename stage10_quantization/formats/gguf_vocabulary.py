@@ -33,9 +33,9 @@ def tokenizer_metadata(folder: str | Path, config: Config) -> dict[str, Any]:
         vocabulary, cuts = read_json(folder / "vocab.json"), "gpt-2"
         lines = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
         merges = [line for line in lines if line and not line.startswith("#version")]
-        made = {merge.replace(" ", "") for merge in merges}
+        joined = {merge.replace(" ", "") for merge in merges}
         # What no merge makes is a byte or a control token.
-        words = (token for token in vocabulary if token not in made and len(token) > 1)
+        words = (token for token in vocabulary if token not in joined and len(token) > 1)
         added = [{"id": vocabulary[word], "content": word, "special": True} for word in words]
     tokens = [f"[unused{row}]" for row in range(config.vocab_size)]
     types = np.full(len(tokens), UNUSED, np.int32)

@@ -98,9 +98,11 @@ def gptq(parts: Parts, shape: tuple[int, int], options: Options) -> Matrix:
     """
     rows, columns = shape
     bits = width(options.get("bits"))
-    count, each = groups(options, columns), 32 // bits
-    words = part(parts, "qweight", (columns // each, rows), torch.int32)
-    stored = fields(part(parts, "qzeros", (count, rows // each), torch.int32), bits).t()  # (N, G)
+    count, per_word = groups(options, columns), 32 // bits
+    words = part(parts, "qweight", (columns // per_word, rows), torch.int32)
+    stored = fields(
+        part(parts, "qzeros", (count, rows // per_word), torch.int32), bits
+    ).t()  # (N, G)
     scale = part(parts, "scales", (count, rows)).t().contiguous()
     codes = fields(words.t(), bits)  # (N, K)
     middle, kinds = 2 ** (bits - 1), stored.unique().tolist()
