@@ -25,7 +25,7 @@ from .config import READERS, Config, Reader, read_config
 from .errors import UserError
 from .files import read_json
 from .models import EMBEDDED as EMBEDDED
-from .models import PRESETS, Found
+from .models import PRESETS, Found, Opened
 from .tokenizer import has_tokenizer
 
 if TYPE_CHECKING:
@@ -37,19 +37,6 @@ log = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
-
-
-@dataclass(frozen=True)
-class Opened:
-    """The files of a checkpoint. folder: of the tokenizer's files; None without any. tensors: under
-    the names of the model's family. conversion: if matrices are stored in a format of their own.
-    files: with the weights."""
-
-    config: Config
-    tensors: dict[str, torch.Tensor]
-    folder: Path | None
-    files: Sequence[Path]
-    conversion: Conversion | None = None
 
 
 @dataclass

@@ -238,7 +238,7 @@ Layers = Sequence[tuple[int, Callable[[Tensor], Tensor]]]  # width of the input,
 
 @torch.inference_mode()
 def faster(first: Layers, second: Layers, rows: Sequence[int], dtype: torch.dtype) -> bool | None:
-    """Whether `second` takes less time than `first` on inputs of these `rows`; None if no
+    """Whether `second` takes less time than `first` on inputs of `rows`; None if no
     comparison is clear, because both are equally fast or other programs interfere.
 
     The first ENOUGH comparisons must agree, or most of MOST_PAIRS; for slow layers, FEWEST_PAIRS.

@@ -15,7 +15,9 @@ from .config import Config, Reader, read_config
 from .errors import UserError
 
 if TYPE_CHECKING:
-    from .checkpoint import Opened
+    from torch import Tensor
+
+    from .linear import Conversion
 
 MOST_HEADER = 2**26  # bytes of a safetensors file
 STORIES = Path(__file__).parent / "stories" / "model"
@@ -41,6 +43,19 @@ def _presets() -> dict[str, Config]:
 
 
 PRESETS: dict[str, Config] = _presets()  # "tiny" is for tests: it has no weights
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The files of a checkpoint. folder: of the tokenizer's files; None without any. tensors: under
+    the names of the model's family. conversion: if matrices are stored in a format of their own.
+    files: with the weights."""
+
+    config: Config
+    tensors: dict[str, Tensor]
+    folder: Path | None
+    files: Sequence[Path]
+    conversion: Conversion | None = None
 
 
 class Format(Protocol):

@@ -21,7 +21,7 @@ from shared.linear import Conversion, convert
 
 from .attention import Recompute
 from .model import load_model as load_gpt2
-from .offer import AUTO, offers
+from .offer import AUTO, module_for, offers
 
 
 class Whole(Protocol):
@@ -95,9 +95,8 @@ def load(
     readers = {kind: read for family in families() for kind, read in family.readers.items()}
     args = random_weights, seed, dtype, readers, presets(), conversion
     loaded = checkpoint.load(name, *args)
-    if weights != AUTO:
-        brought = next(offer for offer in offers() if weights in offer.weights)
-        brought.load(brought.weights[weights]).change(loaded, weights)
+    if weights != AUTO and (brought := module_for("weights", weights)):
+        brought.change(loaded, weights)
     return loaded
 
 

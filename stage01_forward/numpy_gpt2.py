@@ -11,11 +11,9 @@ Vaswani et al. (2017).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-Array = np.ndarray[Any, np.dtype[Any]]
+Array = np.ndarray
 Weights = dict[str, Array]
 
 

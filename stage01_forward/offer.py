@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shared import models
 from shared.paths import discover
 
+if TYPE_CHECKING:
+    import torch
+
 AUTO = "auto"
-OFF = "off"
 KV_DTYPES = ("float32", "bfloat16")  # that need no cache of a later stage
 
 
@@ -37,14 +39,12 @@ class Offer:
     family: has FAMILY: models, for all engines.
     backends: kernels by type of device; each module has a BACKEND.
     formats: further files and names of models: a `shared.models.Format`.
-    weights: values of --weights, and the module with change(checkpoint, value), which changes
-        a loaded checkpoint so that its model has such weights.
-    drafts: values of --speculate, and the module with speculate(engine, value, count, model), which
-        makes of stage 05's engine, or a later one, one that verifies drafts.
-    caches: caches by their dtype, such as "int8"; each module has a CACHE for stage 05's engine,
-        and KERNEL_CACHES for stage 09's, by type of device.
+    values: of options of the command line, which this stage adds: by option and value, the module
+        for it. "weights": it has change(checkpoint, value), which changes a loaded checkpoint so
+        that its model has such weights. "kv_dtype": CACHE for stage 05's engine, and KERNEL_CACHES
+        for stage 09's, by type of device. For other options, what the stage with the option calls.
     forms: answers in a given form, for the server: the module has a class `Forms`, as
-        stage06_serving/forms.py describes it.
+        stage06_serving/service.py describes it.
     """
 
     stage: str
@@ -56,9 +56,7 @@ class Offer:
     family: str = ""
     backends: Mapping[str, str] = field(default_factory=dict)
     formats: str = ""
-    weights: Mapping[str, str] = field(default_factory=dict)
-    drafts: Mapping[str, str] = field(default_factory=dict)
-    caches: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     forms: str = ""
 
     def load(self, module: str) -> ModuleType:
@@ -72,39 +70,36 @@ def offers() -> list[Offer]:
     return [package.OFFER for package in packages if hasattr(package, "OFFER")]
 
 
-def formats() -> list[Any]:
+def formats() -> list[models.Format]:
     """The formats of models that all stages bring."""
     return [offer.load(offer.formats) for offer in offers() if offer.formats]
 
 
+def values(option: str) -> list[str]:
+    """The values of an option that stages add."""
+    return list(dict.fromkeys(v for offer in offers() for v in offer.values.get(option, ())))
+
+
+def module_for(option: str, value: str) -> ModuleType | None:
+    """The newest stage's module for a value of an option; None if no stage adds it."""
+    brought = [offer for offer in offers() if value in offer.values.get(option, ())]
+    return brought[-1].load(brought[-1].values[option][value]) if brought else None
+
+
 def weight_formats() -> list[str]:
     """The values of --weights."""
-    return [AUTO, *dict.fromkeys(value for offer in offers() for value in offer.weights)]
+    return [AUTO, *values("weights")]
 
 
 def kv_formats() -> list[str]:
     """The values of --kv-dtype."""
-    return [AUTO, *KV_DTYPES, *dict.fromkeys(value for offer in offers() for value in offer.caches)]
+    return [AUTO, *KV_DTYPES, *values("kv_dtype")]
 
 
-def drafters() -> list[str]:
-    """The values of --speculate."""
-    return [OFF, *dict.fromkeys(value for offer in offers() for value in offer.drafts)]
-
-
-def speculate(engine: Any, kind: str, count: int, draft: Any = None) -> Any:
-    """The engine with drafts of `kind`, at most `count` in a pass of a request. draft: a model.
-    Raises UserError if it does not fit."""
-    brought = next(offer for offer in offers() if kind in offer.drafts)
-    return brought.load(brought.drafts[kind]).speculate(engine, kind, count, draft)
-
-
-def caches_of(dtype: Any) -> ModuleType | None:
-    """The module with the caches that a stage offers for this dtype of PyTorch; None: the caches of
-    stages 05 and 09 keep it."""
-    name = str(dtype).removeprefix("torch.")
-    brought = [offer for offer in offers() if name in offer.caches]
-    return brought[-1].load(brought[-1].caches[name]) if brought else None
+def caches_of(dtype: torch.dtype) -> ModuleType | None:
+    """The module with the caches that a stage offers for this dtype; None: the caches of stages 05
+    and 09 keep it."""
+    return module_for("kv_dtype", str(dtype).removeprefix("torch."))
 
 
 ABOUT_WEIGHTS = (

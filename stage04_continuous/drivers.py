@@ -20,6 +20,7 @@ from .engine import SchedulerT
 from .plan import AnyScheduler, Plan, Share, Work
 from .request import Request
 
+Options = dict[str, Any]  # of a scheduler
 GROUPED = Config(50, 64, 24, 2, 6, n_kv_head=3, name="grouped")
 
 
@@ -116,7 +117,7 @@ def attend(draw: Random) -> list[Entry]:
     return seen
 
 
-def settings(draw: Random) -> dict[str, Any]:
+def settings(draw: Random) -> Options:
     sequences = draw.randint(1, 4)
     return {
         "max_sequences": sequences,
@@ -216,7 +217,7 @@ def patience(draw: Random) -> list[Entry]:
 
 
 class Log:
-    """Writes down the calls of a step, and how the engine looks in each; fails where it is told."""
+    """Writes down the calls of a step, and how the engine looks in each; raises where `fails`."""
 
     def __init__(self, built: engine.Engine, fails: Callable[[str], bool]) -> None:
         self.built, self.fails = built, fails

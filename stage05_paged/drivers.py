@@ -1,6 +1,6 @@
 """What grading calls in the tasks of this stage: see shared/course/driver.py.
 
-Any free block is as good as another, so no number of a block is part of the data. Instead the moves
+One free block is as good as another, so no number of a block is part of the data. Instead the moves
 of a plan are carried out on a memory of labels, and what the tables then lead to is reported.
 """
 
@@ -16,7 +16,7 @@ import torch
 
 from shared.config import Config
 from shared.course.driver import Entry, outcome, tensors, tiny
-from stage04_continuous.drivers import lives, options_of, prompt_of, whole_engine
+from stage04_continuous.drivers import Options, lives, options_of, prompt_of, whole_engine
 from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request
 from stage04_continuous.scheduler import POLICIES
@@ -219,7 +219,7 @@ def life(draw: Random, make: Callable[..., Scheduler] = Scheduler) -> list[Entry
         swap = BlockPool(draw.randint(2, 40), size) if draw.random() < 0.6 else None
         sequences = draw.randint(2, 8)
         often = draw.choice(["recompute", "auto"] + ["swap"] * 2 * (swap is not None))
-        options: dict[str, Any] = {
+        options: Options = {
             "max_sequences": sequences,
             "token_budget": max(sequences, draw.choice([8, 8, 25, 100])),
             "policy": draw.choice(POLICIES),
@@ -287,11 +287,7 @@ def common(draw: Random) -> list[Entry]:
     beginnings = [prompt_of(draw, 20) for _ in range(2)]
     pool = BlockPool(draw.randint(16, 24), 4)
     swap = BlockPool(12, 4) if draw.random() < 0.5 else None
-    options: dict[str, Any] = {
-        "token_budget": draw.choice([8, 30]),
-        "max_sequences": 6,
-        "watermark": 0.1,
-    }
+    options: Options = {"token_budget": draw.choice([8, 30]), "max_sequences": 6, "watermark": 0.1}
     options |= {"preemption": draw.choice(["recompute", "swap"]) if swap else "recompute"}
     built = engine.make(model, pool=pool, swap_pool=swap, **options)
     log = whole_engine(

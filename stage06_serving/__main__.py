@@ -193,15 +193,19 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
 
 
 def speculate(settings: Settings, engine: Any, loaded: cli.Loaded) -> Any:
-    """The engine with the drafts of --speculate. Raises UserError for a draft model that cannot be
-    loaded, or does not fit."""
+    """The engine with the drafts of --speculate, by speculate(engine, value, count, model) of the
+    stage that adds the value. Raises UserError for a draft model that cannot be loaded, or does not
+    fit."""
     from stage01_forward import families, offer
 
     draft = None
     if name := settings.speculative_model:
         weights = families.load(models.checked(name), dtype=loaded.dtype)
         draft = families.load_model(weights, loaded.device, loaded.dtype)
-    return offer.speculate(engine, settings.speculate, settings.num_speculative_tokens, draft)
+    module = offer.module_for("speculate", settings.speculate)
+    assert module is not None  # the settings refuse other values
+    count = settings.num_speculative_tokens
+    return module.speculate(engine, settings.speculate, count, draft)
 
 
 def make_earlier(settings: Settings, loaded: cli.Loaded, rows: int, budget: int) -> AnyEngine:

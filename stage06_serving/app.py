@@ -32,7 +32,7 @@ from . import embeddings
 from .async_engine import AsyncEngine, Broken, EngineDead, EngineThread, Overloaded
 from .chat import ChatTemplate, OwnTemplate, own_template
 from .errors import NOT_AN_OBJECT, ApiError, error_body, failure, validation_message
-from .formats import Completion, Echo, Format, Generate, Offsets, Scores, completion_logprobs
+from .formats import Completion, Echo, Generate, Offsets, Scores, completion_logprobs
 from .forms import brought
 from .guard import Guard, loading
 from .live import Live
@@ -45,7 +45,7 @@ from .protocol import (
     GenerateBody,
     TokenizeBody,
 )
-from .service import Answer, Choice, Service, due
+from .service import Answer, Choice, Format, Service, due
 from .settings import Settings
 from .sse import EventStream
 from .status import AnyEngine

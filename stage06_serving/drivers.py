@@ -359,7 +359,8 @@ def streams(draw: Random) -> Any:
                 arrived.extend(message["body"] + (b"" if message["more_body"] else b"#"))
 
         deadline = asyncio.get_running_loop().time() + (0.02 if late else 600)
-        stream = writer.Stream(source, lambda: released.append(1), deadline)  # type: ignore[arg-type]
+        released_once = partial(released.append, 1)
+        stream = writer.Stream(source, released_once, deadline)  # type: ignore[arg-type]
         scope: Any = {"extensions": {WRITE: write, LEFT: leave.append}}
         task = asyncio.create_task(stream(scope, None, send))  # type: ignore[arg-type]
         await turns()
@@ -393,7 +394,7 @@ def streams(draw: Random) -> Any:
 
 
 class Client:
-    """A request whose client leaves when it is told to."""
+    """A request whose client leaves at a chosen turn."""
 
     def __init__(self) -> None:
         self.left = asyncio.Event()
@@ -433,7 +434,8 @@ def leaving(draw: Random) -> Any:
         length, leaves = draw.choice([0, 5, 40]), draw.choice([2, 20, 400])
         error = draw.choice([None, None, ValueError("no")])
         work = waits(log, length, error, draw.choice([0, 3]))
-        result = await watched(app.unless_gone(client, work), client, leaves)  # type: ignore[arg-type]
+        guarded = app.unless_gone(client, work)  # type: ignore[arg-type]
+        result = await watched(guarded, client, leaves)
         left = len(asyncio.all_tasks())
         call = f"unless_gone: work of {length} turns, {error!r}, the client leaves after {leaves}"
         return {"call": call, "result": result, "log": log, "tasks": left}

@@ -7,39 +7,17 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from shared.tokenizer import AnyTokenizer
 from stage01_forward.generation import Logprobs, Token
 
 from .protocol import ChatBody, CompletionBody
-from .service import Answer, Choice, Piece, Service
+from .service import Answer, Choice, Format, Piece, Service
 from .sse import event, to_json
 
 MINUS_INFINITY = -9999.0  # JSON has no infinity
 Echo = tuple[str, dict[str, list[Any]] | None]  # a prompt's text and its log-probabilities
-
-
-class Format(Protocol):
-    """How one request is answered."""
-
-    @property
-    def repeats(self) -> bool:
-        """Whether a choice's chunks before its end differ only in text and token ids, from the
-        second on."""
-        ...
-
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
-        ...
-
-    def chunks(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
-        """The events for one piece of a stream; none while all its text is held back."""
-        ...
-
-    def last(self) -> list[dict[str, Any]]:
-        """The events that end a stream."""
-        ...
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, int]:

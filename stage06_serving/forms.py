@@ -7,34 +7,17 @@ than ours; a field that neither knows is refused as protocol.py says.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from shared.cli import Loaded
 from stage01_forward.offer import offers
 
 from .async_engine import Prepare
 from .chat import ChatTemplate, OwnTemplate, Tools
-from .formats import Chat, Format
+from .formats import Chat
 from .protocol import ChatBody, CompletionBody, Message
-from .service import Choice, Service
+from .service import Choice, Format, Service
 from .status import AnyEngine
-
-
-class Forms(Protocol):
-    """Made once for a loaded model, from the arguments of `NoForms`."""
-
-    chat_body: type[ChatBody]
-    completion_body: type[CompletionBody]
-
-    async def prepare(self, body: ChatBody | CompletionBody) -> Prepare | None:
-        """What gives the requests of `body` their form; None: they have none. Raises ApiError for a
-        form that cannot be enforced."""
-
-    def conversation(self, body: ChatBody) -> tuple[Sequence[Message], Tools | None]:
-        """The messages for the chat template, and the tools, if it is the one to show them."""
-
-    def answer(self, body: ChatBody, choices: Sequence[Choice], service: Service) -> Format:
-        """How the chat is answered."""
 
 
 class NoForms:

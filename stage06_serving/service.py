@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pydantic_core import to_json
 
@@ -22,9 +22,6 @@ from .errors import ApiError
 from .protocol import DEFAULT_TOKENS, ChatBody, CompletionBody, GenerateBody, Message, SamplingBody
 from .scoring import ScoredRequest
 from .text import TextStream
-
-if TYPE_CHECKING:
-    from .forms import Forms
 
 LONG_TEXT = 8_192  # characters or tokens: longer texts are tokenized off the event loop
 LONGEST_TOKEN = 128  # characters, in GPT-2: a longer prompt is too long without tokenizing it
@@ -79,6 +76,45 @@ class Answer:
         self.text += piece.text
         self.tokens += piece.tokens
         self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+
+
+class Format(Protocol):
+    """How one request is answered."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a choice's chunks before its end differ only in text and token ids, from the
+        second on."""
+        ...
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        ...
+
+    def chunks(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
+        """The events for one piece of a stream; none while all its text is held back."""
+        ...
+
+    def last(self) -> list[dict[str, Any]]:
+        """The events that end a stream."""
+        ...
+
+
+class Forms(Protocol):
+    """Made once for a loaded model, from the arguments of `NoForms`."""
+
+    chat_body: type[ChatBody]
+    completion_body: type[CompletionBody]
+
+    async def prepare(self, body: ChatBody | CompletionBody) -> Prepare | None:
+        """What gives the requests of `body` their form; None: they have none. Raises ApiError for a
+        form that cannot be enforced."""
+
+    def conversation(self, body: ChatBody) -> tuple[Sequence[Message], Tools | None]:
+        """The messages for the chat template, and the tools, if it is the one to show them."""
+
+    def answer(self, body: ChatBody, choices: Sequence[Choice], service: Service) -> Format:
+        """How the chat is answered."""
 
 
 class Service:

@@ -23,10 +23,11 @@ from shared import models
 from shared.cli import MOST_TOKENS, OTHER_NAMES, Parser, with_default
 from shared.errors import UserError
 from stage01_forward import offer as brought
-from stage01_forward.offer import AUTO, OFF, Offer, offers
+from stage01_forward.offer import AUTO, Offer, offers
 from stage05_paged.memory import parse_memory
 
 PREFIX = "STAIRCASE_"
+OFF = "off"  # no drafts
 EARLIER = ("continuous", "static", "sequential", "transformers")  # engines without blocks
 GROUPS = {  # of the help, by their first options
     "model": "model and machine",
@@ -169,7 +170,7 @@ class Settings(BaseSettings):
         str,
         Field(
             description="what drafts the next tokens, which a step then verifies together: "
-            f"{', '.join(brought.drafters())}; the tokens stay those of off"
+            f"{', '.join([OFF, *brought.values('speculate')])}; the tokens stay those of off"
         ),
     ] = OFF
     num_speculative_tokens: Annotated[
@@ -218,7 +219,7 @@ class Settings(BaseSettings):
             "engine": [AUTO, *engines()],
             "weights": brought.weight_formats(),
             "kv_dtype": brought.kv_formats(),
-            "speculate": brought.drafters(),
+            "speculate": [OFF, *brought.values("speculate")],
         }
         names = known[str(field.field_name)]
         if name not in names:

@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from .connection import LEFT, WRITE
 from .errors import failure
-from .formats import Format, Frame
-from .service import Choice, Piece, Service, due
+from .formats import Frame
+from .service import Choice, Format, Piece, Service, due
 from .sse import DONE, START, event
 
 READ = 256  # tokens that are formatted before the event loop goes on: each may take 0.2 ms

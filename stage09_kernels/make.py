@@ -53,7 +53,7 @@ def make(
 def _cache_type(model: Any, dtype: torch.dtype | None) -> Any:
     """Makes the cache that a stage offers for `dtype`; None: the kernels' own, if any. Raises
     NoKernels if it has none for the model's device."""
-    if not (brought := caches_of(dtype)):
+    if dtype is None or not (brought := caches_of(dtype)):
         return None
     kind, real = model.device.type, torch.promote_types(model.dtype, torch.float32)
     if kind not in brought.KERNEL_CACHES:

@@ -2,7 +2,7 @@
 key and one for the value.
 
 A token is rounded once, when it is written, and all readers see the same codes: the rest of its
-prompt, later chunks, decode steps and whoever shares the block. So answers depend on neither
+prompt, later chunks, decode steps and requests that share the block. So answers depend on neither
 chunks nor neighbours, as before. `Int8Cache` is readable and slow; `Int8KernelCache` has the codes
 in the layout of stage 09's kernels, which read them in place.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,23 @@ from stage09_kernels.cache import KernelCache
 from stage09_kernels.operations import PANEL, SILU_MUL, Linear
 from stage09_kernels.program import LINE, interleave
 
-from .layers import QuantizedLinear, QuantizedMatrix
+from .matrix import QuantizedMatrix
 
 FOLDER = ROOT / "stage10_quantization"
 NAIVE, FAST = FOLDER / "naive.c", FOLDER / "fast" / "linear.c"
 STEP = 8  # inputs to whose multiple a group is padded
 GROUP_BYTES = 12  # struct group
 AT_A_TIME = 2**18  # codes that are laid out
+
+
+class Layer(Protocol):
+    """What a product uses of a QuantizedLinear."""
+
+    matrix: QuantizedMatrix
+    bias: Tensor | None
+    activations: str
+    in_features: int
+    out_features: int
 
 
 class Quantized(ctypes.Structure):
@@ -146,9 +156,7 @@ class PanelProduct:
     function: the address of the C function.
     """
 
-    def __init__(
-        self, layers: Sequence[QuantizedLinear], epilogue: int, function: int | None
-    ) -> None:
+    def __init__(self, layers: Sequence[Layer], epilogue: int, function: int | None) -> None:
         self.matrices = [layer.matrix for layer in layers]
         counts = [layer.out_features for layer in layers]
         joined = partial(_joined, gated=epilogue == SILU_MUL)
@@ -205,12 +213,10 @@ def _joined(parts: Sequence[Tensor], gated: bool) -> Tensor:
 
 
 def product_of(
-    layers: Sequence[Any], epilogue: int, cache: KernelCache, dtype: torch.dtype
+    layers: Sequence[Layer], epilogue: int, cache: KernelCache, dtype: torch.dtype
 ) -> PanelProduct | None:
     """The product of `layers` side by side for kernels with this cache and with operands of
     `dtype`. None if they differ in format, or read their input in float64."""
-    if not all(isinstance(layer, QuantizedLinear) for layer in layers):
-        return None
     rows = [layer.matrix.rows(torch.tensor([0])) for layer in layers]
     formats = {
         (row.group, row.bits, row.minimum is None, layer.activations)

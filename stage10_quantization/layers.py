@@ -1,20 +1,15 @@
-"""A matrix of whole numbers with scales, and the layers that multiply by it.
-
-`QuantizedMatrix` is what all of this stage exchanges: `numpy_quant`, `gptq` and the readers of
-files make it, `QuantizedLinear` and the kernels multiply by it, the writers store it.
-"""
+"""The layers that multiply by a matrix of whole numbers with scales, and embeddings from one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shared.errors import UserError
+from .matrix import QuantizedMatrix
 
 if TYPE_CHECKING:
     from .kernels import PanelProduct
@@ -22,66 +17,6 @@ if TYPE_CHECKING:
 ACTIVATIONS = ("int8", "float")  # how a layer reads its input: rounded to int8, or as it is
 SMALLEST = 2.0**-119  # of a group of activations: then its scale is a normal number, 127 / x finite
 EXACT = 2**24  # whole numbers up to here, and so their sums in any order, are exact in float32
-
-
-@dataclass(frozen=True)
-class QuantizedMatrix:
-    """The matrix (N, K) that is scale * codes + minimum, with one scale and one minimum for each
-    row and each group of K / G columns.
-
-    codes: (N, K) int8, one a byte. bits: that a code needs, 4 to 8. Without a minimum codes are
-        signed, -2^(bits - 1) to 2^(bits - 1) - 1: files hold both ends. With a minimum they are 0
-        to 2^bits - 1, and bits is at most 7.
-    scale: (N, G) float32. minimum: (N, G) float32, or None.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    minimum: Tensor | None = None
-    bits: int = 8
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.codes.shape
-        return rows, columns
-
-    @property
-    def group(self) -> int:
-        """Columns that share a scale: K if each row has one scale."""
-        return self.codes.shape[1] // self.scale.shape[1]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that are held: a code takes one, whatever its bits."""
-        return self.codes.nbytes + self.scale.nbytes + getattr(self.minimum, "nbytes", 0)
-
-    def rows(self, index: Tensor) -> QuantizedMatrix:
-        """The matrix of the rows `index` (R,) alone."""
-        minimum = None if self.minimum is None else self.minimum[index]
-        return QuantizedMatrix(self.codes[index], self.scale[index], minimum, self.bits)
-
-    def columns(self, index: Tensor) -> QuantizedMatrix:
-        """The matrix of the columns `index` (C,) alone: any if a row has one scale, else whole
-        groups. Raises UserError for a part of a group."""
-        if self.scale.shape[1] == 1:
-            return QuantizedMatrix(self.codes[:, index], self.scale, self.minimum, self.bits)
-        first = index[:: self.group]  # of each group
-        whole = first[:, None] + torch.arange(self.group, device=index.device)
-        if not torch.equal(whole.flatten(), index) or (first % self.group).any():
-            raise UserError(
-                f"A quantized layer cannot be split inside its groups of {self.group} columns: "
-                "choose fewer parts, or --weights int8, which has no groups."
-            )
-        groups = first // self.group
-        minimum = None if self.minimum is None else self.minimum[:, groups]
-        return QuantizedMatrix(self.codes[:, index], self.scale[:, groups], minimum, self.bits)
-
-    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """(N, K): scale * codes, then + minimum, each rounded to float32."""
-        grouped = self.codes.unflatten(1, (-1, self.group)) * self.scale[:, :, None]
-        if self.minimum is not None:
-            grouped = grouped + self.minimum[:, :, None]
-        return grouped.flatten(1).to(dtype)
 
 
 def quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -169,9 +104,12 @@ class QuantizedLinear(nn.Module):
     def product(
         self, layers: Sequence[Any], epilogue: int, cache: Any, dtype: torch.dtype
     ) -> PanelProduct | None:
-        """The product of `layers`, this one first, by the kernels (`Product` of stage 09)."""
-        from .kernels import product_of  # here: it imports this module
+        """The product of `layers`, this one first, by the kernels (`Product` of stage 09); None if
+        they do not take these layers together."""
+        from .kernels import product_of  # here: models run without kernels, too
 
+        if not all(isinstance(layer, QuantizedLinear) for layer in layers):
+            return None
         return product_of(layers, epilogue, cache, dtype)
 
     def shard(self, rows: Tensor | None, columns: Tensor | None) -> QuantizedLinear:

@@ -9,7 +9,7 @@ weights more closely, and cost more scales. `symmetric` puts 0 in the middle of 
 bits `asymmetric` is better: codes from 0, and the smallest weight of the group beside the scale.
 
 Scales are rounded before they are used, to the dtype in which they are stored, and outwards: so no
-weight lies outside the codes, and the error is at most scale / 2 for every weight. Whoever rounds
+weight lies outside the codes, and the error is at most scale / 2 for every weight. Code that rounds
 them afterwards adds an error of codes * (error of the scale).
 
 Why it is fast: a product of codes is a sum of small whole numbers, exact in 32 bits, in any order.

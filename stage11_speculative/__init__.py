@@ -12,6 +12,7 @@ QUESTION: str = (
     "A pass reads all weights for one token of a request: why not verify several at once?"
 )
 FIRST_FILE: str = "engine.py"
-OFFER = Offer(__name__, drafts=dict.fromkeys(("ngram", "suffix", "draft"), "make"), forms="forms")
+DRAFTS = dict.fromkeys(("ngram", "suffix", "draft"), "make")
+OFFER = Offer(__name__, values={"speculate": DRAFTS}, forms="forms")
 
 openmp.choose()  # before PyTorch is loaded

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shared import cli
 from shared.errors import UserError
-from stage01_forward.offer import AUTO, OFF, add_options, drafters
+from stage01_forward.offer import AUTO, add_options, values
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -27,7 +27,7 @@ def make_parser() -> cli.Parser:
     parser = cli.generation_parser("stage11_speculative", ABOUT, *EXAMPLES)
     add_options(parser)
     group = parser.add_argument_group("drafts")
-    known = [kind for kind in drafters() if kind != OFF]
+    known = values("speculate")
     about = "where drafts come from: the text itself, past answers too, or the model's first layers"
     group.add_argument("--speculate", choices=known, default="suffix", help=about)
     whole, about = cli.whole_number(1, 64), "maximum drafts of a pass"

@@ -181,13 +181,13 @@ def at(results: Results, alpha: float, count: int) -> list[Row]:
 def claims(results: Results) -> Iterator[Claim]:
     """What the lesson predicts by hand, and what the formula predicts from measured passes."""
     drafts = FULL.drafts
-    hand = {1: 2.77, 4: 1.4, 32: 0.55}
-    for count in hand:
+    by_hand = {1: 2.77, 4: 1.4, 32: 0.55}
+    for count in by_hand:
         for row in at(results, 0.7, count):
             what = f"four drafts over none, {kit.counted(count, 'row')}"
             formula = predicted(results, 0.7, count, drafts)
             why = "the passes before the answers' ends have fewer drafts, and sampling its cost"
-            yield Claim(what, formula, row.gain(PLAIN, FIXED), "x", why, hand[count])
+            yield Claim(what, formula, row.gain(PLAIN, FIXED), "x", why, by_hand[count])
     for count in FULL.rows:
         for row in at(results, 0.0, count):
             what = f"adaptive over none, all drafts wrong, {kit.counted(count, 'row')}"

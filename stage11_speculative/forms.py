@@ -19,7 +19,7 @@ from stage06_serving.async_engine import Prepare
 from stage06_serving.chat import ChatTemplate, OwnTemplate
 from stage06_serving.chat import Tools as Described
 from stage06_serving.errors import ApiError
-from stage06_serving.formats import Chat, Format
+from stage06_serving.formats import Chat
 from stage06_serving.protocol import (
     MOST_MESSAGES,
     Body,
@@ -31,7 +31,7 @@ from stage06_serving.protocol import (
     Text,
     WrongField,
 )
-from stage06_serving.service import Choice, Service
+from stage06_serving.service import Choice, Format, Service
 from stage06_serving.status import AnyEngine
 
 from . import grammar
@@ -156,10 +156,13 @@ class ToolMessage(Message):
         return fields | {name: value for name, value in sent.items() if value is not None}
 
 
+ToolMessages = Annotated[Many[ToolMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
+
+
 class ChatForm(Formed, ChatBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[Many[ToolMessage], Field(min_length=1, max_length=MOST_MESSAGES)]  # type: ignore[assignment]
+    messages: ToolMessages  # type: ignore[assignment]
     tools: Annotated[Many[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -196,7 +199,7 @@ class ChatForm(Formed, ChatBody):
 
 
 class Forms:
-    """See stage06_serving/forms.py."""
+    """See stage06_serving/service.py."""
 
     chat_body, completion_body = ChatForm, CompletionForm
 

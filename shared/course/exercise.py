@@ -61,7 +61,7 @@ def _exhibit_in(stage: str) -> str:
 
 
 def _without_exhibit(stage: str) -> None:
-    """Raises UserError if a bug of the museum is planted, so that nobody takes it for the student's
+    """Raises UserError if a bug of the museum is planted, so that it is not taken for the student's
     work."""
     if notice := _exhibit_in(stage):
         raise UserError(notice)

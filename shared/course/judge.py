@@ -56,7 +56,7 @@ LEFT_OUT = (
 COURSE = ("__init__.py", "difference.py", "driver.py", "mine.py", "stages.py")  # of shared/course
 KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT")  # environment variables
 HOMES = ("HOME", "TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME", "MPLCONFIGDIR", "HF_HOME")
-NOBODY = 65534
+UNPRIVILEGED = 65534
 # Architectures and numbers of: memfd_create, memfd_secret and shmget, which take memory that no
 # process is seen to have; ptrace and process_vm_*; keys; bpf, perf, userfaultfd, io_uring.
 REFUSED = {
@@ -269,8 +269,8 @@ def run(tree: Path, job: Mapping[str, Any], limits: Limits, confined: bool = Tru
         scratch.mkdir(exist_ok=True)
         home = str(scratch)
         if os.name == "posix" and os.geteuid() == 0:  # another user can neither signal nor write
-            options |= {"user": NOBODY, "group": NOBODY, "extra_groups": []}
-            os.chown(scratch, NOBODY, NOBODY)
+            options |= {"user": UNPRIVILEGED, "group": UNPRIVILEGED, "extra_groups": []}
+            os.chown(scratch, UNPRIVILEGED, UNPRIVILEGED)
             for folder in (tree.parent, tree.parent.parent):
                 folder.chmod(0o755)
     variables = {name: os.environ[name] for name in KEPT if name in os.environ}
@@ -310,7 +310,7 @@ def run(tree: Path, job: Mapping[str, Any], limits: Limits, confined: bool = Tru
 def bubblewrap(tree: Path, limits: Limits) -> list[str]:
     """The command that confines another one to `tree`, read-only, and a scratch folder."""
     words = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
-    words += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "staircase"]
+    words += ["--uid", str(UNPRIVILEGED), "--gid", str(UNPRIVILEGED), "--hostname", "staircase"]
     words += ["--new-session", "--die-with-parent"]
     words += ["--size", str(limits.disk * 2**20), "--tmpfs", "/tmp"]  # first: Python may be in it
     places = {"/usr", "/lib", "/lib64", "/bin", sys.prefix, str(Path(sys.executable).parent.parent)}

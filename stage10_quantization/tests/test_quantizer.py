@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from shared.errors import UserError
 from stage10_quantization import layers, rounding
 from stage10_quantization import numpy_quant as page
 
@@ -221,9 +222,9 @@ def test_a_layer_is_split_by_outputs_and_by_groups_of_inputs(activations):
     parts = [layer.shard(None, columns)(x[:, columns]) for columns in halves]
     assert all(layer.shard(None, columns).bias is None for columns in halves)
     assert torch.allclose(sum(parts) + bias, layer(x), atol=1e-4)
-    with pytest.raises(layers.UserError, match="groups of 32"):
+    with pytest.raises(UserError, match="groups of 32"):
         layer.shard(None, torch.arange(48))
-    with pytest.raises(layers.UserError, match="groups of 32"):
+    with pytest.raises(UserError, match="groups of 32"):
         layer.shard(None, torch.arange(128).flip(0))
     by_row = layers.QuantizedLinear(rounding.quantize(w), None, "float")
     odd = torch.tensor([5, 77, 2])

@@ -150,6 +150,6 @@ def labelled(page: str, text: str) -> dict[str, list[str]]:
 
 
 def total(page: str, *names: str) -> float:
-    """The sum of these metrics of a server's page, over all labels."""
+    """The sum of metrics of a server's page, over all labels."""
     matches = filter(None, map(SAMPLE.fullmatch, page.splitlines()))
     return sum(float(match[3].split()[0]) for match in matches if match[1] in names)

@@ -41,7 +41,7 @@ class Replica:
     ready: whether it may be chosen. A replica that drains or fails its health checks keeps its load
         and its tree: its requests are still in flight.
     requests, tokens: in flight, sent by this policy's user. Only `Routing` writes them.
-    queued: requests that the replica has reported as waiting, whoever sent them.
+    queued: requests that the replica has reported as waiting, from any router or client.
     """
 
     name: str

@@ -44,7 +44,7 @@ class Driver:
         speaks: bool = True,
     ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        out = subprocess.PIPE if speaks else self._log  # a pipe that nobody reads fills up
+        out = subprocess.PIPE if speaks else self._log  # an unread pipe fills up
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": out, "stderr": self._log}
         self.process: subprocess.Popen[str] = subprocess.Popen(
             command, cwd=paths.ROOT, env=environment, encoding="utf-8", **pipes

@@ -350,7 +350,7 @@ def test_outside_of_bubblewrap_orphans_end_too():
 import sys
 from shared.course import judge, mine
 from shared.course.tests import test_judge as here
-judge.NOBODY = {os.getuid()}
+judge.UNPRIVILEGED = {os.getuid()}
 with judge.Judge(judge.Limits(seconds=60), confined=False, seeds=[1]) as made:
     print(made.why(here.STAGE, here.TASK, here.REFERENCE.encode()) == "")
     print(here.judged(made, here.CHEATS["a daemon that would write later"]))

@@ -1,0 +1,74 @@
+"""A matrix of whole numbers with scales.
+
+It is what all of this stage exchanges: `numpy_quant`, `gptq` and the readers of files make it,
+`QuantizedLinear` and the kernels multiply by it, the writers store it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shared.errors import UserError
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """The matrix (N, K) that is scale * codes + minimum, with one scale and one minimum for each
+    row and each group of K / G columns.
+
+    codes: (N, K) int8, one a byte. bits: that a code needs, 4 to 8. Without a minimum codes are
+        signed, -2^(bits - 1) to 2^(bits - 1) - 1: files hold both ends. With a minimum they are 0
+        to 2^bits - 1, and bits is at most 7.
+    scale: (N, G) float32. minimum: (N, G) float32, or None.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor | None = None
+    bits: int = 8
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.codes.shape
+        return rows, columns
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale: K if each row has one scale."""
+        return self.codes.shape[1] // self.scale.shape[1]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are held: a code takes one, whatever its bits."""
+        return self.codes.nbytes + self.scale.nbytes + getattr(self.minimum, "nbytes", 0)
+
+    def rows(self, index: Tensor) -> QuantizedMatrix:
+        """The matrix of the rows `index` (R,) alone."""
+        minimum = None if self.minimum is None else self.minimum[index]
+        return QuantizedMatrix(self.codes[index], self.scale[index], minimum, self.bits)
+
+    def columns(self, index: Tensor) -> QuantizedMatrix:
+        """The matrix of the columns `index` (C,) alone: any if a row has one scale, else whole
+        groups. Raises UserError for a part of a group."""
+        if self.scale.shape[1] == 1:
+            return QuantizedMatrix(self.codes[:, index], self.scale, self.minimum, self.bits)
+        first = index[:: self.group]  # of each group
+        whole = first[:, None] + torch.arange(self.group, device=index.device)
+        if not torch.equal(whole.flatten(), index) or (first % self.group).any():
+            raise UserError(
+                f"A quantized layer cannot be split inside its groups of {self.group} columns: "
+                "choose fewer parts, or --weights int8, which has no groups."
+            )
+        groups = first // self.group
+        minimum = None if self.minimum is None else self.minimum[:, groups]
+        return QuantizedMatrix(self.codes[:, index], self.scale[:, groups], minimum, self.bits)
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(N, K): scale * codes, then + minimum, each rounded to float32."""
+        grouped = self.codes.unflatten(1, (-1, self.group)) * self.scale[:, :, None]
+        if self.minimum is not None:
+            grouped = grouped + self.minimum[:, :, None]
+        return grouped.flatten(1).to(dtype)
