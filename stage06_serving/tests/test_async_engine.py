@@ -118,7 +118,8 @@ async def test_each_step_is_one_message_with_its_tokens_and_its_ends(gated):
         assert steps == [([one], []), ([one, two], [one]), ([two], []), ([two], [two])]
         assert known == [False, True, False, True, True] and len(made.steps) == 4
         # Once per step, however many tickets have some, or for several steps.
-        assert news[-1] == 4 and news == sorted(set(news))
+        await until(lambda: news[-1] == 4)
+        assert news == sorted(set(news))
     for ticket in group:
         assert ticket.scheduled and ticket.first_token and ticket.last_token
         assert ticket.arrived <= ticket.scheduled <= ticket.first_token <= ticket.last_token
