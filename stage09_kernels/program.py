@@ -108,6 +108,7 @@ class Product(Protocol):
 
     linear: Linear  # its product, format, inputs, outputs and epilogue
     bias: Tensor | None  # (panels * 64)
+    bytes: int  # of the weights
     scratch: int  # bytes of memory that it needs for each row of a pass
 
     def release(self, model: nn.Module) -> None:
@@ -149,6 +150,12 @@ class Program:
         BUILDERS[type(model)](self, model)
         self.array = (Operation * len(self.operations))(*self.operations)
         self.parts = list(self._parts())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the matrices, which a pass reads."""
+        plain = sum(tensor.nbytes for tensor in self.kept if tensor.ndim > 1)
+        return plain + sum(product.bytes for product in self.formats)
 
     # ---- building
 

@@ -154,11 +154,7 @@ def caches(subject: Subject, plan: Any) -> Iterator[Group]:
 def weight_bytes(subject: Subject, plan: Any) -> Iterator[Group]:
     """What a pass reads of the weights."""
     for weights in FORMATS:
-        runner = runner_of(subject, weights, 1)
-        size = sum(kept.nbytes for kept in runner.program.kept if kept.ndim > 1) + sum(
-            part.panels.bytes.nbytes for part in runner.program.formats
-        )
-        yield {"weights": weights, "bytes": size}
+        yield {"weights": weights, "bytes": runner_of(subject, weights, 1).program.bytes}
 
 
 def judged(subject: Subject, plan: Any) -> Iterator[Group]:

@@ -164,6 +164,7 @@ class PanelProduct:
         numbers = nn.functional.pad(numbers, (0, -len(numbers) % PANEL))
         self.places = numbers.argsort(stable=True)[numbers.eq(0).sum() :].split(counts)
         self.panels = p = Panels(self.matrices, numbers)
+        self.bytes = p.bytes.nbytes
         self.bias = None
         if any(layer.bias is not None for layer in layers):
             bias = joined([zeros_or(layer.bias, layer.out_features) for layer in layers])

@@ -31,7 +31,7 @@ import matplotlib
 from .. import charts, cli, measure, paths
 from ..errors import UserError
 from . import rows, staircase
-from .peers import compare, shapes
+from .peers import compare, quantized, shapes
 
 BEGIN, END = "<!-- table: ", "<!-- /table -->"  # on lines of their own
 TABLE = re.compile(
@@ -49,7 +49,7 @@ def benchmarks() -> dict[str, Any]:
     beside them, and the cross-check of the load test."""
     names = [name for name in paths.discover() if (paths.ROOT / name / "benchmark.py").exists()]
     modules = {name: importlib.import_module(f"{name}.benchmark").BENCHMARK for name in names}
-    modules |= {module.KIND: module.BENCHMARK for module in (staircase, compare, shapes)}
+    modules |= {module.KIND: module.BENCHMARK for module in (staircase, compare, shapes, quantized)}
     for path in sorted(paths.ROOT.glob("stage*/crosscheck.py")):
         module = importlib.import_module(f"{path.parent.name}.crosscheck")
         modules[module.KIND] = module.BENCHMARK

@@ -2,6 +2,7 @@
 
     python -m shared.bench.peers            GPT-2 124M: a prompt of 512, decode of 1 to 64 rows
     python -m shared.bench.peers.shapes     one row of TinyLlama's and Qwen3-0.6B's shapes
+    python -m shared.bench.peers.quantized  GPT-2 124M with weights of 8 and 4 bits
 
 Each engine runs in a long-lived process of its own (`process`), in its own environment in the cache
 folder (`install`), which takes 3 GB, and minutes to compile llama.cpp. All get the same prompts and
@@ -13,6 +14,7 @@ counted. An engine that cannot be installed, ends or hangs is named with the rea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -34,7 +36,7 @@ from stage01_forward.generation import Output
 from stage09_kernels import library
 
 from . import folder, served
-from .install import ENGINES, HOME, OLDER, OURS
+from .install import ENGINES, HOME, OLDER, OURS, is_ours
 from .process import Driver, Failures, started
 
 KIND, NAME = "peers", "shared.bench.peers"
@@ -87,12 +89,12 @@ def cell(
     answers = {name: runs[-1] for name, runs in group.pop("tokens", {}).items()}
     like = answers.get(OURS, [])
     group["same"] = {name: sum(map(list.__eq__, ids, like)) for name, ids in answers.items()}
-    ours = {name: ids for name, ids in answers.items() if name in (OURS, OLDER)}
+    ours = {name: ids for name, ids in answers.items() if is_ours(name)}
     return group | {"proof": {name: list(map(Output, prompts, ids)) for name, ids in ours.items()}}
 
 
 def measured(plan: Any, model: str, dtype: str, results: Any) -> list[kit.Group]:
-    """All cells of a model in a dtype, our answers proved once the engines have ended."""
+    """All cells of a model in a dtype."""
     place, failed, running = checkpoint(model), results["failed"], dict[str, Driver]()
     longest = max(*plan.prefills, plan.context, 0)
     with ExitStack() as stack:
@@ -100,16 +102,20 @@ def measured(plan: Any, model: str, dtype: str, results: Any) -> list[kit.Group]
             bar.set_postfix_str(name)
             with failed.named(name, dtype):
                 driver = stack.enter_context(started(name, place, dtype))
-                results["versions"][name] = driver.ready()
+                for key, value in driver.ready().items():  # versions, bytes
+                    results[key][name] = value
                 for count, length, new in ((plan.answers[-1][0], 16, 2), (1, longest, 1)):
                     driver.ask(prompts_of(model, count, length), new)  # warms up
                 running[name] = driver
         bar = tqdm(asks_of(plan), f"{dtype}: measure", unit="cell")
-        groups = [cell(plan, model, dtype, ask, running, failed) for ask in bar]
+        return [cell(plan, model, dtype, ask, running, failed) for ask in bar]
+
+
+def prove(groups: list[kit.Group], model: str, dtype: str) -> None:
+    """Prove our answers, in "proof", by stage 01."""
     subject = kit.Subject(kit.shape(model), getattr(torch, dtype))
     for group in groups:
         group["proof"] = {name: subject.prove(outputs) for name, outputs in group["proof"].items()}
-    return groups
 
 
 def prompts_of(model: str, count: int, length: int) -> list[list[int]]:
@@ -120,12 +126,15 @@ def checkpoint(model: str) -> Path:
     return folder.write(kit.shape(model), HOME / "models" / model.replace("/", "-"))
 
 
-def run(plan: Any) -> dict[str, Any]:
-    """Raises AssertionError for a wrong token of ours."""
-    results: dict[str, Any] = {"cells": [], "versions": {}, "failed": Failures()}
+def run(plan: Any, prove: Callable[..., None] = prove) -> dict[str, Any]:
+    """Raises AssertionError for a wrong token of ours; they are proved once the engines have
+    ended."""
+    results: dict[str, Any] = {"cells": [], "versions": {}, "bytes": {}, "failed": Failures()}
     dtypes = plan.dtypes if has_bfloat16() else plan.dtypes[:1]
     for model, dtype in product(plan.models, dtypes):
-        results["cells"] += measured(plan, model, dtype, results)
+        groups = measured(plan, model, dtype, results)
+        prove(groups, model, dtype)
+        results["cells"] += groups
     if plan.load:
         place, failed = checkpoint(plan.models[0]), results["failed"]
         results["served"] = [served.run(plan, place, dtypes[0], failed)]
@@ -174,7 +183,7 @@ def bound(row: Row) -> float:
 
 def others(row: Row) -> list[Row]:
     """The engines that are not ours, the fastest first."""
-    rivals = [entrant for entrant in row.variants if entrant.variant not in (OURS, OLDER)]
+    rivals = [entrant for entrant in row.variants if not is_ours(entrant.variant)]
     return sorted(rivals, key=lambda entrant: -rate(entrant).median)
 
 

@@ -5,7 +5,8 @@ standard input and writes replies to standard output, one JSON object per line.
 
 A request is {"prompts": [[ids]], "count": tokens of each answer}. The reply has "first": seconds
 until every prompt had its first token, "begun": tokens at that time, "seconds": until the end, and
-"tokens": the answers. Before the first request, the program writes {"ready": versions}.
+"tokens": the answers. Before the first request, the program writes {"versions": of its packages,
+"bytes": of its weights}.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def main(engine: str, folder: str, dtype: str, threads: str, *options: str) -> N
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print
     load = getattr(import_module("drivers"), engine)  # beside this file, which is run by its path
-    answer = load(Path(folder), dtype, int(threads), *options)
-    reply: dict[str, Any] = {"ready": versions()}
+    answer, size = load(Path(folder), dtype, int(threads), *options)
+    reply: dict[str, Any] = {"versions": versions(), "bytes": size}
     while True:
         print(json.dumps(reply), file=replies, flush=True)
         line = sys.stdin.readline()

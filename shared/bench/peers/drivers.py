@@ -2,8 +2,9 @@
 environment that has its packages.
 
 `engine(folder, dtype, threads, *options)` loads a checkpoint, which some engines first convert
-into the same folder, and returns `answer(prompts, count, emit)`. That continues prompts (token ids,
-all of one length) by `count` tokens each, and calls `emit` with each step's pairs (row, token).
+into the same folder, and returns `answer(prompts, count, emit)` and the bytes of the weights. The
+former continues prompts (token ids, all of one length) by `count` tokens each, and calls `emit`
+with each step's pairs (row, token). Options choose weights in whole numbers.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from typing import Any
 
 Emit = Callable[[Iterable[tuple[int, int]]], None]
 Answer = Callable[[list[list[int]], int, Emit], None]
+Loaded = tuple[Answer, int]
 
 # The same limits for every engine: tokens of all sequences, sequences, tokens of one pass.
 TOKENS, SEQUENCES, BUDGET = 16_384, 64, 4096
 BLOCK = 16  # tokens, of ours
 
 
-def ours(folder: Path, dtype: str, threads: int, stage: str) -> Answer:
+def ours(
+    folder: Path, dtype: str, threads: int, stage: str, weights: str = "", activations: str = ""
+) -> Loaded:
     """An engine of this project."""
     import torch
 
@@ -31,10 +35,15 @@ def ours(folder: Path, dtype: str, threads: int, stage: str) -> Answer:
     from stage01_forward.params import SamplingParams
     from stage04_continuous.request import Request
     from stage05_paged.blocks import BlockPool
+    from stage10_quantization.convert import Quantize
 
     torch.set_num_threads(threads)
     offer = import_module(stage).OFFER
-    model = families.load_model(families.load(str(folder)), dtype=getattr(torch, dtype))
+    checkpoint = families.load(str(folder))
+    if weights:
+        checkpoint.conversion = Quantize(weights, activations)
+    model = families.load_model(checkpoint, dtype=getattr(torch, dtype))
+    read = sum(parameter.nbytes for parameter in model.parameters())
     linear.optimize(model, offer.linear or "auto")
     options: dict[str, Any] = {"max_sequences": SEQUENCES, "token_budget": BUDGET}
     if offer.trial:
@@ -42,6 +51,7 @@ def ours(folder: Path, dtype: str, threads: int, stage: str) -> Answer:
     options |= offer.alone
     pool = BlockPool(TOKENS // BLOCK, BLOCK)
     engine = offer.load(offer.engine).make(model, pool=pool, prefix_caching=False, **options)
+    program = getattr(engine.runner, "program", None)
 
     def answer(prompts: list[list[int]], count: int, emit: Emit) -> None:
         params = SamplingParams(max_tokens=count, ignore_eos=True)
@@ -49,10 +59,10 @@ def ours(folder: Path, dtype: str, threads: int, stage: str) -> Answer:
         while engine.requests:
             emit((rows[id], token.id) for id, token in engine.step())
 
-    return answer
+    return answer, program.bytes if program else read
 
 
-def transformers(folder: Path, dtype: str, threads: int) -> Answer:
+def transformers(folder: Path, dtype: str, threads: int) -> Loaded:
     """transformers' `generate`, with the attention that was faster on a CPU: eager in bfloat16."""
     import torch
     from transformers import AutoModelForCausalLM, StoppingCriteriaList
@@ -74,20 +84,21 @@ def transformers(folder: Path, dtype: str, threads: int) -> Answer:
         options["stopping_criteria"] = StoppingCriteriaList([watch])
         model.generate(ids, max_new_tokens=count, do_sample=False, **options)
 
-    return answer
+    return answer, sum(parameter.nbytes for parameter in model.parameters())
 
 
-def llama_cpp(folder: Path, dtype: str, threads: int) -> Answer:
+def llama_cpp(folder: Path, dtype: str, threads: int, weights: str = "") -> Loaded:
     """llama.cpp through its C interface."""
-    answer: Answer = import_module("llama").load(folder, dtype, threads, BUDGET)
-    return answer
+    loaded: Loaded = import_module("llama").load(folder, dtype, threads, BUDGET, weights)
+    return loaded
 
 
-def vllm(folder: Path, dtype: str, threads: int) -> Answer:
+def vllm(folder: Path, dtype: str, threads: int, weights: str = "") -> Loaded:
     """vLLM's engine in this process, with prompts as token ids."""
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    folder = int8_folder(folder) if weights else folder
     engine = LLM(
         model=str(folder),
         dtype=dtype,
@@ -107,21 +118,56 @@ def vllm(folder: Path, dtype: str, threads: int) -> Answer:
             new = [(out.request_id, out.outputs[0].token_ids) for out in engine.step()]
             emit((int(row.partition("-")[0]), token) for row, ids in new for token in ids)
 
-    return answer
+    return answer, sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def openvino(folder: Path, dtype: str, threads: int) -> Answer:
+def int8_folder(folder: Path) -> Path:
+    """GPT-2 with int8 weights by output, and activations that will be rounded by token, written at
+    the first call. Names are those of compressed-tensors, but the matrices stay transposed, as vLLM
+    expects of this family alone, and the table of tokens a float one."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    out = folder / "int8"
+    if (out / "config.json").exists():
+        return out
+    out.mkdir(exist_ok=True)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in list(tensors.items()):
+        tensors[name] = tensor.bfloat16()
+        if ".c_" in name and name.endswith(".weight"):
+            scale = tensor.abs().amax(0) / 127  # (outputs,), of (inputs, outputs)
+            tensors[name] = (tensor / scale).round().to(torch.int8)
+            tensors[f"{name}_scale"] = scale[:, None].contiguous()
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    whole = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {"targets": ["Linear"], "weights": whole | {"strategy": "channel", "dynamic": False}}
+    group["input_activations"] = whole | {"strategy": "token", "dynamic": True}
+    how: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    how |= {"ignore": ["lm_head"], "config_groups": {"group_0": group}}
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = how
+    (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return out
+
+
+def openvino(folder: Path, dtype: str, threads: int, weights: str = "") -> Loaded:
     """OpenVINO GenAI's continuous-batching pipeline."""
     import numpy as np
     from openvino import Tensor
     from openvino_genai import ContinuousBatchingPipeline, GenerationConfig, SchedulerConfig
 
-    exported = folder / "openvino"
+    exported = folder / f"openvino{weights}"
     if not (exported / "openvino_model.bin").exists():
-        from optimum.intel import OVModelForCausalLM
+        from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 
-        half, how = folder / "openvino.part", {"export": True, "compile": False}
-        OVModelForCausalLM.from_pretrained(folder, load_in_8bit=False, **how).save_pretrained(half)
+        half = folder / "openvino.part"
+        how: dict[str, Any] = {"export": True, "compile": False, "load_in_8bit": False}
+        if weights == "int8":  # with a minimum for each row
+            how["load_in_8bit"] = True
+        elif weights == "int4":  # with a minimum for each group, as ours; the table of tokens int8
+            how["quantization_config"] = OVWeightQuantizationConfig(bits=4, group_size=32)
+        OVModelForCausalLM.from_pretrained(folder, **how).save_pretrained(half)
         half.rename(exported)
     room = SchedulerConfig()
     room.cache_size = 2  # GB
@@ -144,10 +190,10 @@ def openvino(folder: Path, dtype: str, threads: int) -> Answer:
             outputs = [(row, output) for row, outputs_of in new for output in outputs_of.values()]
             emit((row, token) for row, output in outputs for token in output.generated_ids)
 
-    return answer
+    return answer, (exported / "openvino_model.bin").stat().st_size
 
 
-def ctranslate2(folder: Path, dtype: str, threads: int) -> Answer:
+def ctranslate2(folder: Path, dtype: str, threads: int) -> Loaded:
     """CTranslate2's generator. It takes tokens as texts from the checkpoint's vocabulary."""
     from ctranslate2 import Generator, get_supported_compute_types
     from ctranslate2.converters import TransformersConverter
@@ -172,4 +218,4 @@ def ctranslate2(folder: Path, dtype: str, threads: int) -> Answer:
             callback=lambda step: emit([(step.batch_id, step.token_id)]),
         )
 
-    return answer
+    return answer, (converted / "model.bin").stat().st_size

@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -76,6 +76,22 @@ ENGINES = {
     ),
     "CTranslate2": Engine("ctranslate2", packages=("ctranslate2==4.8.5",)),
 }
+QUANTIZED = {  # with weights in whole numbers
+    "ours, int8": Engine("ours", (OURS, "int8", "int8")),
+    "ours, int8 weights only": Engine("ours", (OURS, "int8", "float")),
+    "llama.cpp, q8_0": replace(ENGINES["llama.cpp"], options=("q8_0",)),
+    "OpenVINO GenAI, int8": replace(ENGINES["OpenVINO GenAI"], options=("int8",)),
+    "vLLM, int8": replace(ENGINES["vLLM"], options=("int8",)),
+    "ours, int4": Engine("ours", (OURS, "int4", "int8")),
+    "ours, int4 weights only": Engine("ours", (OURS, "int4", "float")),
+    "llama.cpp, q4_0": replace(ENGINES["llama.cpp"], options=("q4_0",)),
+    "llama.cpp, q4_K_M": replace(ENGINES["llama.cpp"], options=("q4_K_M",)),
+    "OpenVINO GenAI, int4": replace(ENGINES["OpenVINO GenAI"], options=("int4",)),
+}
+
+
+def is_ours(name: str) -> bool:
+    return name in (OURS, OLDER) or name.startswith("ours, ")
 
 
 def python(engine: Engine, home: Path) -> Path:

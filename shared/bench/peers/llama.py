@@ -12,6 +12,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file
 
+FILES = {"q8_0": 7, "q4_0": 2, "q4_K_M": 15}  # of the format, numbers of its mixtures of types
 KINDS = {"float32": Kind.F32, "bfloat16": Kind.BF16}  # of the weights
 CACHE = {"float32": Kind.F32, "bfloat16": Kind.F16}  # of keys and values; F16 is its default
 FIELDS = {  # of the format, by the names in a config.json: GPT-2's, a Llama's
@@ -65,11 +66,25 @@ def converted(folder: Path, dtype: str) -> Path:
     return half.rename(out)
 
 
-def load(folder: Path, dtype: str, threads: int, budget: int) -> Any:
-    """An engine as `drivers.py` describes it, with `budget` tokens per pass."""
+def quantized(folder: Path, weights: str) -> Path:
+    """The model in one of FILES, written at the first call by llama.cpp itself."""
+    out, half = folder / f"{weights}.gguf", folder / f"{weights}.part"
+    if out.exists():
+        return out
+    how = c.llama_model_quantize_default_params()
+    how.ftype = FILES[weights]
+    plain = converted(folder, "float32")
+    if c.llama_model_quantize(str(plain).encode(), str(half).encode(), c.ctypes.byref(how)):
+        raise SystemExit(f"it could not quantize to {weights}")
+    return half.rename(out)
+
+
+def load(folder: Path, dtype: str, threads: int, budget: int, weights: str) -> Any:
+    """An engine as `drivers.py` describes it, with `budget` tokens per pass. weights: of FILES; "":
+    those of the `dtype`."""
     c.llama_backend_init()
-    path = str(converted(folder, dtype)).encode()
-    model = c.llama_model_load_from_file(path, c.llama_model_default_params())
+    path = quantized(folder, weights) if weights else converted(folder, dtype)
+    model = c.llama_model_load_from_file(str(path).encode(), c.llama_model_default_params())
     vocabulary = c.llama_vocab_n_tokens(c.llama_model_get_vocab(model))
     batch = c.llama_batch_init(budget, 0, 1)
     contexts: dict[tuple[int, int], Any] = {}  # at most one
@@ -116,4 +131,4 @@ def load(folder: Path, dtype: str, threads: int, budget: int) -> Any:
             start += len(rows[0])
             rows = [[id] for id in new]
 
-    return answer
+    return answer, c.llama_model_size(model)

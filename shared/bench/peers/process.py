@@ -22,7 +22,7 @@ from tqdm import tqdm
 from shared import measure, paths
 from shared.errors import UserError
 
-from .install import ENGINES, HOME, python
+from .install import ENGINES, HOME, QUANTIZED, python
 
 STARTING, ANSWERING = 900.0, 300.0  # seconds: the first start converts the checkpoint
 CALM = 0.3  # seconds before a measurement: the previous engine's threads may still spin
@@ -75,8 +75,8 @@ class Driver:
             time.sleep(POLL)
 
     def ready(self, seconds: float = STARTING) -> Any:
-        """The versions of what it runs, once it has loaded."""
-        return self._reply(seconds)["ready"]
+        """What it runs, once it has loaded: see `drive.py`."""
+        return self._reply(seconds)
 
     def ask(self, prompts: list[list[int]], count: int, seconds: float = ANSWERING) -> Any:
         """Its reply to a request; see `drive.py`."""
@@ -113,8 +113,9 @@ class Driver:
 
 
 def started(name: str, folder: Path, dtype: str) -> Driver:
-    """An engine of ENGINES that loads the checkpoint in `folder`, installed at the first call."""
-    engine, threads = ENGINES[name], torch.get_num_threads()
+    """An engine of ENGINES or QUANTIZED that loads the checkpoint in `folder`, installed at the
+    first call."""
+    engine, threads = (ENGINES | QUANTIZED)[name], torch.get_num_threads()
     command = engine.command(python(engine, HOME), folder, dtype, threads)
     return Driver(command, engine.environment(threads))
 

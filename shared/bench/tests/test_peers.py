@@ -27,7 +27,7 @@ from shared.models import STORIES
 from shared.parity import random_prompt
 from stage01_forward.generation import Output
 
-READY = "print('{\"ready\": {}}', flush=True)\n"
+READY = "print('{\"versions\": {}}', flush=True)\n"
 
 
 def program(text: str) -> list[str]:
@@ -41,7 +41,9 @@ def test_an_engine_in_its_process_answers_as_ours_and_says_when() -> None:
     engine = ENGINES["transformers"]
     command = engine.command(Path(sys.executable), STORIES, "float32", 1)
     with Driver(command, engine.environment(1)) as driver:
-        assert {"torch", "transformers"} <= set(driver.ready())
+        about = driver.ready()
+        assert {"torch", "transformers"} <= set(about["versions"])
+        assert about["bytes"] == sum(x.nbytes for x in subject.shape.tensors.values())
         (one,) = driver.ask(prompts[:1], 1)["tokens"]
         found = process.calm(partial(driver.ask, prompts, 4), driver.process.pid, tries=1)
     assert found["tokens"][0][0] == one[0]
