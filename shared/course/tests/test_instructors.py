@@ -42,7 +42,8 @@ def test_every_stage_is_covered_and_every_page_linked():
     for name in ("outcomes.md", "quiz.md", "answers.md"):
         assert all(f"Stage {stage[5:7]}" in PAGES[name] for stage in paths.discover()), name
     for text in PAGES["quiz.md"].split("\n## ")[1:]:
-        assert re.findall(r"^(\d)\. ", text, re.MULTILINE) == list("12345"), text
+        assert re.findall(r"^(\d)\. ", text, re.MULTILINE) == list("1234567"), text
+        assert text.count(" Why ") >= 2, text
         assert "**Key.**" in text
 
 
