@@ -10,7 +10,7 @@ and through the reference's. For an unwritten task the reference's code runs, an
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,6 +72,39 @@ def collect(submission: Path) -> tuple[dict[str, bytes], list[str]]:
     return files, still_open
 
 
+def proved_rates(
+    judge: Judge,
+    stages: Sequence[str],
+    files: Mapping[str, bytes],
+    plan: Any,
+    rounds: int,
+    say: Say = print,
+) -> dict[str, float]:
+    """The tok/s of `stages` with these files laid over them, and of OURS, the last one without, in
+    turn; medians of the `rounds`.
+
+    Raises UserError if the engine gives wrong tokens or none.
+    """
+    from ..bench import staircase  # it imports stages, which `exercise` must not do at its start
+
+    def run(name: str) -> staircase.Run:
+        stage, laid = (stages[-1], {}) if name == OURS else (name, files)
+        say(f"running the workload: {name}")
+        return staircase.Run(**judge.measured(stage, laid, vars(plan)))
+
+    ways = {name: partial(run, name) for name in (*stages, OURS)}
+    runs_of = measure.turns(ways, rounds, warmup=0)
+    try:  # every token is proved, as in the staircase
+        staircase.together(plan, {name: runs_of[name] for name in stages})
+    except AssertionError as error:
+        raise UserError(f"The engine's tokens are wrong: {error}") from None
+    tokens = sum(staircase.workload(plan)[1])
+    return {
+        name: tokens / statistics.median(done.seconds for done in runs)
+        for name, runs in runs_of.items()
+    }
+
+
 def capstone(
     judge: Judge, submission: Path, plan: Any, rounds: int = ROUNDS, say: Say = print
 ) -> Result:
@@ -79,8 +112,6 @@ def capstone(
 
     Raises UserError if a file is missing, or if the engine gives wrong tokens or none.
     """
-    from ..bench import staircase  # it imports stages, which `exercise` must not do at its start
-
     files, still_open = collect(submission)
     for name in still_open:
         say(f"still to be written, so the reference's runs: {name}")
@@ -96,22 +127,7 @@ def capstone(
     if failed:
         return Result(checks, failed, still_open, {})
 
-    def run(name: str) -> staircase.Run:
-        stage, stage_files = (stages[-1], {}) if name == OURS else (name, files)
-        say(f"running the workload: {name}")
-        return staircase.Run(**judge.measured(stage, stage_files, vars(plan)))
-
-    ways = {name: partial(run, name) for name in (*stages, OURS)}
-    runs_of = measure.turns(ways, rounds, warmup=0)
-    try:  # every token is proved, as in the staircase
-        staircase.together(plan, {name: runs_of[name] for name in stages})
-    except AssertionError as error:
-        raise UserError(f"The engine's tokens are wrong: {error}") from None
-    tokens = sum(staircase.workload(plan)[1])
-    rates = {
-        name: tokens / statistics.median(done.seconds for done in runs)
-        for name, runs in runs_of.items()
-    }
+    rates = proved_rates(judge, stages, files, plan, rounds, say)
     for name, rate in rates.items():
         say(f"{rate:9.1f} tok/s  {name}")
     result = Result(checks, failed, still_open, rates)

@@ -214,6 +214,26 @@ def grade_class(options: argparse.Namespace) -> None:
         print(f"{score:4}  {name if name.isprintable() else ascii(name)}")
 
 
+def design(options: argparse.Namespace) -> None:
+    from .design import start
+
+    stage = mine.find_stage(options.stage)
+    print(f"{start(stage, options.file)} has signatures and docstrings alone: the design is yours.")
+    print(f"Judge it with `python -m pytest {stage} --mine -k contract`.")
+
+
+def line(options: argparse.Namespace) -> None:
+    from ..bench import staircase
+    from .capstone import ROUNDS
+    from .design import line
+
+    stage = mine.find_stage(options.stage)
+    submission = mine.HOME if options.submission is None else Path(options.submission)
+    plan = staircase.BENCHMARK.quick if options.quick else staircase.FULL
+    with _judge(options) as judge:
+        print(line(judge, submission, stage, plan, 1 if options.quick else ROUNDS))
+
+
 def _judge(options: argparse.Namespace) -> Judge:
     return Judge(Limits(options.seconds, options.memory), confined=not options.unconfined)
 
@@ -334,6 +354,14 @@ def main(argv: list[str] | None = None) -> int | None:
     judged(parsed, seconds=900)
     parsed.add_argument("--quick", action="store_true", help="a quarter of the workload, once")
     parsed.add_argument("--out", metavar="FILE", help="write the result, a .json file")
+    parsed = command("design", design, "empty a whole file: the open design")
+    add_stage(parsed)
+    parsed.add_argument("file", help="a file with tasks: scheduler.py")
+    parsed = command("line", line, "an open design's line on the leaderboard, tokens proved")
+    add_stage(parsed)
+    submitted(parsed)
+    judged(parsed, seconds=900)
+    parsed.add_argument("--quick", action="store_true", help="a quarter of the workload, once")
     parsed = command("prove", prove, "for authors of tasks: are they all good? takes minutes")
     parsed.add_argument("stages", nargs="*", help="which stages; default: all")
     options = parser.parse_args(argv)

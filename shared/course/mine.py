@@ -313,17 +313,20 @@ def _first_line(statement: ast.stmt) -> int:
 
 
 def is_open(source: str, stage: str, task: Task) -> bool:
-    """Whether a function of the task is missing, or still raises the task's error.
+    """Whether a function of the task still raises the task's error, or a public one is missing: a
+    design of one's own need not have the reference's private ones.
 
     Raises SyntaxError for what is not Python.
     """
-    tree = parse(source)
-    return any(_is_stub(find_function(tree, name), label(stage, task)) for name in task.functions)
+    tree, prefix = parse(source), label(stage, task)
+    functions = {name: find_function(tree, name) for name in task.functions}
+    return any(
+        _is_stub(node, prefix) if node else not name.rpartition(".")[2].startswith("_")
+        for name, node in functions.items()
+    )
 
 
-def _is_stub(node: Function | None, prefix: str) -> bool:
-    if node is None:
-        return True
+def _is_stub(node: Function, prefix: str) -> bool:
     for statement in node.body:
         if isinstance(statement, ast.Raise) and isinstance(statement.exc, ast.Call):
             first = statement.exc.args[0] if statement.exc.args else None

@@ -320,6 +320,43 @@ def test_bad_arguments_are_one_sentence(home, say):
         pytest.raises(UserError, say, *arguments.split()).match(error)
 
 
+# ---- the open design ----------------------------------------------------------------------------
+
+
+def test_a_file_is_emptied_to_its_signatures_and_what_was_there_is_kept(home, capsys):
+    stage, file = "stage04_continuous", "scheduler.py"
+    mine.start(stage)
+    mine.write(mine.folder(stage) / file, "mine = 1\n")
+    exercise.main(["design", "4", file])
+    source = mine.read(mine.folder(stage) / file)
+    assert "pytest stage04_continuous --mine -k contract" in capsys.readouterr().out
+    assert "def schedule(self) -> Plan:" in source and "_chunk_size" not in source
+    assert "self.waiting: list[Request] = []" in source  # __init__ stays
+    (kept,) = (home / "backups").glob(f"*/{file}")
+    assert mine.read(kept) == "mine = 1\n"
+    with pytest.raises(UserError, match="engine.py, plan.py, scheduler.py"):
+        exercise.main(["design", "4", "oracle.py"])
+
+
+@pytest.mark.slow
+def test_a_design_without_the_references_private_functions_gets_its_line(home, tmp_path, capsys):
+    folder = tmp_path / "stage04_continuous"
+    folder.mkdir()
+    source = mine.read(paths.ROOT / "stage04_continuous" / "scheduler.py")
+    for name in ("_chunk_size", "_work", "_next_waiting", "_waited"):
+        source = source.replace(name, f"_my{name}")
+    mine.write(folder / "scheduler.py", source)
+    words = ["line", "4", "--submission", str(tmp_path), "--quick"]
+    exercise.main(words)
+    said = capsys.readouterr().out
+    assert re.search(r"scheduler.py \(\d+ lines\): .* tok/s, \d+% of the .* tokens proved", said)
+    wrong = source.replace("request.computed += ", "request.computed += 1 + ")
+    assert wrong != source
+    mine.write(folder / "scheduler.py", wrong)
+    with pytest.raises(UserError, match="engine"):
+        exercise.main(words)
+
+
 # ---- the capstone: a student's stages together, judged and measured -----------------------------
 
 

@@ -314,6 +314,13 @@ def test_a_task_with_one_open_or_missing_function_is_open_as_a_whole(demo):
         work.decorated(1)
 
 
+def test_a_design_of_ones_own_needs_no_private_function_of_the_reference():
+    source = "class A:\n    def run(self):\n        return 1\n"
+    for functions, is_open in ((("A.run", "A._help"), False), (("A.run", "A.help"), True)):
+        task = Task(1, "a.py", functions, "", "", 1, (), ())
+        assert mine.is_open(source, STAGE, task) == is_open
+
+
 def test_a_task_alone_is_the_students_and_all_others_are_the_references(demo):
     source = DEMO.replace("reference", "mine").replace("the other task", "my other task")
     mine.write(demo / "plain.py", "whose = 'mine'\n")
