@@ -1,6 +1,6 @@
 """The contract of engines with keys and values in int8: preemption, swaps, forks, aborts, prefix
 hits and chunked prefill, in the readable cache and in that of the kernels. GPT-2, and a Llama with
-and one without a sliding window.
+a sliding window and one without.
 
 They are compared with the naive engine, which keeps nothing: its attention rounds the keys and
 values of the whole sequence in each pass.
@@ -37,7 +37,11 @@ KERNELS = kernels.KERNELS | INT8 | {"make_cache": partial(Int8KernelCache, real=
 compiled = pytest.mark.skipif(not library.compilers(), reason="no C compiler (cc, gcc, clang)")
 
 
-@pytest.fixture(scope="module", autouse=True, params=["gpt2", *SHAPES])
+slow = pytest.mark.slow  # "window" has grouped heads too
+CHOSEN = ["gpt2", "window", pytest.param("grouped", marks=slow)]
+
+
+@pytest.fixture(scope="module", autouse=True, params=CHOSEN)
 def shape(request):
     """Its answers are those of an oracle that no other test asks."""
     config = oracle.CONFIG
