@@ -72,6 +72,11 @@ def test_an_untied_head_has_a_matrix_of_its_own():
     assert not torch.equal(model.lm_head.matrix.codes, model.embed_tokens.matrix.codes)
 
 
+@pytest.mark.parametrize(("name", "bits"), [("lm_head", 8), ("h.0.mlp.c_fc", 4)])
+def test_an_untied_head_keeps_eight_bits(name, bits):
+    assert Quantize("int4").layer(name, nn.Linear(64, 48), {}).matrix.bits == bits
+
+
 @pytest.mark.parametrize("activations,most", [("int8", 0.03), ("float", 0.01)])
 def test_a_layer_computes_in_the_dtype_of_its_input(activations, most):
     plain = nn.Linear(64, 48)

@@ -128,6 +128,17 @@ def test_the_quantizer_of_models_has_the_bits_of_the_page(w, kind, group, dtype)
     assert np.array_equal(y, got, equal_nan=True)
 
 
+@given(matrices(ordinary), st.floats(-200, 200, width=32))
+def test_a_zero_point_is_a_code(w, far):
+    """Also of weights that all lie on one side of 0, far from it."""
+    matrix = rounding.quantize(torch.tensor(w) + far, 4, 32, True, torch.float16, zero=True)
+    assert matrix.minimum is not None
+    point = -matrix.minimum / torch.where(matrix.scale > 0, matrix.scale, 1)
+    assert torch.equal(point, point.round().clamp(0, 15))
+    error = (matrix.dequantized() - torch.tensor(w) - far).abs().unflatten(1, (-1, 32)).amax(-1)
+    assert (error <= matrix.scale * page.ROUNDING + 1e-4).all()
+
+
 def test_large_matrices_are_quantized_piece_by_piece(monkeypatch):
     w = torch.randn(100, 64)
     whole = rounding.quantize(w, 4, 32, True, torch.float16)

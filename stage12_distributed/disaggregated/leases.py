@@ -39,8 +39,14 @@ from stage05_paged.cache import Share
 from stage05_paged.engine import cache_type
 from stage05_paged.planes import Device
 
+from ..tensor import shard
+
 EXPIRED = "The lease on the prompt's blocks expired before the copy: send the request again."
 ENDED = "The prefill process has ended: restart both."
+OTHER = (
+    "The prefill process has another model, or keeps keys and values in another format: start both "
+    "with the same model, weights and formats."
+)
 SILENT = "The prefill process has not answered within {:g} s: restart both."
 LEASE = 10.0  # seconds
 DEADLINE = 30.0  # seconds in which the prefill process must answer while prompts wait
@@ -101,14 +107,22 @@ class MappedCache:
 
 @dataclass(frozen=True)
 class Lease:
-    """A computed prompt's full blocks, and the answer's first token. error: why there are none."""
+    """A computed prompt's full blocks, and the answer's first token. identity: of what computed
+    them. error: why there are none."""
 
     id: str
     first: int = 0
     blocks: tuple[int, ...] = ()
     generations: tuple[int, ...] = ()
     expires: float = 0.0  # time.monotonic(), which all processes of a machine share
+    identity: bytes = b""
     error: str | None = None
+
+
+def identity_of(engine: Any) -> bytes:
+    """Equal for engines that read each other's blocks: the same model, and the same dtype of keys
+    and values."""
+    return shard.digest(engine.runner.model) + str(engine.runner.cache.dtype).encode()
 
 
 class Prefill:
@@ -116,7 +130,7 @@ class Prefill:
 
     def __init__(self, engine: Any, connection: Connection, seconds: float = LEASE) -> None:
         self.engine, self.connection, self.seconds = engine, connection, seconds
-        self.clock = time.monotonic
+        self.clock, self.identity = time.monotonic, identity_of(engine)
         self.pool, self.generations = engine.scheduler.pool, engine.runner.cache.generations
         self.leases: dict[str, Lease] = {}
 
@@ -144,7 +158,8 @@ class Prefill:
         for block in blocks:
             self.pool.share(block)
         generations, expires = self.generations[blocks].tolist(), self.clock() + self.seconds
-        lease = Lease(request.id, token.id, tuple(blocks), tuple(generations), expires)
+        held = tuple(blocks), tuple(generations)
+        lease = Lease(request.id, token.id, *held, expires, self.identity)
         self.leases[request.id] = lease
         self.connection.send(lease)
 
@@ -175,7 +190,7 @@ class Disaggregated:
     def __init__(self, engine: Any, connection: Connection, deadline: float = DEADLINE) -> None:
         self.engine, self.connection, self.clock = engine, connection, time.monotonic
         self.pool, self.cache = engine.scheduler.pool, engine.runner.cache
-        self.steps, self.deadline = engine.steps, deadline
+        self.steps, self.deadline, self.identity = engine.steps, deadline, identity_of(engine)
         self.capacity = self.pool.available  # blocks
         self.remote: dict[str, Request] = {}  # whose prompts are computed elsewhere
         self.expired = self._named = 0
@@ -239,13 +254,14 @@ class Disaggregated:
         """Copy a prompt's blocks. Returns its answer's first token; the engine computes the
         others."""
         request = self.remote.pop(lease.id, None)
-        copied = request is not None and lease.error is None and self._copy(request, lease)
+        error = lease.error or (None if lease.identity == self.identity else OTHER)
+        copied = request is not None and error is None and self._copy(request, lease)
         self.post((lease.id, None, None))
         if request is None:
             return []
         if not copied:
-            self.expired += lease.error is None
-            request.output.fail(UserError(lease.error or EXPIRED))
+            self.expired += error is None
+            request.output.fail(UserError(error or EXPIRED))
             return []
         config, eos = self.engine.config, self.engine.eos_ids
         token = Token(lease.first, None, finish_reason(lease.first, request.row, config, eos))

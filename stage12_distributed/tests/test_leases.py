@@ -26,6 +26,7 @@ from ..disaggregated import leases
 from ..disaggregated.leases import (
     ENDED,
     EXPIRED,
+    OTHER,
     SILENT,
     Disaggregated,
     MappedCache,
@@ -38,19 +39,29 @@ from ..simulation.passes import greedy
 SIZE = 4  # tokens in a block
 
 
-def tiny() -> Any:
-    return families.load_model(families.load("tiny", random_weights=True), dtype=torch.float64)
+def tiny(weights: str = "auto") -> Any:
+    loaded = families.load("tiny", random_weights=True, weights=weights)
+    return families.load_model(loaded, dtype=torch.float64)
 
 
 def sides(
-    folder: Path, blocks: int = 64, dtype: torch.dtype | None = None, **settings: Any
+    folder: Path,
+    blocks: int = 64,
+    dtype: torch.dtype | None = None,
+    other: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> tuple[Prefill, Disaggregated]:
-    """Both, in this process: they share nothing but the files and the pipe."""
+    """Both, in this process: they share nothing but the files and the pipe. other: what differs in
+    the engine that decodes."""
     memory, (ours, theirs) = Memory(folder, blocks, 200), Pipe()
-    cache = partial(MappedCache, memory)
+    options: dict[str, Any] = {
+        "model": tiny(),
+        "make_cache": partial(MappedCache, memory),
+        "dtype": dtype,
+    }
     first, second = (
-        make(tiny(), pool=memory.pool(decode, SIZE), make_cache=cache, dtype=dtype)
-        for decode in (False, True)
+        make(**(options | more), pool=memory.pool(decode, SIZE))
+        for decode, more in ((False, {}), (True, other or {}))
     )
     decode = Disaggregated(second, ours)
     decode.post = ours.send  # the same thread reads what is sent
@@ -85,6 +96,22 @@ def test_the_tokens_are_those_of_one_engine(tmp_path: Path, dtype: torch.dtype |
     assert decode.pool.owned == 64  # the other process's blocks
     computed = sum(step.prefill_tokens for step in decode.steps)
     assert computed < SIZE * len(asked)  # only the tokens outside full blocks
+
+
+@pytest.mark.parametrize("other", [{"dtype": torch.int8}, {"model": "int8"}], ids=str)
+def test_a_lease_of_another_model_or_format_is_refused(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
+    """Its bytes would pass for this side's numbers, and the answer would be nonsense."""
+    if "model" in other:
+        other = {"model": tiny(other["model"])}
+    prefill, decode = sides(tmp_path, other=other)
+    request = decode.add(Request([1] * 20, greedy(4)))
+    prefill.turn()
+    assert decode.step() == [] and not decode.requests and decode.expired == 0
+    assert request.output.error == OTHER
+    prefill.turn()
+    assert prefill.pool.owned == 0
 
 
 def test_a_lease_that_has_expired_fails_its_request(tmp_path: Path) -> None:
