@@ -228,9 +228,10 @@ async def test_long_texts_are_tokenized_one_at_a_time_and_few_wait(monkeypatch):
     assert "token_strs" not in answers[-1].json()
 
 
-async def test_long_bodies_are_parsed_and_decoded_off_the_event_loop(monkeypatch):
-    """25,000 parts of a chat held it for 0.1 s, and 100,000 ids for 40 ms."""
-    main, places, parse, decode = threading.main_thread(), [], app.parse, Tokenizer.decode
+def noting_threads():
+    """A list, and a decorator of functions whose calls note in it whether they block the loop."""
+    main = threading.main_thread()
+    places: list[bool] = []
 
     def watched(function):
         def noted(*arguments):
@@ -239,6 +240,13 @@ async def test_long_bodies_are_parsed_and_decoded_off_the_event_loop(monkeypatch
 
         return noted
 
+    return places, watched
+
+
+async def test_long_bodies_are_parsed_and_decoded_off_the_event_loop(monkeypatch):
+    """25,000 parts of a chat held it for 0.1 s, and 100,000 ids for 40 ms."""
+    places, watched = noting_threads()
+    parse, decode = app.parse, Tokenizer.decode
     monkeypatch.setattr(app, "parse", watched(parse))
     monkeypatch.setattr(Tokenizer, "decode", watched(decode))
     parts = [{"type": "text", "text": "a"}] * 1000
@@ -251,16 +259,8 @@ async def test_long_bodies_are_parsed_and_decoded_off_the_event_loop(monkeypatch
 
 async def test_long_answers_are_formatted_off_the_event_loop(monkeypatch):
     """The log-probabilities that one body may have held it for half a second."""
-    main, places = threading.main_thread(), []
+    places, watched = noting_threads()
     whole, encode = Completion.whole, base64.b64encode
-
-    def watched(function):
-        def noted(*arguments):
-            places.append(threading.current_thread() is main)
-            return function(*arguments)
-
-        return noted
-
     monkeypatch.setattr(Completion, "whole", watched(whole))
     monkeypatch.setattr(base64, "b64encode", watched(encode))
     long = SHORT | {"prompt": ["a"] * 40, "max_tokens": 8, "ignore_eos": True}

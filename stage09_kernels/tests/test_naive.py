@@ -103,6 +103,26 @@ def cases():
         yield width, group, block, window, lengths, number % 4 + 1
 
 
+def three_passes(cache, tables, case):
+    """The shares of three passes over the sequences of `case`, and the rows of their tokens. Before
+    each, blocks that a window has left are poisoned: they are a neighbour's by now."""
+    _, _, block, window, lengths, _ = case
+    cuts = [(0, length * 2 // 3, length - 1, length) for length in lengths]
+    for cut in range(3):
+        shares, first = [], 0
+        rows: list[int] = []
+        for table, length, ends in zip(tables, lengths, cuts, strict=True):
+            start, end = ends[cut], ends[cut + 1]
+            behind = max(0, start - window + 1) // block if window else 0
+            cache.memory.poison(table[:behind].tolist())
+            if end > start:
+                shares.append((table.tolist(), start, end - start))
+                rows += range(first + start, first + end)
+            first += length
+        if shares:
+            yield shares, rows
+
+
 def attentions(level, weights, cached, case):
     """The outputs of three passes by both, and their caches."""
     width, group, block, window, lengths, count = case
@@ -119,28 +139,16 @@ def attentions(level, weights, cached, case):
     inputs = [
         torch.randn(sum(lengths), n, width, dtype=real) for n in (heads * group, heads, heads)
     ]
-    cuts = [(0, length * 2 // 3, length - 1, length) for length in lengths]
     for source in SOURCES:
         cache = KernelCache(
             config, sum(needed) + 3, block, dtype=cached, level=level, source=source
         )
         cache.kv.fill_(torch.nan)
         parts = []
-        for cut in range(3):
-            shares, first = [], 0
-            rows: list[int] = []
-            for table, length, ends in zip(tables, lengths, cuts, strict=True):
-                start, end = ends[cut], ends[cut + 1]
-                behind = max(0, start - window + 1) // block if window else 0
-                cache.memory.poison(table[:behind].tolist())  # a neighbour's by now
-                if end > start:
-                    shares.append((table.tolist(), start, end - start))
-                    rows += range(first + start, first + end)
-                first += length
-            if shares:
-                several = (x[rows].to(weights).to(real) for x in inputs)
-                q, k, v = (x.to(BF16) if weights == BF16 else x for x in several)
-                parts.append(cache.extend(shares).attend(0, q, k, v))
+        for shares, rows in three_passes(cache, tables, case):
+            several = (x[rows].to(weights).to(real) for x in inputs)
+            q, k, v = (x.to(BF16) if weights == BF16 else x for x in several)
+            parts.append(cache.extend(shares).attend(0, q, k, v))
         outputs.append(torch.cat(parts))
         caches.append(cache.kv)
     return outputs, caches

@@ -16,7 +16,7 @@ from stage05_paged.blocks import Move
 from stage05_paged.memory import block_bytes
 from stage08_llama.config import LlamaConfig
 from stage09_kernels import library
-from stage09_kernels.tests.test_naive import bits, cases, near
+from stage09_kernels.tests.test_naive import bits, cases, near, three_passes
 from stage10_quantization.cache import NAIVE, SCALE, Int8Cache, Int8KernelCache, quantize
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
@@ -186,26 +186,14 @@ def passes(case, real, weights, **options):
     inputs = [
         torch.randn(sum(lengths), n, width, dtype=real) for n in (heads * group, heads, heads)
     ]
-    cuts = [(0, length * 2 // 3, length - 1, length) for length in lengths]
     for source in (NAIVE, None):
         cache = Int8KernelCache(config, sum(needed) + 3, block, source=source, real=real, **options)
         cache.memory.poison(range(sum(needed) + 3))  # NaN in every scale
         parts = []
-        for cut in range(3):
-            shares, first = [], 0
-            rows: list[int] = []
-            for table, length, ends in zip(tables, lengths, cuts, strict=True):
-                start, end = ends[cut], ends[cut + 1]
-                behind = max(0, start - window + 1) // block if window else 0
-                cache.memory.poison(table[:behind].tolist())
-                if end > start:
-                    shares.append((table.tolist(), start, end - start))
-                    rows += range(first + start, first + end)
-                first += length
-            if shares:
-                q, k, v = (x[rows] for x in inputs)
-                q = q.to(weights)  # whose dtype the output has
-                parts.append(cache.extend(shares).attend(0, q, k, v))
+        for shares, rows in three_passes(cache, tables, case):
+            q, k, v = (x[rows] for x in inputs)
+            q = q.to(weights)  # whose dtype the output has
+            parts.append(cache.extend(shares).attend(0, q, k, v))
         yield torch.cat(parts), cache
 
 
