@@ -48,6 +48,10 @@ class TestDrafts(paged.TestPaged):
     def engine(self, *args: Any, **options: Any) -> Any:
         return with_drafts(engine_of(*args, **options), self.proposer(), MOST)
 
+    def test_a_stop_makes_room_at_once(self):
+        """Also one inside of the drafts, which may have gone on."""
+        super().test_a_stop_makes_room_at_once()
+
     def test_the_whole_record_of_a_small_crowd(self, passes):
         """Two at a time, a budget of 8. Right drafts take what is left of it, in order."""
         engine = self.engine(2, 8)
