@@ -38,13 +38,19 @@ def check(schema: dict[str, Any]) -> None:
 
 def references(schema: Any) -> Iterator[str]:
     """Every local $ref in it."""
+    for part in objects(schema):
+        name = part.get("$ref")
+        if isinstance(name, str) and (name == "#" or name.startswith("#/")):
+            yield name
+
+
+def objects(schema: Any) -> Iterator[dict[str, Any]]:
+    """Every object in it, schemas and others."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()
         if isinstance(part, dict):
-            name = part.get("$ref")
-            if isinstance(name, str) and (name == "#" or name.startswith("#/")):
-                yield name
+            yield part
             waiting += part.values()
         elif isinstance(part, list):
             waiting += part

@@ -56,6 +56,10 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
+# llguidance takes additionalItems for a sign that `items` is the list, as it was before 2020-12.
+PREFIX = (
+    "The form cannot be enforced: 'additionalItems' does not go with 'prefixItems': write 'items'."
+)
 BROKEN = "The grammar needs too much work for a token ({}): send a simpler one."
 
 log = logging.getLogger(__name__)
@@ -64,13 +68,16 @@ log = logging.getLogger(__name__)
 def of_schema(schema: dict[str, Any], whitespace: str | None = None) -> str:
     """The grammar of JSON texts that are valid for `schema`, as a rule of llguidance's Lark.
     whitespace: a regular expression for white space between tokens of JSON. Raises UserError for a
-    schema whose texts have no end."""
+    schema whose texts have no end, or of which llguidance would ignore a part."""
     options = SPACING | STRICT
     if whitespace is not None:
         options = STRICT | {"whitespace_pattern": whitespace}
     text = json.dumps({**schema, "x-guidance": options})
     if len(text) <= MOST_SOURCE:  # a longer one is refused anyway
         endless.check(schema)
+        for part in endless.objects(schema):
+            if "additionalItems" in part and isinstance(part.get("prefixItems"), list):
+                raise UserError(PREFIX)
     return f"%json {text}"
 
 

@@ -203,6 +203,10 @@ def test_control_tokens_and_ids_without_a_token_are_never_allowed():
         ({"$ref": "http://host.example/schema"}, "retriev"),
         ({"type": "string", "pattern": "(?=a)b"}, "regex"),
         ({"enum": ["x" * 2**18]}, "shorten"),
+        ({"items": {"prefixItems": [{"const": 1}], "additionalItems": False}}, "prefixItems"),
+        ({"$recursiveRef": "#"}, "recursiveRef"),
+        ({"properties": {"a": {}}, "minProperties": 1}, "maxProperties"),
+        ({"propertyNames": {"maxLength": 1}}, "propertyNames"),
     ],
     ids=str,
 )
