@@ -22,7 +22,7 @@ from shared.errors import UserError
 from stage01_forward.sampling import distribution, draw, edit
 from stage04_continuous.request import Request
 from stage04_continuous.runner import Runner
-from stage05_paged.blocks import BlockPool, BlockTable
+from stage05_paged.blocks import BlockPool, BlockTable, Move
 from stage05_paged.cache import PagedCache
 
 from .drafts import DraftPlan, Drafts
@@ -78,6 +78,12 @@ class DraftModel:
         self.runner = Runner(model, cache)
         self.distributions: dict[Request, Tensor] = {}
         self.generators: dict[Request, torch.Generator] = {}
+        self.moved = 0  # moves of the plan that are done
+
+    def prepare(self, moves: Sequence[Move]) -> None:
+        """Do a plan's moves, among whose blocks drafts are read and written."""
+        self.runner.move(moves)
+        self.moved = len(moves)
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Drafts]:
         self.distributions = {}
@@ -108,7 +114,7 @@ class DraftModel:
 
     def before(self, plan: DraftPlan) -> None:
         """Prepare the same memory and read the same tokens as the target."""
-        self.runner.move(plan.moves)
+        self.runner.move(plan.moves[self.moved :])  # those of the drafts' blocks
         ids, shares, _ = plan.tokens()
         if ids:
             self.runner.run(ids, shares, [])

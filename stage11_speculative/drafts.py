@@ -7,7 +7,7 @@ request its place, and a request that is preempted has none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -93,6 +93,8 @@ class DraftScheduler:
     ) -> None:
         self.inner, self.proposer, self.most = scheduler, proposer, most
         self.lengths = lengths or Fixed()
+        # Called with a plan's moves before its drafts are made: for the cache of a draft model.
+        self.prepare: Callable[[Sequence[Move]], None] = lambda moves: None
         self.draft_counts = Counts()
         self.histories: dict[Request, Counts] = {}  # of each request that had drafts
 
@@ -102,6 +104,7 @@ class DraftScheduler:
     def schedule(self) -> DraftPlan:
         """Plan the next pass, with drafts of the requests whose next token it gives."""
         plan = self.inner.schedule()
+        self.prepare(plan.moves)
         drafts = self._drafts(plan)
         moves, work = list(plan.moves), []
         for share in plan.work:

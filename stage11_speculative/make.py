@@ -61,6 +61,7 @@ def with_draft_model(
         plain.eos_ids,
     )
     engine = with_drafts(plain, proposer, most, lengths, Rejection(proposer) if drawn else None)
+    engine.scheduler.prepare = proposer.prepare
     engine.observers.append(proposer)
     return engine
 

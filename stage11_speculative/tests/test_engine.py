@@ -134,12 +134,11 @@ def test_a_request_that_is_preempted_has_no_drafts_left():
 
 def test_the_same_seed_in_another_crowd():
     """A request draws one random number a token, however many drafts its neighbours have."""
-    alone = drafting(None).generate([prompt_of(9)], PENALIZED)[0].token_ids
+    crowd = [prompt_of(length) for length in (9, 3, 5, 17)]
+    alone = [drafting(None).generate([prompt], PENALIZED)[0].token_ids for prompt in crowd]
     for right in (0.0, 0.5, 1.0):
-        crowd = [prompt_of(9), *(prompt_of(n) for n in (3, 5, 17))]
-        assert (
-            drafting(right, sequences=4, budget=40).generate(crowd, PENALIZED)[0].token_ids == alone
-        )
+        outputs = drafting(right, sequences=4, budget=40).generate(crowd, PENALIZED)
+        assert [output.token_ids for output in outputs] == alone
 
 
 FORMATS = {  # dtype, weights, dtype of keys and values

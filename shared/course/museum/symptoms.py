@@ -776,3 +776,24 @@ def a_drafted_story() -> None:
     for engine in (drafting(make(model, 1), ngram(2, 1)), make(model, 1)):
         (output,) = engine.generate([prompt], greedy(24))
         say(f"{tokenizer.decode(output.token_ids).strip()}")
+
+
+def an_answer_in_json() -> None:
+    """Stage 11 asks for two properties, in JSON, and shows white space as it would be escaped."""
+    grammar = load("stage11_speculative.grammar")
+    model, tokenizer = stories()
+    eos = tokenizer.eos_id or 0
+    fields = {"name": {"type": "string", "maxLength": 12}, "colour": {"enum": ["red", "grey"]}}
+    schema = {"type": "object", "properties": fields, "required": [*fields]}
+    source = grammar.start(grammar.of_schema(schema | {"additionalProperties": False}))
+    form = grammar.Form(grammar.Grammars(tokenizer, tokenizer.vocab_size, (eos,)), source)
+    continuous, asked = load("stage05_paged.make").make(model, 1), request(encode(ONCE), greedy(60))
+    form(asked)
+    continuous.add(asked)
+    for _ in continuous.run():
+        pass
+    say(repr(tokenizer.decode(id for id in asked.output.token_ids if id != eos)))
+    say(
+        f"[{len(asked.output.token_ids)} tokens, finish reason {asked.output.finish_reason}]",
+        "    ",
+    )
