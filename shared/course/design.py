@@ -24,7 +24,8 @@ def signatures(source: str) -> str:
     Imports, fields, docstrings and `__init__`, which sets the attributes that tests read, stay."""
     lines = source.split("\n")
     tree = mine.parse(source)
-    owners = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]
+    owners: list[ast.Module | ast.ClassDef] = [tree]
+    owners += [node for node in tree.body if isinstance(node, ast.ClassDef)]
     functions = [f for owner in owners for f in owner.body if isinstance(f, ast.FunctionDef)]
     for node in sorted(functions, key=lambda node: -node.lineno):
         if node.name == "__init__":
