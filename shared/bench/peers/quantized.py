@@ -24,7 +24,7 @@ from .install import QUANTIZED
 
 KIND, NAME = "peers_quantized", "shared.bench.peers.quantized"
 FULL = replace(
-    compare.FULL, dtypes=("bfloat16",), engines=tuple(QUANTIZED), rounds=(5, 5, 3), tries=2,
+    compare.FULL, dtypes=("bfloat16",), engines=tuple(QUANTIZED), rounds=(5, 5, 3), tries=1,
     answers=((1, 64), (32, 32)), load=None,
 )  # fmt: skip
 FEW = {"answers": ((1, 16), (8, 8))}
