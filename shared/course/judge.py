@@ -268,8 +268,8 @@ def run(tree: Path, job: Mapping[str, Any], limits: Limits, confined: bool = Tru
     else:
         scratch.mkdir(exist_ok=True)
         home = str(scratch)
-        if os.name == "posix" and os.geteuid() == 0:  # another user can neither signal nor write
-            options |= {"user": UNPRIVILEGED, "group": UNPRIVILEGED, "extra_groups": []}
+        if other := another_user():
+            options |= other
             os.chown(scratch, UNPRIVILEGED, UNPRIVILEGED)
             for folder in (tree.parent, tree.parent.parent):
                 folder.chmod(0o755)
@@ -344,6 +344,20 @@ def system_calls() -> bytes:
     steps += [(0x15, last - 1 - i, 0, number) for i, number in enumerate(numbers)]
     steps += [(0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x00050001)]  # allowed; EPERM
     return b"".join(struct.pack("HBBI", *step) for step in steps)
+
+
+@functools.cache
+def another_user() -> dict[str, Any]:
+    """Options for a process of another user, who can neither signal the grader nor write its files;
+    {} if the grader is not root, or a root that may not change its user."""
+    options: dict[str, Any] = {"user": UNPRIVILEGED, "group": UNPRIVILEGED, "extra_groups": []}
+    if os.name != "posix" or os.geteuid() != 0:
+        return {}
+    try:
+        subprocess.run(["true"], check=True, **options)
+    except OSError:
+        return {}
+    return options
 
 
 @functools.cache

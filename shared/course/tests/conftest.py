@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.course import mine
+from shared.course import judge, mine
 
 
 @pytest.fixture
@@ -14,3 +14,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty place for the student's copies."""
     monkeypatch.setattr(mine, "HOME", tmp_path / "mine")
     return tmp_path / "mine"
+
+
+@pytest.fixture(scope="session")
+def contained() -> None:
+    """For tests of contained processes."""
+    if why := judge.unconfined():
+        pytest.skip(why)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shared import paths
-from shared.course import hours, judge, mine, variant
+from shared.course import hours, mine, variant
 from shared.task import Task
 
 
@@ -93,7 +93,7 @@ def test_how_hours_are_computed(monkeypatch, tmp_path):
 STAGE = paths.discover()[1]
 
 
-@pytest.mark.skipif(bool(judge.unconfined()), reason="there is no bubblewrap")
+@pytest.mark.usefixtures("contained")
 @pytest.mark.parametrize(
     "kind", ["empty", "wrong", pytest.param("variant", marks=pytest.mark.slow), "right"]
 )

@@ -38,7 +38,7 @@ CHEATS = dict(
     .removeprefix("### ")
     .split("\n### ")
 )
-contained = pytest.mark.skipif(bool(judge.unconfined()), reason="there is no bubblewrap")
+contained = pytest.mark.usefixtures("contained")
 
 
 @pytest.fixture(scope="module")

@@ -87,8 +87,8 @@ def test_start_writes_the_rules_and_grade_judges_them(home, tmp_path, capsys, mo
     with pytest.raises(UserError, match="not a seed"):
         exercise.main(["grade", "stage05", "--variant", "a/b"])
 
-    if judge.unconfined():
-        pytest.skip("there is no bubblewrap")
+    if why := judge.unconfined():
+        pytest.skip(why)
     monkeypatch.setattr(judge, "SEEDS", 3)
     monkeypatch.setattr(grading, "file_of", lambda folder, task: given_file(folder, task))
     for source, points in ((variant.SOURCE, " 0"), (given.solution(), "20")):
