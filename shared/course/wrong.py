@@ -17,6 +17,7 @@ them all points.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -26,6 +27,7 @@ from ..task import Task
 from . import mine
 
 LEAST = 4  # a task
+DESIGN = 3  # lines
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,25 @@ def _spans(source: str, task: Task) -> Iterator[tuple[int, int]]:
         if node is None:
             raise LookupError(f"there is no {name}")
         yield ends[node.lineno - 1], ends[node.end_lineno or 0]
+
+
+def designs(stage: str, file: str = "wrong.txt") -> list[Wrong]:
+    """The solutions in a file that are no mere edits: those with at least DESIGN lines that neither
+    the reference nor another one of them has."""
+    chosen: list[Wrong] = []
+    known: dict[str, list[Counter[str]]] = {}
+    for solution in read(stage, file):
+        reference = mine.read(paths.ROOT / stage / solution.task.file)
+        lines = _lines(applied(reference, stage, solution))
+        others = known.setdefault(solution.task.file, [_lines(reference)])
+        if all((lines - other).total() >= DESIGN for other in others):
+            chosen.append(solution)
+            others.append(lines)
+    return chosen
+
+
+def _lines(source: str) -> Counter[str]:
+    return Counter(filter(None, map(str.strip, source.splitlines())))
 
 
 def check(stage: str) -> Iterator[str]:

@@ -145,6 +145,12 @@ def test_wrong_solutions_get_nothing_and_right_ones_all(stage):
                 assert bool(why) == (file == "wrong.txt"), f"{solution.name}: {why}"
 
 
+@pytest.mark.parametrize("stage", WITH_TASKS)
+def test_solutions_of_several_designs_are_judged(stage):
+    assert len(wrong.designs(stage)) >= 6
+    assert len(wrong.designs(stage, "right.txt")) >= 3
+
+
 LOOK = """
 import json, os, pathlib, socket
 tried = {}
