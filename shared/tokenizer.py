@@ -70,7 +70,7 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The exact bytes; a token may be part of a character."""
-        return b"".join(self._tokens.get(token_id) or number_of(token_id) for token_id in ids)
+        return b"".join([self._tokens.get(token_id) or number_of(token_id) for token_id in ids])
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text; bytes that are not UTF-8 become U+FFFD."""

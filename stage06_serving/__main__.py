@@ -307,10 +307,7 @@ def serve(
 
     def loaded() -> None:
         engine, model = starting.result()
-        # The libraries' objects stay. A garbage collection that visits all of them would stop the
-        # event loop for a third of a second, again and again.
-        gc.collect()
-        gc.freeze()
+        keep_objects()
         print(plan(settings, engine.status, model, address), file=sys.stderr, flush=True)
 
     sys.setswitchinterval(SWITCH)
@@ -319,6 +316,13 @@ def serve(
     loading: asyncio.Task[None] = app.state.loading
     if not loading.cancelled():
         loading.result()  # raises the error that ended the server before it was ready
+
+
+def keep_objects() -> None:
+    """Hide all objects so far, such as the libraries', from the garbage collector: it would visit
+    them again and again, and stop the event loop for a third of a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def configure(app: FastAPI, statuses: Counter[int] | None = None) -> uvicorn.Config:

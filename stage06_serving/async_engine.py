@@ -344,10 +344,11 @@ class AsyncEngine:
         ended = [self.in_flight[name] for name, *_ in step.ended if name in self.in_flight]
         if step.record is not None:
             self.passes += 1
-            for sequence in step.record.sequences:
-                ticket = self.in_flight.get(sequence.request_id)
-                if ticket is not None and ticket.scheduled is None:
-                    ticket.scheduled = step.record.started
+            if step.record.prefill_tokens:  # a sequence's first step computes some of its prompt
+                for sequence in step.record.sequences:
+                    ticket = self.in_flight.get(sequence.request_id)
+                    if ticket is not None and ticket.scheduled is None:
+                        ticket.scheduled = step.record.started
         for name, reason, error in step.ended:
             if ticket := self.in_flight.get(name):
                 self._end(ticket, reason, error)

@@ -56,9 +56,9 @@ class Frame:
     def event(self, piece: Piece) -> bytes:
         text = to_json(piece.text).encode()
         if not self.after:
-            return b"%b%b%b" % (self.head, text, self.tail)
+            return b"".join((self.head, text, self.tail))
         ids = ",".join([str(token.id) for token in piece.tokens]).encode()
-        return b"%b%b%b%b%b" % (self.head, text, self.tail, ids, self.after)
+        return b"".join((self.head, text, self.tail, ids, self.after))
 
 
 def finish(piece: Piece | Answer) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +12,7 @@ from typing import Any
 
 import uvicorn
 
-from .__main__ import SWITCH, configure, listen, make_engine
+from .__main__ import SWITCH, configure, keep_objects, listen, make_engine
 from .app import create_app
 from .async_engine import EngineThread
 from .settings import parse
@@ -27,13 +28,16 @@ class Inside:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
-        """Serve the engine, with the server's switch interval. Yields the address."""
+        """Serve the engine, with the server's switch interval, and the objects so far kept from the
+        garbage collector. Yields the address."""
         usual = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH)
         try:
             async with listening(create_app(self.loading, self.settings, None, self.thread)) as url:
+                keep_objects()
                 yield url
         finally:
+            gc.unfreeze()
             sys.setswitchinterval(usual)
 
 

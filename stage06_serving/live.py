@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypedDict
 
+from stage05_paged.records import BlocksRecord
+
 from .async_engine import AsyncEngine, EngineDead, Overloaded, Step, Ticket
 from .sse import event
 from .status import AnyEngine, Status
@@ -68,7 +70,7 @@ class Live:
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine
         self.watchers: set[Watcher] = set()
-        self.steps: deque[StepFrame] = deque(maxlen=STEPS)
+        self.steps: deque[tuple[int, BlocksRecord]] = deque(maxlen=STEPS)  # with their numbers
         self.tokens: deque[tuple[float, int]] = deque(maxlen=256)  # times, and tokens generated
         self.first: deque[float] = deque(maxlen=64)  # seconds to the first token, newest requests
         self.between: deque[float] = deque(maxlen=512)  # seconds between tokens
@@ -128,13 +130,7 @@ class Live:
         self.tokens.append((now, len(step.tokens)))
         if step.record is not None:
             self.count += 1
-            rows = [
-                (sequence.request_id, sequence.prefill_tokens, sequence.decode_tokens)
-                for sequence in step.record.sequences
-            ]
-            self.steps.append(
-                {"number": self.count, "rows": rows, "preempted": step.record.preempted}
-            )
+            self.steps.append((self.count, step.record))
         self._changes += 1
         for watcher in self.watchers:
             watcher.news.set()
@@ -154,11 +150,19 @@ class Live:
             "blocks": status.blocks,
             "block_size": status.block_size,
             "step": self.count,
-            "steps": [step for step in self.steps if step["number"] > after],
+            "steps": [step_frame(*step) for step in self.steps if step[0] > after],
             "tokens_per_second": sum(count for _, count in recent) / span,
             "ttft": median(self.first),
             "itl": median(self.between),
         }
+
+
+def step_frame(number: int, record: BlocksRecord) -> StepFrame:
+    rows = [
+        (sequence.request_id, sequence.prefill_tokens, sequence.decode_tokens)
+        for sequence in record.sequences
+    ]
+    return {"number": number, "rows": rows, "preempted": record.preempted}
 
 
 def median(values: deque[float]) -> float | None:

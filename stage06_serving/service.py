@@ -313,14 +313,23 @@ class Service:
         Raises Broken, EngineDead.
         """
         for choice in choices:
-            ticket = choice.ticket
-            while not choice.ended and (tokens := self.engine.read(ticket, most)):
-                piece = self._piece(choice, tokens)
-                if piece.finish_reason is not None:
-                    choice.ended = True
-                    self.engine.abort(ticket, piece.finish_reason)  # needed after a stop string
+            while piece := self.piece(choice, most):
                 yield choice, piece
-            choice.ended |= ticket.ended
+
+    def piece(self, choice: Choice, most: int | None = None) -> Piece | None:
+        """What is new in the text of `choice`, from at most `most` tokens; None if nothing is.
+        Raises Broken, EngineDead."""
+        if choice.ended:
+            return None
+        tokens = self.engine.read(choice.ticket, most)
+        if not tokens:
+            choice.ended = choice.ticket.ended
+            return None
+        piece = self._piece(choice, tokens)
+        if piece.finish_reason is not None:
+            choice.ended = True
+            self.engine.abort(choice.ticket, piece.finish_reason)  # needed after a stop string
+        return piece
 
     def _piece(self, choice: Choice, tokens: Sequence[Token]) -> Piece:
         text, stream = "", choice.text
