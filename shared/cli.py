@@ -11,7 +11,6 @@ second.
 from __future__ import annotations
 
 import argparse
-import difflib
 import errno
 import math
 import os
@@ -28,7 +27,7 @@ from urllib.parse import urlsplit
 
 from . import models
 from .config import Config
-from .errors import UserError
+from .errors import UserError, advised
 from .tokenizer import AnyTokenizer, IdTokenizer, IncrementalDecoder, has_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -142,16 +141,13 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        advice = "--help lists every option."
-        known, word = self._names(), ""
+        known, older, word = self._names(), dict[str, str](), ""
         if match := re.match(r"unrecognized arguments: .*?(--[^\s=]+)", message):
             word = match[1]
-            known += [other for other, name in OTHER_NAMES.items() if name in known]
+            older = {other: name for other, name in OTHER_NAMES.items() if name in known}
         elif match := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             word, known = match[1], re.findall(r"[\w.-]+", match[2])
-        if near := difflib.get_close_matches(word, known, n=1):
-            meant = near[0] if near[0] in self._names() else OTHER_NAMES.get(near[0], near[0])
-            advice = f"did you mean {meant}? {advice[0].upper()}{advice[1:]}"
+        advice = advised("--help lists every option.", word, known, older)
         raise UserError(f"{message[:1].upper()}{message[1:]}; {advice}")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -1,6 +1,9 @@
-"""The one error that the user can fix."""
+"""The one error that the user can fix, and what the user probably meant."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
 
 
 class UserError(Exception):
@@ -9,3 +12,14 @@ class UserError(Exception):
     Command lines print it as `error: ...` and exit with status 2, without a traceback; a server
     answers 400 with it.
     """
+
+
+def advised(
+    advice: str, word: str, known: Collection[str], older: Mapping[str, str] | None = None
+) -> str:
+    """`advice`, after the known word that `word` is near to, if there is one. older: other names of
+    known words."""
+    names = dict.fromkeys(known) | (older or {})
+    for near in difflib.get_close_matches(word, names, n=1):
+        return f"did you mean {names[near] or near}? {advice[:1].upper()}{advice[1:]}"
+    return advice

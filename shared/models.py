@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from .config import Config, Reader, read_config
-from .errors import UserError
+from .errors import UserError, advised
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -158,9 +158,8 @@ def stored_dtype(name: str) -> str:
 
 def unknown(name: str) -> UserError:
     others = [name for format in formats() for name in format.NAMES]
-    known = ", ".join(dict.fromkeys([*EMBEDDED, *PRESETS, *others]))
+    known = dict.fromkeys([*EMBEDDED, *PRESETS, *others])
     shown = repr(name if len(name) <= 100 else name[:100] + "...")
-    return UserError(
-        f"There is no model or folder called {shown}: choose {known}, a checkpoint folder, or a "
-        "hub name owner/name."
-    )
+    advice = f"choose {', '.join(known)}, a checkpoint folder, or a hub name owner/name."
+    advice = advised(advice, name[:100], known)
+    return UserError(f"There is no model or folder called {shown}: {advice}")

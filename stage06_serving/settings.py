@@ -21,13 +21,14 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared import models
 from shared.cli import MOST_TOKENS, OTHER_NAMES, Parser, with_default
-from shared.errors import UserError
+from shared.errors import UserError, advised
 from stage01_forward import offer as brought
 from stage01_forward.offer import AUTO, Offer, offers
 from stage05_paged.memory import parse_memory
 
 PREFIX = "STAIRCASE_"
 OFF = "off"  # no drafts
+OTHER_VARIABLES = ("ADMIN_KEY", "MINE", "NODE")  # of the router, the exercises, and Ray's replicas
 EARLIER = ("continuous", "static", "sequential", "transformers")  # engines without blocks
 GROUPS = {  # of the help, by their first options
     "model": "model and machine",
@@ -223,7 +224,7 @@ class Settings(BaseSettings):
         }
         names = known[str(field.field_name)]
         if name not in names:
-            raise ValueError(f"choose one of {', '.join(names)}")
+            raise ValueError(advised(f"choose one of {', '.join(names)}", name, names))
         return name
 
     @field_validator("chat_template")
@@ -313,6 +314,7 @@ def parse(argv: list[str] | None) -> Settings:
             f"--api-key-file or {PREFIX}API_KEY.",
             file=sys.stderr,
         )
+    _check_variables()
     try:
         return Settings(**{**_older_variables(), **options})
     except ValidationError as error:
@@ -320,9 +322,26 @@ def parse(argv: list[str] | None) -> Settings:
         name = str(first["loc"][0])
         source = "--" + name.replace("_", "-") if name in options else PREFIX + name.upper()
         reason = first["msg"].removeprefix("Value error, ")
-        raise UserError(
-            f"{source}: {reason[:1].lower()}{reason[1:]}; --help lists every option."
-        ) from None
+        reason = reason[:1].lower() + reason[1:]
+        choices = get_args(Settings.model_fields[name].annotation)
+        if choices and first["type"] == "literal_error":
+            reason = advised(reason, str(first["input"]), choices)
+        raise UserError(f"{source}: {reason}; --help lists every option.") from None
+
+
+def _check_variables() -> None:
+    """Raise UserError for a variable in the environment that looks like ours, and is not."""
+    known = [PREFIX + name.upper() for name in (*Settings.model_fields, *OTHER_VARIABLES)]
+    renamed = {_variable(old): _variable(name) for old, name in OTHER_NAMES.items()}
+    older = {old: name for old, name in renamed.items() if name in known}
+    for name in os.environ:
+        if name.startswith(PREFIX) and name not in known and name not in older:
+            advice = advised("unset it; --help names every variable.", name, known, older)
+            raise UserError(f"There is no option for the variable {name}; {advice}")
+
+
+def _variable(option: str) -> str:
+    return PREFIX + option[2:].replace("-", "_").upper()
 
 
 def _older_variables() -> dict[str, str]:

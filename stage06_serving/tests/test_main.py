@@ -20,6 +20,7 @@ from shared.errors import UserError
 from shared.server import python
 from stage05_paged.sanitizer import Sanitizer
 from stage06_serving import __main__ as stage
+from stage06_serving.inside import Inside
 from stage06_serving.settings import PREFIX, Settings, parse
 
 from .asking import HANG, bearer, get, post, until
@@ -67,6 +68,32 @@ def test_every_option_is_a_variable_too_and_the_command_line_wins(monkeypatch):
     changed = parse(words.split())
     assert (changed.port, changed.enable_prefix_caching, changed.sanitize) == (82, True, False)
     assert (changed.model, changed.block_size) == ("stories", 8)
+
+
+@pytest.mark.parametrize(
+    ("source", "meant"),
+    [
+        ("--engine pagd", "did you mean paged? Choose one of"),
+        ("--dtype float23", "did you mean float32? Input should be"),
+        ("--model storys", "did you mean stories? Choose"),
+        ("STAIRCASE_ENGINE=kernls", "STAIRCASE_ENGINE: did you mean kernels?"),
+        ("STAIRCASE_PROT=1", "variable STAIRCASE_PROT; did you mean STAIRCASE_PORT?"),
+        ("STAIRCASE_BUDGT=1", "did you mean STAIRCASE_MAX_NUM_BATCHED_TOKENS?"),
+        ("STAIRCASE_NO_PREFIX_CACHING=1", "did you mean STAIRCASE_ENABLE_PREFIX_CACHING?"),
+    ],
+)
+def test_a_mistyped_value_or_variable_gets_a_hint(source, meant, capsys, monkeypatch):
+    name, equals, value = source.partition("=")
+    if equals:
+        monkeypatch.setenv(name, value)
+    status, shown = ended(capsys, *([] if equals else source.split()))
+    assert status == 2 and meant in shown and shown.count("\n") == 1
+
+
+def test_variables_of_other_programs_are_left_alone(monkeypatch):
+    for name in ("ADMIN_KEY", "MINE", "NODE"):
+        monkeypatch.setenv(PREFIX + name, "x")
+    parse([])
 
 
 def test_the_defaults_are_safe_and_what_is_open_to_all():
@@ -151,6 +178,15 @@ def test_the_libraries_objects_are_not_collected(interruptible, tiny_folder, mon
     finally:
         gc.unfreeze()
         sys.setswitchinterval(interval)
+
+
+async def test_nor_are_they_where_the_server_runs_inside_a_program(tiny_folder):
+    """Collections were most of the loop's time in the benchmark's watched runs."""
+    options = "--linear plain --kv-memory 64KiB --engine paged"
+    inside = Inside([*options.split(), "--model", str(tiny_folder)])
+    async with inside.serving():
+        assert gc.get_freeze_count() > 100_000
+    assert gc.get_freeze_count() == 0
 
 
 def interrupted(ready, seconds=0.0):
