@@ -19,7 +19,7 @@ def advised(
 ) -> str:
     """`advice`, after the known word that `word` is near to, if there is one. older: other names of
     known words."""
-    names = dict.fromkeys(known) | (older or {})
+    names = {name: name for name in known} | dict(older or {})
     for near in difflib.get_close_matches(word, names, n=1):
-        return f"did you mean {names[near] or near}? {advice[:1].upper()}{advice[1:]}"
+        return f"did you mean {names[near]}? {advice[:1].upper()}{advice[1:]}"
     return advice

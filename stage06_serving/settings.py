@@ -323,9 +323,9 @@ def parse(argv: list[str] | None) -> Settings:
         source = "--" + name.replace("_", "-") if name in options else PREFIX + name.upper()
         reason = first["msg"].removeprefix("Value error, ")
         reason = reason[:1].lower() + reason[1:]
-        choices = get_args(Settings.model_fields[name].annotation)
-        if choices and first["type"] == "literal_error":
-            reason = advised(reason, str(first["input"]), choices)
+        if first["type"] == "literal_error":
+            values = get_args(Settings.model_fields[name].annotation)
+            reason = advised(reason, str(first["input"]), values)
         raise UserError(f"{source}: {reason}; --help lists every option.") from None
 
 
