@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -28,7 +29,11 @@ from stage05_paged.memory import parse_memory
 
 PREFIX = "STAIRCASE_"
 OFF = "off"  # no drafts
-OTHER_VARIABLES = ("ADMIN_KEY", "MINE", "NODE")  # of the router, the exercises, and Ray's replicas
+# Of the router, the tests, the exercises, and Ray's replicas.
+OTHER_VARIABLES = ("ADMIN_KEY", "GPT2", "MINE", "NODE")
+# What Kubernetes tells every container about a service whose name begins with "staircase".
+KUBERNETES = re.compile(r".*(SERVICE_HOST|SERVICE_PORT.*|PORT(_\d+_(TCP|UDP|SCTP).*)?)")
+ADDRESS = re.compile(r"(tcp|udp|sctp)://.*")
 EARLIER = ("continuous", "static", "sequential", "transformers")  # engines without blocks
 GROUPS = {  # of the help, by their first options
     "model": "model and machine",
@@ -208,6 +213,13 @@ class Settings(BaseSettings):
         ),
     ] = "auto"
 
+    @field_validator("port", mode="before")
+    @classmethod
+    def _not_an_address(cls, port: Any) -> Any:
+        """STAIRCASE_PORT is tcp://... in a cluster with a service named staircase."""
+        named = isinstance(port, str) and ADDRESS.fullmatch(port)
+        return cls.model_fields["port"].default if named else port
+
     @field_validator("model")
     @classmethod
     def _may_exist(cls, name: str) -> str:
@@ -335,7 +347,11 @@ def _check_variables() -> None:
     renamed = {_variable(old): _variable(name) for old, name in OTHER_NAMES.items()}
     older = {old: name for old, name in renamed.items() if name in known}
     for name in os.environ:
-        if name.startswith(PREFIX) and name not in known and name not in older:
+        if (
+            name.startswith(PREFIX)
+            and name not in (*known, *older)
+            and not KUBERNETES.fullmatch(name)
+        ):
             advice = advised("unset it; --help names every variable.", name, known, older)
             raise UserError(f"There is no option for the variable {name}; {advice}")
 

@@ -77,6 +77,7 @@ def test_every_option_is_a_variable_too_and_the_command_line_wins(monkeypatch):
         ("--dtype float23", "did you mean float32? Input should be"),
         ("--model storys", "did you mean stories? Choose"),
         ("STAIRCASE_ENGINE=kernls", "STAIRCASE_ENGINE: did you mean kernels?"),
+        ("STAIRCASE_PORTS=1", "variable STAIRCASE_PORTS; did you mean STAIRCASE_PORT?"),
         ("STAIRCASE_PROT=1", "variable STAIRCASE_PROT; did you mean STAIRCASE_PORT?"),
         ("STAIRCASE_BUDGT=1", "did you mean STAIRCASE_MAX_NUM_BATCHED_TOKENS?"),
         ("STAIRCASE_NO_PREFIX_CACHING=1", "did you mean STAIRCASE_ENABLE_PREFIX_CACHING?"),
@@ -91,9 +92,20 @@ def test_a_mistyped_value_or_variable_gets_a_hint(source, meant, capsys, monkeyp
 
 
 def test_variables_of_other_programs_are_left_alone(monkeypatch):
-    for name in ("ADMIN_KEY", "MINE", "NODE"):
+    for name in ("ADMIN_KEY", "GPT2", "MINE", "NODE"):
         monkeypatch.setenv(PREFIX + name, "x")
     parse([])
+
+
+def test_a_cluster_with_a_service_named_staircase_changes_nothing(monkeypatch):
+    """Kubernetes describes each service to every container in these variables."""
+    address = "tcp://10.0.0.7:80"
+    for name in ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT_80_TCP_ADDR"):
+        monkeypatch.setenv(PREFIX + name, "80")
+        monkeypatch.setenv(f"{PREFIX}ENGINE_{name}", "80")
+    for name in ("PORT", "PORT_80_TCP", "ENGINE_PORT"):
+        monkeypatch.setenv(PREFIX + name, address)
+    assert parse([]).port == 8000 and parse(["--port", "81"]).port == 81
 
 
 def test_the_defaults_are_safe_and_what_is_open_to_all():
