@@ -2,14 +2,17 @@
 
 The time of a pass by its rows, from which everything else is predicted; drafts of a known quality,
 by an oracle that is wrong as often as its dial says; repeated prompts; drafts in other formats of
-the weights; a small draft model. Every answer is compared with plain decode's, token by token.
+the weights; a small draft model. And what answers in a given form cost and save. Every answer is
+compared with plain decode's, token by token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from itertools import product
+from statistics import median
+from string import ascii_letters, digits
 from typing import Any
 
 import torch
@@ -21,9 +24,12 @@ from shared.bench.claims import Claim, closing
 from shared.bench.kit import Case, Group, Subject
 from shared.bench.rows import Results, Row
 from stage01_forward import families
+from stage01_forward.params import SamplingParams
+from stage04_continuous.request import Request
 from stage09_kernels.make import make as make_plain
 from stage10_quantization.convert import Quantize
 
+from . import grammar
 from .draft_model import first_layers
 from .lengths import Adaptive, PassTimes, measure_passes
 from .make import with_draft_model, with_drafts
@@ -36,6 +42,7 @@ FULL = kit.plan(
     drafts=4, alphas=(0.7, 0.0), rows=(1, 4, 32), passes=(1, 2, 4, 8, 16, 32, 64, 160),
     lengths=(16, 32), long=(32, 64),  # of a prompt and its answer
     again=(1, 4), formats=("float32", "bfloat16", "int8", "int4"),
+    masked=32, forced=(1, 4),  # requests in a form
 )  # fmt: skip
 FEW = {"rows": (1, 32), "alphas": (0.7,), "passes": (1, 5, 32, 160), "formats": ("float32", "int8")}
 
@@ -58,16 +65,29 @@ def fresh(subject: Subject) -> Any:
     return families.load_model(subject.shape, dtype=subject.dtype)
 
 
-def compare(engines: Mapping[str, Any], prompts: Any, count: int, repeats: int) -> Group:
+def answered(engine: Any, prompts: Any, count: int, form: Any = None) -> list[list[int]]:
+    """Answers of at most `count` tokens, in a form if there is one."""
+    params = kit.greedy(count) if form is None else SamplingParams(max_tokens=count, temperature=0)
+    requests = [Request(prompt, params) for prompt in prompts]
+    for request in requests:
+        if form is not None:
+            form(request)
+        engine.add(request)
+    for _ in engine.run():
+        pass
+    return [request.output.token_ids for request in requests]
+
+
+def compare(
+    engines: Mapping[str, Any], prompts: Any, count: int, repeats: int, form: Any = None
+) -> Group:
     """Seconds of each engine in turn, and passes, of which the last is kept. Raises AssertionError
     for a token that is not plain decode's."""
     answers: dict[str, list[list[int]]] = {}
 
     def run(name: str) -> None:
-        engine = engines[name]
-        engine.steps.clear()
-        outputs = engine.generate(prompts, kit.greedy(count))
-        answers[name] = [output.token_ids for output in outputs]
+        engines[name].steps.clear()
+        answers[name] = answered(engines[name], prompts, count, form)
 
     seconds = measure.alternate({name: partial(run, name) for name in engines}, repeats)
     if any(tokens != answers[PLAIN] for tokens in answers.values()):
@@ -159,6 +179,112 @@ def draft(subject: Subject, plan: Any) -> Iterator[Group]:
         }
 
 
+# ---- forms --------------------------------------------------------------------------------------
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "colour": {"enum": ["red", "green", "blue"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "hungry": {"type": "boolean"},
+        "friends": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 2},
+    },
+    "required": ["name", "colour", "age", "hungry", "friends"],
+    "additionalProperties": False,
+}
+WORDS = ["name", "colour", "red", "green", "blue", "age", "hungry", "friends", "true", "false"]
+
+
+class Pieces:
+    """A vocabulary as large as GPT-2's, which needs no file: bytes, signs of JSON in threes, words,
+    and pieces of one to three letters or digits, behind a space or not."""
+
+    eos_id: int | None
+
+    def __init__(self, size: int) -> None:
+        signs, letters = '{}[]":, ', ascii_letters + digits
+        pieces = [
+            *WORDS,
+            *map("".join, product(signs, repeat=2)),
+            *map("".join, product(signs, repeat=3)),
+        ]
+        pieces += [space + a + b for a, b in product(letters, repeat=2) for space in ("", " ")]
+        pieces += [a + b + c for a, b, c in product(letters[:36], repeat=3)]
+        self.tokens = [bytes([byte]) for byte in range(256)]
+        self.tokens += [piece.encode() for piece in dict.fromkeys(pieces)][: size - 257] + [b""]
+        self.vocab_size, self.eos_id = size, size - 1
+        self.ids = {token: id for id, token in enumerate(self.tokens)}
+
+    def encode(self, text: str) -> list[int]:
+        """The longest token each time."""
+        data, ids = text.encode(), list[int]()
+        while data:
+            size = next(size for size in range(8, 0, -1) if data[:size] in self.ids)
+            ids.append(self.ids[data[:size]])
+            data = data[size:]
+        return ids
+
+    def decode_bytes(self, ids: Any) -> bytes:
+        return b"".join(self.tokens[id] for id in ids)
+
+    def decode(self, ids: Any) -> str:
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+
+@cache
+def grammars_of(size: int) -> grammar.Grammars:
+    return grammar.Grammars(Pieces(size), size, (size - 1,))
+
+
+def form_of(size: int, schema: Mapping[str, Any]) -> grammar.Form:
+    return grammar.Form(grammars_of(size), grammar.start(grammar.of_schema({**schema})))
+
+
+def masks_of(requests: list[Request]) -> list[Any]:
+    return [request.row.mask for request in requests]
+
+
+def masks(subject: Subject, plan: Any) -> Iterator[Group]:
+    """A decode step of requests in a form and of others, and the time of its masks alone."""
+    prompt, answer = plan.lengths
+    engine = engine_of(fresh(subject), plan.masked)
+    engine.observers.append(grammar.Ahead())
+    prompts = subject.prompts([prompt] * plan.masked)
+    form = form_of(subject.config.vocab_size, {"items": PERSON, "type": "array", "minItems": 50})
+    seconds: dict[str, list[float]] = {PLAIN: [], "in a form": [], "masks": []}
+    for _ in range(plan.repeats):
+        for name in (PLAIN, "in a form"):
+            engine.steps.clear()
+            answers = answered(engine, prompts, answer, None if name == PLAIN else form)
+            decode = [step.seconds for step in engine.steps if not step.prefill_tokens]
+            seconds[name].append(median(decode))
+        requests = [Request(ids, SamplingParams()) for ids in prompts]
+        for request in requests:
+            form(request)
+        passes = []
+        for place in range(answer):
+            passes.append(measure.seconds(partial(masks_of, requests)))
+            for request, ids in zip(requests, answers, strict=True):
+                request.output.token_ids.append(ids[place])
+        seconds["masks"].append(median(passes))
+    yield {"count": plan.masked, "vocabulary": subject.config.vocab_size, "seconds": seconds}
+
+
+def forced(subject: Subject, plan: Any) -> Iterator[Group]:
+    """Answers in JSON: drafts of what the grammar forces, and of nothing else."""
+    prompt, answer = plan.long
+    plain = engine_of(fresh(subject), max(plan.forced))
+    prompts = subject.prompts([prompt] * max(plan.forced))
+    times = measure_passes(plain.runner, plain.scheduler.pool.count)
+    form = form_of(subject.config.vocab_size, PERSON)
+    for count in plan.forced:
+        nothing = Recorded({}, 1.0, subject.config.vocab_size)
+        engines = {PLAIN: plain, FIXED: with_drafts(plain, nothing, 2 * plan.drafts)}
+        engines[ADAPTIVE] = with_drafts(plain, nothing, 2 * plan.drafts, Adaptive(times))
+        yield {"count": count, **compare(engines, prompts[:count], answer, plan.repeats, form)}
+
+
 # ---- what is predicted --------------------------------------------------------------------------
 
 
@@ -181,13 +307,13 @@ def at(results: Results, alpha: float, count: int) -> list[Row]:
 def claims(results: Results) -> Iterator[Claim]:
     """What the lesson predicts by hand, and what the formula predicts from measured passes."""
     drafts = FULL.drafts
-    by_hand = {1: 2.77, 4: 1.4, 32: 0.55}
-    for count in by_hand:
+    hand = {1: 2.77, 4: 1.4, 32: 0.55}
+    for count in hand:
         for row in at(results, 0.7, count):
             what = f"four drafts over none, {kit.counted(count, 'row')}"
             formula = predicted(results, 0.7, count, drafts)
             why = "the passes before the answers' ends have fewer drafts, and sampling its cost"
-            yield Claim(what, formula, row.gain(PLAIN, FIXED), "x", why, by_hand[count])
+            yield Claim(what, formula, row.gain(PLAIN, FIXED), "x", why, hand[count])
     for count in FULL.rows:
         for row in at(results, 0.0, count):
             what = f"adaptive over none, all drafts wrong, {kit.counted(count, 'row')}"
@@ -196,6 +322,13 @@ def claims(results: Results) -> Iterator[Claim]:
     for row in results.groups("again", model="gpt2", count=1):
         why = "a draft is at most as long as the match behind it"
         yield Claim("a prompt again, from past answers", 3.0, row.gain(PLAIN, "suffix"), "x", why)
+    for row in results.groups("masks"):
+        cost, what = masks_share(row), f"masks of {row['count']} rows, share of a step"
+        why = "the parser walks the vocabulary's tree of prefixes, row by row"
+        yield Claim(what, 3.0, 100 * cost, "%", why, 3.0, aim=True)
+    for row in results.groups("forced", count=1):
+        why = "only where the grammar leaves one text; not in names and numbers"
+        yield Claim("JSON by forced tokens, 1 row", 1.3, row.gain(PLAIN, FIXED), "x", why, 1.3)
     for row in results.groups("draft", model="stories", layers=1):
         why = "one layer does not know which name comes next, and it costs a call an operator"
         yield Claim("stories' first layer drafts", 0.8, row.gain(PLAIN, FIXED), "x", why, 0.8)
@@ -206,6 +339,10 @@ def off(row: Row) -> str:
         return "-"
     formula = predicted(row.results, row["alpha"], row["count"], FULL.drafts)
     return f"{formula:.2f}x ({row.gain(PLAIN, FIXED) / formula - 1:+.0%})"
+
+
+def masks_share(row: Row) -> float:
+    return row.of("masks").median / row.of(PLAIN).median
 
 
 def share(variant: str) -> Any:
@@ -221,6 +358,8 @@ COLUMNS: dict[str, rows.Column] = {
     "by the formula (off by)": off,
     "as many as pay": rows.gain(PLAIN, variant=ADAPTIVE),
     "passes": lambda row: " / ".join(str(count) for count in row["passes"].values()),
+    "vocabulary": "vocabulary:,",
+    "all masks, share": lambda row: f"{masks_share(row):.1%}",
     "n-gram": rows.gain(PLAIN, variant="n-gram"),
     "suffix": rows.gain(PLAIN, variant="suffix"),
     "accepted, n-gram": share("n-gram"),
@@ -235,6 +374,8 @@ TABLES = rows.tables(
       | as many as pay
     again < again: model | rows | {PLAIN}, ms | n-gram | suffix | passes
     formats < formats: weights | {PLAIN}, ms | four drafts | passes
+    masks < masks: rows | vocabulary | {PLAIN}, ms | in a form, ms | masks, ms | all masks, share
+    forced < forced: rows | {PLAIN}, ms | four drafts | as many as pay | accepted | passes
     draft < draft: layers | {PLAIN}, ms | four drafts | accepted | passes
     """,
     times=lambda results: results.groups("passes", model="gpt2"),
@@ -242,6 +383,8 @@ TABLES = rows.tables(
     again=lambda results: results.groups("again"),
     formats=lambda results: results.groups("formats", model="gpt2"),
     draft=lambda results: results.groups("draft", model="stories"),
+    masks=lambda results: results.groups("masks"),
+    forced=lambda results: results.groups("forced"),
     claims=closing(claims),
 )
 
@@ -269,7 +412,15 @@ def headline(results: Results) -> str:
 
 
 CHARTS = {"oracle": oracle_chart}
-WORK = kit.cases(Case(passes), Case(oracle), Case(again, models=None), Case(formats), Case(draft))
+WORK = kit.cases(
+    Case(passes),
+    Case(oracle),
+    Case(again, models=None),
+    Case(formats),
+    Case(draft),
+    Case(masks),
+    Case(forced),
+)
 BENCHMARK = kit.Benchmark("stage11_speculative", __doc__, FULL, WORK, TABLES, CHARTS, headline, FEW)
 main = BENCHMARK.main
 
