@@ -55,9 +55,10 @@ class Claim:
         `balance`, its operations for each byte that it reads."""
         if self.share is not None:
             return FASTER if self.share > 1 else self.why
-        if self.held(by_hand) or not self.held(self.predicted):
-            return self.why
         rounded = ROUND.gflops["float32"] / ROUND.bandwidth_gb_s
+        alike = round(balance) == round(rounded)
+        if alike or self.held(by_hand) or not self.held(self.predicted):
+            return self.why
         return (
             f"held here: the machine does {balance:.0f} operations a byte read, not {rounded:.0f}"
         )
