@@ -2,12 +2,14 @@
 
 `pytest stage04_continuous --mine` runs the tests against the student's copy of that stage: see
 mine.py. `-k task2` chooses the tests of task 2, with --mine or without. A failed test prints one
-line, unless --tb asks for more. A task's first failed test runs again beside the reference's other
-tasks: if it passes there, another task is the cause, and is named.
+line, unless --tb asks for more, and a test that computes without end is ended. A task's first
+failed test runs again beside the reference's other tasks: if it passes there, another task is the
+cause, and is named.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -21,7 +23,7 @@ from _pytest.runner import runtestprotocol
 from .. import paths
 from ..chat_template import RENDERER
 from ..task import Task
-from . import mine
+from . import mine, patience
 
 # Programs that run beside the tests and import nothing of a stage.
 HARMLESS = (RENDERER, paths.ROOT / "stage11_speculative" / "trial.py")
@@ -136,9 +138,23 @@ class _Mine:
         judged = mine.ACTIVE[item.nodeid.partition("/")[0]].judged
         judged.update(task.number for task in _tasks_of(item.nodeid))
         try:
-            return (yield)
+            with self._patience(item):
+                return (yield)
         finally:
             judged.clear()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
+        with self._patience(item):
+            return (yield)
+
+    def _patience(self, item: pytest.Item) -> contextlib.AbstractContextManager[None]:
+        """A limit for endless loops. A worker of xdist has no terminal for news."""
+        terminal = item.config.pluginmanager.getplugin("terminalreporter")
+        say = terminal.write_line if terminal else lambda line: None
+        stuck = any("Endless" in why for why in self.failed.values())
+        most = patience.AGAIN if stuck else patience.MOST
+        return patience.patience(item.nodeid, say, most, min(patience.NEWS, most))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.passed[report.nodeid] = self.passed.get(report.nodeid, True) and not report.failed

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from shared import paths
-from shared.course import mine
+from shared.course import mine, patience
 from shared.errors import UserError
 from shared.task import Task
 
@@ -22,6 +24,24 @@ STAGE = "stage02_kv_cache"
 OTHER = "stage04_continuous"
 YIELD = "yield  # so that it is still an async generator"
 STUB = re.compile(r" *raise NotImplementedError\(\r?\n.*\n.*exercise hint stage.*\n *\)\r?\n")
+
+
+def test_an_endless_loop_is_ended_whatever_it_catches():
+    said: list[str] = []
+
+    def loop() -> None:
+        while True:
+            with contextlib.suppress(Exception):
+                sum(range(1000))
+
+    with (
+        pytest.raises(patience.Endless, match="is the loop endless"),
+        patience.patience("test_loop", said.append, most=0.3, news=0.1),
+    ):
+        loop()
+    assert said and said[0].startswith("test_loop has computed for 0 s")
+    with patience.patience("waits", said.append, most=0.2, news=0.05):
+        time.sleep(0.6)  # waiting is not computing
 
 
 def test_a_stage_has_short_names_and_all_others_are_refused():

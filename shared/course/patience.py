@@ -1,0 +1,48 @@
+"""Ends a test that does not end: an endless loop in a student's copy, say."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+MOST = 100.0  # seconds of this process's processor time: waiting for a compiler does not count
+AGAIN = 5.0  # once a test has been ended: the same loop is in the next ones
+NEWS = 10.0  # seconds between two lines about a test that takes long
+
+
+class Endless(BaseException):
+    """Raised in the middle of a test. No Exception, so that the test's code does not catch it."""
+
+    def __str__(self) -> str:
+        return "this has computed for too long: is the loop endless?"
+
+
+@contextlib.contextmanager
+def patience(test: str, say: Callable[[str], object], most: float, news: float) -> Iterator[None]:
+    """Raise Endless in this thread once the block has computed for `most` seconds, and meanwhile
+    `say` every `news` seconds what runs. What never returns to Python is not ended."""
+    thread, over, begun = threading.get_ident(), threading.Event(), time.process_time()
+
+    def raise_there(error: type[BaseException] | None) -> None:
+        what = ctypes.py_object(error) if error else None
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
+
+    def watch() -> None:
+        while not over.wait(news):
+            taken = time.process_time() - begun
+            if taken > most:
+                raise_there(Endless)
+                return
+            say(f"{test} has computed for {taken:.0f} s; it is ended at {most:.0f}")
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+        raise_there(None)  # if the block ended in this moment
