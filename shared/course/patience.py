@@ -8,16 +8,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from _pytest.outcomes import Failed
+
 MOST = 100.0  # seconds of this process's processor time: waiting for a compiler does not count
 AGAIN = 5.0  # once a test has been ended: the same loop is in the next ones
 NEWS = 10.0  # seconds between two lines about a test that takes long
 
 
-class Endless(BaseException):
+class Endless(Failed):
     """Raised in the middle of a test. No Exception, so that the test's code does not catch it."""
 
-    def __str__(self) -> str:
-        return "this has computed for too long: is the loop endless?"
+    def __init__(self) -> None:
+        super().__init__("this has computed for too long: is the loop endless?")
 
 
 @contextlib.contextmanager

@@ -150,8 +150,14 @@ class _Mine:
 
     def _patience(self, item: pytest.Item) -> contextlib.AbstractContextManager[None]:
         """A limit for endless loops. A worker of xdist has no terminal for news."""
-        terminal = item.config.pluginmanager.getplugin("terminalreporter")
-        say = terminal.write_line if terminal else lambda line: None
+        plugins = item.config.pluginmanager
+        terminal, capture = map(plugins.getplugin, ("terminalreporter", "capturemanager"))
+
+        def say(line: str) -> None:
+            if terminal:
+                with capture.global_and_fixture_disabled():
+                    terminal.write_line(f"\n{line}")
+
         stuck = any("Endless" in why for why in self.failed.values())
         most = patience.AGAIN if stuck else patience.MOST
         return patience.patience(item.nodeid, say, most, min(patience.NEWS, most))
