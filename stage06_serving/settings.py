@@ -364,7 +364,6 @@ def _older_variables() -> dict[str, str]:
     """The fields whose environment variable is set by an older name alone."""
     fields = {}
     for older, name in OTHER_NAMES.items():
-        old, field = (word[2:].replace("-", "_") for word in (older, name))
-        if PREFIX + old.upper() in os.environ and PREFIX + field.upper() not in os.environ:
-            fields[field] = os.environ[PREFIX + old.upper()]
+        if _variable(older) in os.environ and _variable(name) not in os.environ:
+            fields[name[2:].replace("-", "_")] = os.environ[_variable(older)]
     return {name: value for name, value in fields.items() if name in Settings.model_fields}

@@ -56,7 +56,7 @@ def collect(submission: Path) -> tuple[dict[str, bytes], list[str]]:
         if folder is None and stage == LAST:
             continue
         for task in mine.tasks(stage):
-            source, why = grading.file_of(folder, task)
+            source, why = grading.file_of(folder, task.file)
             if why:
                 raise UserError(
                     f"The capstone needs all of {', '.join(STAGES)}: {stage}: {why} Make it with "

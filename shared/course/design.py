@@ -70,7 +70,12 @@ def line(judge: Judge, submission: Path, stage: str, plan: Any, rounds: int) -> 
     if folder is None:
         begin = mine.command("design", stage, "FILE")
         raise UserError(f"There is no {stage} in {submission}: begin with `{begin}`.")
-    sources = {name: mine.read(folder / name) for name in mine.modules(folder)}
+    sources = {}
+    for name in mine.modules(folder):
+        source, why = grading.file_of(folder, name)
+        if why:
+            raise UserError(why)
+        sources[name] = source.decode("utf-8-sig", "replace")
     written = [
         f"{name} ({sum(map(bool, map(str.strip, source.splitlines())))} lines)"
         for name, source in sources.items()

@@ -75,7 +75,7 @@ def grade(
     def judged(entry: tuple[str, Task, Extra | None]) -> Verdict:
         stage, task, added = entry
         started = time.monotonic()
-        source, why = file_of(folders[stage], task)
+        source, why = file_of(folders[stage], task.file)
         note = ""
         if not why:
             why = judge.why(stage, task, source, added)
@@ -98,17 +98,17 @@ def submitted(submission: Path, stage: str, alone: bool) -> Path | None:
     return None
 
 
-def file_of(folder: Path | None, task: Task) -> tuple[bytes, str]:
-    """A task's file in a submission, or why it cannot be judged."""
-    path = None if folder is None else folder / task.file
+def file_of(folder: Path | None, name: str) -> tuple[bytes, str]:
+    """A file in a submission, or why it cannot be judged."""
+    path = None if folder is None else folder / name
     try:
         if folder is None or path is None or not path.is_file():
-            return b"", f"There is no {task.file} in the submission."
-        if path.resolve() != folder.resolve() / task.file or path.stat().st_size > MOST_BYTES:
-            return b"", f"{task.file} is a link, or larger than {MOST_BYTES // 1024} KiB."
+            return b"", f"There is no {name} in the submission."
+        if path.resolve() != folder.resolve() / name or path.stat().st_size > MOST_BYTES:
+            return b"", f"{name} is a link, or larger than {MOST_BYTES // 1024} KiB."
         return path.read_bytes(), ""
     except OSError as error:
-        return b"", f"{task.file} cannot be read: {error.strerror}."
+        return b"", f"{name} cannot be read: {error.strerror}."
 
 
 def grade_class(

@@ -346,7 +346,7 @@ def test_a_design_without_the_references_private_functions_gets_its_line(home, t
     for name in ("_chunk_size", "_work", "_next_waiting", "_waited"):
         source = source.replace(name, f"_my{name}")
     mine.write(folder / "scheduler.py", source)
-    words = ["line", "4", "--submission", str(tmp_path), "--quick"]
+    words = ["line", "4", "--submission", str(tmp_path), "--quick", "--seconds", "120"]
     exercise.main(words)
     said = capsys.readouterr().out
     assert re.search(r"scheduler.py \(\d+ lines\): .* tok/s, \d+% of the .* tokens proved", said)

@@ -51,9 +51,9 @@ def test_a_submission_is_found(place, tmp_path, fake):
 
 def test_a_file_that_is_missing_too_large_or_a_link_is_no_solution(tmp_path, monkeypatch):
     def why() -> str:
-        return grading.file_of(tmp_path, TASK)[1]
+        return grading.file_of(tmp_path, TASK.file)[1]
 
-    assert f"no {FILE}" in why() and f"no {FILE}" in grading.file_of(None, TASK)[1]
+    assert f"no {FILE}" in why() and f"no {FILE}" in grading.file_of(None, TASK.file)[1]
     mine.write(tmp_path / FILE, "#" * (grading.MOST_BYTES + 1))
     assert "larger than" in why()
     (tmp_path / FILE).unlink()
