@@ -13,7 +13,6 @@ import pytest
 
 from shared.course import exercise, grading, judge, mine, variant
 from shared.errors import UserError
-from shared.task import Task
 
 
 def failed(given: variant.Variant, source: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
@@ -90,7 +89,7 @@ def test_start_writes_the_rules_and_grade_judges_them(home, tmp_path, capsys, mo
     if why := judge.unconfined():
         pytest.skip(why)
     monkeypatch.setattr(judge, "SEEDS", 3)
-    monkeypatch.setattr(grading, "file_of", lambda folder, task: given_file(folder, task))
+    monkeypatch.setattr(grading, "file_of", given_file)
     for source, points in ((variant.SOURCE, " 0"), (given.solution(), "20")):
         mine.write(folder / variant.FILE, source)
         exercise.main(["grade", "stage05", "--variant", "ada17", "--out", str(tmp_path / "a.json")])
@@ -98,8 +97,8 @@ def test_start_writes_the_rules_and_grade_judges_them(home, tmp_path, capsys, mo
         assert f" {points} of  20  stage05 task 7: the rules of variant ada17" in out, out
 
 
-def given_file(folder: Path | None, task: Task) -> tuple[bytes, str]:
+def given_file(folder: Path | None, name: str) -> tuple[bytes, str]:
     """Only the variant's file."""
-    if folder is None or task.file != f"{variant.FOLDER}/{variant.FILE}":
+    if folder is None or name != f"{variant.FOLDER}/{variant.FILE}":
         return b"", "not judged"
-    return (folder / task.file).read_bytes(), ""
+    return (folder / name).read_bytes(), ""
