@@ -370,6 +370,7 @@ def _best_rate(work: float, run: Callable[[], object], budget: float) -> float:
 
 MOVED = 0.15  # of the machine's speeds: a measurement that saw more is repeated
 ATTEMPTS = 3
+LONG = 60.0  # seconds: such a measurement outlasts the machine's moods, so it is not repeated
 
 
 @dataclass
@@ -378,7 +379,7 @@ class Ruler:
     minutes, so a share of them divides by those before and after.
 
     A measurement during which one of them moved by more than MOVED is made again, up to ATTEMPTS
-    times; the steadiest counts.
+    times, but not after LONG seconds; the steadiest counts.
     """
 
     seen: dict[str, Any] = field(default_factory=dict)  # beside the last measurement
@@ -394,11 +395,12 @@ class Ruler:
     def around(self, run: Callable[[], Result]) -> Result:
         """The result of `run`."""
         attempts: list[tuple[float, Any, Any, Result]] = []
+        started = time.perf_counter()
         while len(attempts) < ATTEMPTS:
             before, result, after = self.speeds(), run(), self.speeds()
             moved = max(abs(after[name] / before[name] - 1) for name in before)
             attempts.append((moved, before, after, result))
-            if moved <= MOVED:
+            if moved <= MOVED or time.perf_counter() - started > LONG:
                 break
         moved, before, after, result = min(attempts, key=lambda attempt: attempt[0])
         self.seen = {"before": before, "after": after, "moved": moved, "attempts": len(attempts)}

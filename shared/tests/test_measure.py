@@ -48,7 +48,7 @@ def test_variants_take_turns_and_warm_up_does_not_count():
 
 
 def test_what_the_machine_disturbed_is_measured_again_and_the_steadiest_counts(monkeypatch):
-    memory = iter([50.0, 80.0, 50.0, 60.0, 50.0, 70.0, 70.0, 75.0])
+    memory = iter([50.0, 80.0, 50.0, 60.0, 50.0, 70.0, 70.0, 75.0, 50.0, 80.0])
     monkeypatch.setattr(measure, "read_bandwidth", lambda **_: next(memory))
     monkeypatch.setattr(measure, "matmul_rate", lambda *_: 100.0)
     runs = iter(range(99))
@@ -58,7 +58,10 @@ def test_what_the_machine_disturbed_is_measured_again_and_the_steadiest_counts(m
         assert ruler.seen["moved"] == pytest.approx(0.2) and ruler.seen["after"]["memory"] == 60
         assert measure.turns({"A": lambda: next(runs)}, 1, warmup=0) == {"A": [3]}
         assert ruler.seen["attempts"] == 1 and ruler.seen["before"]["float32"] == 100
-    assert measure.turns({"A": lambda: next(runs)}, 1, warmup=0) == {"A": [4]}  # without one
+        monkeypatch.setattr(measure, "LONG", 0.0)  # a load that takes too long for another
+        assert measure.turns({"A": lambda: next(runs)}, 1, warmup=0) == {"A": [4]}
+        assert ruler.seen["attempts"] == 1 and ruler.seen["moved"] > measure.MOVED
+    assert measure.turns({"A": lambda: next(runs)}, 1, warmup=0) == {"A": [5]}  # without one
     assert next(memory, None) is None
 
 
