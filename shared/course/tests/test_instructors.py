@@ -71,6 +71,12 @@ def test_hours_are_those_of_the_files():
         assert abs(shown - right) <= max(10, right / 10), stale
 
 
+def test_the_reading_path_leads_through_every_stage():
+    rows = hours.ROW.findall(mine.read(paths.ROOT / hours.FRONT))
+    stages = re.findall(r"\((\w+)/\)", " ".join(row[0] for row in rows))
+    assert stages == paths.discover()
+
+
 def test_how_hours_are_computed(monkeypatch, tmp_path):
     monkeypatch.setattr(paths, "ROOT", tmp_path)
     (tmp_path / "stage01_x").mkdir()
