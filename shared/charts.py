@@ -57,6 +57,7 @@ STYLE: dict[str, Any] = {
     "axes.spines.right": False,
     "axes.axisbelow": True,
     "axes.grid": True,
+    "axes.prop_cycle": matplotlib.cycler(color=COLOURS),
     "grid.color": FAINT,
     "grid.linewidth": 0.7,
     "lines.linewidth": 2.0,
