@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -53,8 +53,7 @@ def counts_of(steps: Iterable[StepRecord]) -> list[tuple[int, ...]]:
 # ---- tasks ----
 
 
-def formulas(draw: Random) -> list[Entry]:
-    seen: list[Entry] = []
+def formulas(draw: Random) -> Iterator[Entry]:
     for kind in ("float64", "float32"):
         for _ in range(3):
             shape = [draw.randint(1, 4) for _ in range(draw.randint(0, 2))] + [draw.randint(2, 9)]
@@ -64,14 +63,13 @@ def formulas(draw: Random) -> list[Entry]:
             call = f"an array of shape {shape}, epsilon {epsilon}"
             norm = numpy_gpt2.layer_norm(x, weight, bias, epsilon)
             gelu, soft = numpy_gpt2.gelu(x), numpy_gpt2.softmax(x)
-            seen.append({"call": call, "layer_norm": norm, "gelu": gelu, "softmax": soft})
+            yield {"call": call, "layer_norm": norm, "gelu": gelu, "softmax": soft}
             large = draw.choice([-1e4, 1e4]) + 300 * x
-            seen.append({"call": "large scores", "softmax": numpy_gpt2.softmax(large)})
-    return seen
+            yield {"call": "large scores", "softmax": numpy_gpt2.softmax(large)}
 
 
-def ends(draw: Random) -> list[Entry]:
-    model, seen = tiny(draw), list[Entry]()
+def ends(draw: Random) -> Iterator[Entry]:
+    model = tiny(draw)
     for _ in range(60):
         params = options_of(draw)
         prompt, output = prompt_of(draw, 40), prompt_of(draw, 25)[1:]
@@ -82,8 +80,7 @@ def ends(draw: Random) -> list[Entry]:
         token = draw.choice([draw.randrange(100), *eos, *params.stop_token_ids])
         reason = generation.finish_reason(token, Row(params, prompt, output), model.config, eos)
         call = f"token {token} after {len(prompt)} + {len(output)} tokens, eos {eos}, {params}"
-        seen.append({"call": call, "reason": reason})
-    return seen
+        yield {"call": call, "reason": reason}
 
 
 def weights_of(draw: Random, layers: int, width: int, tied: bool) -> numpy_gpt2.Weights:
@@ -119,13 +116,13 @@ def page(draw: Random) -> list[Entry]:
     ]
 
 
-def model(draw: Random) -> list[Entry]:
+def model(draw: Random) -> Iterator[Entry]:
     """The model with attention, and with a function of each token alone for other shapes."""
-    gpt2, seen = tiny(draw), list[Entry]()
+    gpt2 = tiny(draw)
     config = gpt2.config
     ids = torch.tensor(prompt_of(draw, 30))
     hidden = gpt2(ids, torch.arange(len(ids)), Recompute().attend)
-    seen.append({"call": f"the model on {len(ids)} tokens", "hidden": hidden})
+    yield {"call": f"the model on {len(ids)} tokens", "hidden": hidden}
     for shape in ((3,), (2, 3), (2, 1, 2)):
         calls: list[object] = []
 
@@ -138,14 +135,12 @@ def model(draw: Random) -> list[Entry]:
         ids = torch.tensor([draw.randrange(100) for _ in range(12)])[: np.prod(shape)].view(shape)
         places = torch.randperm(config.n_positions)[: ids.numel()].view(shape)
         hidden = gpt2(ids, places, attend)
-        seen.append({"call": f"the model on ids of shape {shape}", "hidden": hidden})
-        x = tensors(draw, *shape, config.n_embd)
-        seen[-1] |= {"calls": calls, "block": gpt2.h[-1](x, attend)}
-    return seen
+        block = gpt2.h[-1](tensors(draw, *shape, config.n_embd), attend)
+        call = f"the model on ids of shape {shape}"
+        yield {"call": call, "hidden": hidden, "calls": calls, "block": block}
 
 
-def samples(draw: Random) -> list[Entry]:
-    seen: list[Entry] = []
+def samples(draw: Random) -> Iterator[Entry]:
     for _ in range(6):
         kind = draw.choice([torch.float64, torch.float32, torch.bfloat16])
         wide, count = draw.choice([1, 5, 100]), draw.randint(1, 4)
@@ -170,10 +165,10 @@ def samples(draw: Random) -> list[Entry]:
         drawn = outcome(sampling.sample, logits, rows, (3, 50))
         call = f"sample, {kind}, {[row.params for row in rows]}"
         same = torch.equal(before.nan_to_num(), logits.nan_to_num())
-        seen.append({"call": call, "sampled": drawn, "unchanged": same})
+        yield {"call": call, "sampled": drawn, "unchanged": same}
         more = draw.choice([0, 1])
         again = outcome(sampling.sample, logits, rows[:more] or rows, (3, 50))
-        seen.append({"call": f"again, {call}", "sampled": again})
+        yield {"call": f"again, {call}", "sampled": again}
     for _ in range(12):
         scores, params = tensors(draw, 40) * draw.choice([1, 4]), options_of(draw, temperature=0.9)
         if draw.random() < 0.5:
@@ -181,40 +176,39 @@ def samples(draw: Random) -> list[Entry]:
         if draw.random() < 0.5:
             scores = scores.float()
         call = f"distribution, {params}"
-        seen.append({"call": call, "result": sampling.distribution(scores, params)})
+        yield {"call": call, "result": sampling.distribution(scores, params)}
         weights = (scores - scores.max()).exp()
         if params.min_p and draw.random() < 0.5:
             weights[draw.randrange(40)] = params.min_p
-        seen.append({"call": f"_filtered, {params}", "result": sampling._filtered(weights, params)})
+        yield {"call": f"_filtered, {params}", "result": sampling._filtered(weights, params)}
         spread = weights.double() * (torch.rand(40) < 0.4)
         spread[draw.randrange(40)] = 1.0
         for dart in (0.0, draw.random(), draw.random(), 1 - 2**-53, 1.0):
             hit = sampling.draw(spread / spread.sum(), dart)
-            seen.append({"call": f"draw with the dart {dart}", "token": hit})
-    return seen
+            yield {"call": f"draw with the dart {dart}", "token": hit}
 
 
 def outputs_of(outputs: Iterable[Output]) -> list[object]:
     return [(o.token_ids, o.finish_reason, o.tokens) for o in outputs]
 
 
-def loop(draw: Random) -> list[Entry]:
+def loop(draw: Random) -> Iterator[Entry]:
     model, passes = tiny(draw), list[int]()
     model.register_forward_pre_hook(lambda _, inputs: passes.append(inputs[0].numel()))
     engine = Engine(model, eos_ids=draw.sample(range(100), 4))
     prompts = [prompt_of(draw, 60) for _ in range(4)]
     params = [options_of(draw, longest=12) for _ in prompts]
     outputs = engine.generate(prompts, params)
-    seen: list[Entry] = [{"call": f"generate {params}", "outputs": outputs_of(outputs)}]
-    seen[-1] |= {"steps": counts_of(engine.steps), "passes": list(passes)}
+    entry: Entry = {"call": f"generate {params}", "outputs": outputs_of(outputs)}
+    yield entry | {"steps": counts_of(engine.steps), "passes": passes}
     tokens, output = [], Output(prompts[0])
     for token in engine._tokens(output, params[1]):
         tokens.append((token, len(output.tokens), len(passes)))
-    return [*seen, {"call": f"stream {params[1]}", "tokens": tokens}]
+    yield {"call": f"stream {params[1]}", "tokens": tokens}
 
 
-def judged(draw: Random) -> list[Entry]:
-    model, seen = tiny(draw), list[Entry]()
+def judged(draw: Random) -> Iterator[Entry]:
+    model = tiny(draw)
     for length in (draw.randint(0, 2), draw.randint(3, 64), draw.randint(65, 300)):
         ids = [draw.randrange(100) for _ in range(length)]
         stride = draw.choice(
@@ -223,8 +217,7 @@ def judged(draw: Random) -> list[Entry]:
         judged = list[int]()
         result = outcome(scoring.perplexity, model, ids, stride, judged.append)
         call = f"perplexity of {length} tokens, stride {stride}"
-        seen.append({"call": call, "result": result, "progress": judged})
-    return seen
+        yield {"call": call, "result": result, "progress": judged}
 
 
 DRIVERS = {1: formulas, 2: ends, 3: page, 4: model, 5: samples, 6: loop, 7: judged}

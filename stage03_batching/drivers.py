@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 
 import torch
@@ -21,36 +21,30 @@ SMALL = Config(50, 24, 24, 2, 6, n_kv_head=3, name="small")
 KINDS = (torch.float64, torch.float32, torch.bfloat16)
 
 
-def columns(draw: Random) -> list[Entry]:
-    seen: list[Entry] = []
+def columns(draw: Random) -> Iterator[Entry]:
     for _ in range(4):
         lengths = [draw.randint(1, 9) for _ in range(draw.randint(1, 4))]
         kind, count = draw.choice(KINDS), max(lengths) + draw.randint(0, 9)
         padded = cache.PaddedCache(SMALL, lengths, count, dtype=kind)
-        seen.append(
-            {"call": f"PaddedCache({lengths}, {count})", "kv": padded.kv, "bytes": padded.bytes}
-        )
-        seen[-1] |= {
-            "padding": padded.padding,
-            "columns": padded.columns,
-            "last": padded.last_position,
-        }
+        call = f"PaddedCache({lengths}, {count})"
+        entry: Entry = {"call": call, "kv": padded.kv, "bytes": padded.bytes}
+        entry |= {"padding": padded.padding, "columns": padded.columns}
+        yield entry | {"last": padded.last_position}
         for _ in range(12):
             wanted, before = draw.choice([-1, 0, 1, 1, 2, 5, count - padded.length]), padded.length
             step = outcome(padded.extend, wanted)
             call = f"extend({wanted}) of a cache with {before} of {count}"
-            seen.append({"call": call, "length": padded.length})
+            entry = {"call": call, "length": padded.length}
             if isinstance(step, Exception):
-                seen[-1]["error"] = step
+                entry["error"] = step
             else:
                 step.new.fill_(draw.randint(1, 100))
-                seen[-1] |= {"seen": step.seen.shape, "positions": step.positions}
-        seen.append({"call": "the numbers in the end", "kv": padded.kv})
-    return seen
+                entry |= {"seen": step.seen.shape, "positions": step.positions}
+            yield entry
+        yield {"call": "the numbers in the end", "kv": padded.kv}
 
 
-def by_hand(draw: Random) -> list[Entry]:
-    seen: list[Entry] = []
+def by_hand(draw: Random) -> Iterator[Entry]:
     for kind in KINDS:
         for masked in (True, False):
             rows, heads, group = draw.randint(1, 3), draw.choice([1, 2, 3]), draw.choice([1, 1, 2])
@@ -70,13 +64,11 @@ def by_hand(draw: Random) -> list[Entry]:
             out = attention.masked_attention(q, k, v, mask, causal)
             shapes = f"q {list(q.shape)} {q.dtype}, keys {list(k.shape)} {kind}"
             call = f"masked_attention, {shapes}, {'mask' if masked else f'causal={causal}'}"
-            seen.append({"call": call, "kind": out.dtype, "out": out.to(kind)})
-    return seen
+            yield {"call": call, "kind": out.dtype, "out": out.to(kind)}
 
 
-def masks(draw: Random) -> list[Entry]:
+def masks(draw: Random) -> Iterator[Entry]:
     """Positions and masks. Those of padding may be anything valid."""
-    seen: list[Entry] = []
     for _ in range(12):
         rows, last = draw.randint(1, 4), draw.randint(8, 20)
         padding = torch.tensor([0, *(draw.randint(0, 7) for _ in range(rows - 1))])
@@ -92,16 +84,14 @@ def masks(draw: Random) -> list[Entry]:
                     positions[row][place] = 0 <= positions[row][place] <= last
                     visible[row][place] = [any(visible[row][place])]
         call = f"columns {start} to {end}, padding {padding.tolist()}, last position {last}"
-        seen.append({"call": call, "positions": positions, "visible": visible})
-        seen[-1]["new"] = step.new.clone()
+        entry: Entry = {"call": call, "positions": positions, "visible": visible}
+        entry["new"] = step.new.clone()
         step.new[1] = 7
         kv[0, :, :, :, 0] = 8  # both are views of the same memory
-        seen[-1] |= {"kv": kv, "seen": step.seen}
-    return seen
+        yield entry | {"kv": kv, "seen": step.seen}
 
 
-def attend(draw: Random) -> list[Entry]:
-    seen: list[Entry] = []
+def attend(draw: Random) -> Iterator[Entry]:
     for kind in KINDS:
         lengths = [draw.randint(1, 9) for _ in range(draw.randint(1, 4))]
         group, width = draw.choice([1, 2]), max(lengths)
@@ -118,8 +108,7 @@ def attend(draw: Random) -> list[Entry]:
                 out[row, max(0, width - length - start) :] for row, length in enumerate(lengths)
             ]
             call = f"attend, columns {start} to {start + count}, prompts {lengths}, {kind}"
-            seen.append({"call": call, "out": real, "kv": padded.kv[layer, ..., start:, :].clone()})
-    return seen
+            yield {"call": call, "out": real, "kv": padded.kv[layer, ..., start:, :].clone()}
 
 
 def crowd(draw: Random) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -128,8 +117,8 @@ def crowd(draw: Random) -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, [options_of(draw, longest=12, top_k=draw.choice([0, 5])) for _ in prompts]
 
 
-def batch(draw: Random) -> list[Entry]:
-    model, passes, seen = tiny(draw), list[torch.Size](), list[Entry]()
+def batch(draw: Random) -> Iterator[Entry]:
+    model, passes = tiny(draw), list[torch.Size]()
     model.register_forward_pre_hook(lambda _, inputs: passes.append(inputs[0].shape))
     for spoilt in (False, False, True):
         engine = Engine(model, eos_ids=draw.sample(range(100), 4))
@@ -157,20 +146,19 @@ def batch(draw: Random) -> list[Entry]:
         ]
         setattr(model, "logits", logits)  # noqa: B010
         call = f"_tokens of {[len(prompt) for prompt in prompts]} tokens, {params}"
-        seen.append({"call": call, "events": sorted(events, key=lambda e: (e[2], e[0]))})
-        seen[-1] |= {"outputs": outputs_of(outputs), "errors": [o.error is None for o in outputs]}
-        seen[-1] |= {"steps": counts_of(engine.steps), "passes": list(passes)}
-        seen[-1]["bytes"] = engine.cache_bytes
+        entry: Entry = {"call": call, "events": sorted(events, key=lambda e: (e[2], e[0]))}
+        entry |= {"outputs": outputs_of(outputs), "errors": [o.error is None for o in outputs]}
+        entry |= {"steps": counts_of(engine.steps), "passes": passes}
+        yield entry | {"bytes": engine.cache_bytes}
         passes.clear()
-    return seen
 
 
 def all_of(engine: Engine, outputs: list[Output], sampling: Sampling) -> list[tuple[int, Token]]:
     return list(engine.run(outputs, sampling))
 
 
-def run(draw: Random) -> list[Entry]:
-    model, passes, seen = tiny(draw), list[torch.Size](), list[Entry]()
+def run(draw: Random) -> Iterator[Entry]:
+    model, passes = tiny(draw), list[torch.Size]()
     model.register_forward_pre_hook(lambda _, inputs: passes.append(inputs[0].shape))
     engine = Engine(model, max_batch=draw.randint(1, 3))
     for _ in range(3):
@@ -186,11 +174,10 @@ def run(draw: Random) -> list[Entry]:
             sampling = [*params, options_of(draw)]
         call = f"run, at most {engine.max_batch}, {[len(prompt) for prompt in prompts]} tokens"
         events = outcome(all_of, engine, outputs, sampling)
-        seen.append({"call": call, "events": events, "outputs": outputs_of(outputs)})
-        seen[-1] |= {"errors": [o.error for o in outputs], "steps": counts_of(engine.steps)}
-        seen[-1] |= {"bytes": engine.cache_bytes, "passes": list(passes)}
+        entry: Entry = {"call": call, "events": events, "outputs": outputs_of(outputs)}
+        entry |= {"errors": [o.error for o in outputs], "steps": counts_of(engine.steps)}
+        yield entry | {"bytes": engine.cache_bytes, "passes": list(passes)}
         passes.clear()
-    return seen
 
 
 DRIVERS = {1: columns, 2: by_hand, 3: masks, 4: attend, 5: batch, 6: run}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any, Protocol, TypeVar
 
@@ -48,9 +48,8 @@ def queued(draw: Random, id: str, longest: int = 9) -> Request:
 # ---- tasks ----
 
 
-def pack(draw: Random) -> list[Entry]:
+def pack(draw: Random) -> Iterator[Entry]:
     """Plans of requests in the middle of their lives."""
-    packed: list[Entry] = []
     for _ in range(4):
         plan = Plan()
         for place in range(draw.randint(0, 5)):
@@ -61,8 +60,7 @@ def pack(draw: Random) -> list[Entry]:
             count = draw.randint(1, request.token_count - start)
             plan.work.append(Work(request, draw.randrange(9), start, count, draw.randint(0, count)))
         call = "Plan.tokens of " + str([(w.start, w.count, w.rows) for w in plan.work])
-        packed.append({"call": call, "tokens": plan.tokens()})
-    return packed
+        yield {"call": call, "tokens": plan.tokens()}
 
 
 def shares_of(draw: Random, slots: int, lengths: list[int], most: int) -> list[cache.Share]:
@@ -76,8 +74,7 @@ def shares_of(draw: Random, slots: int, lengths: list[int], most: int) -> list[c
     return shares
 
 
-def groups(draw: Random) -> list[Entry]:
-    seen: list[Entry] = []
+def groups(draw: Random) -> Iterator[Entry]:
     for _ in range(8):
         lengths = [draw.choice([0, 0, 9, 10, 40, draw.randrange(60)]) for _ in range(6)]
         shares = shares_of(draw, 6, lengths, 64)
@@ -85,15 +82,13 @@ def groups(draw: Random) -> list[Entry]:
             continue
         attention = cache.SlotCache(GROUPED, 6).extend(shares)
         call = f"the pass {shares} (slot, position, tokens)"
-        seen.append({"call": call, "addresses": cache.addresses(shares)})
-        seen.append({"call": call, "groups": attention.groups, "slots": attention.slots})
-        seen[-1] |= {"positions": attention.positions, "order": attention.order}
-    return seen
+        yield {"call": call, "addresses": cache.addresses(shares)}
+        entry: Entry = {"call": call, "groups": attention.groups, "slots": attention.slots}
+        yield entry | {"positions": attention.positions, "order": attention.order}
 
 
-def attend(draw: Random) -> list[Entry]:
+def attend(draw: Random) -> Iterator[Entry]:
     """Passes over a cache that is full of other numbers."""
-    seen: list[Entry] = []
     for kind in (torch.float64, torch.float32, torch.bfloat16):
         group = draw.choice([1, 2])
         slots = cache.SlotCache(GROUPED, 5, dtype=kind)
@@ -110,11 +105,10 @@ def attend(draw: Random) -> list[Entry]:
             q = tensors(draw, tokens, heads, 4)
             k, v = tensors(draw, 2, tokens, kv_heads, 4)
             layer = draw.randrange(2)
-            seen.append({"call": f"attend in the pass {shares} (slot, position, tokens)"})
             out = attention.attend(layer, q, k, v).to(kind)
             slot, position = draw.choice(shares)[:2]
-            seen[-1] |= {"out": out, "written": slots.kv[layer, :, slot, :, position]}
-    return seen
+            call = f"attend in the pass {shares} (slot, position, tokens)"
+            yield {"call": call, "out": out, "written": slots.kv[layer, :, slot, :, position]}
 
 
 def settings(draw: Random) -> Options:
@@ -147,10 +141,10 @@ def lives(
     shown: Callable[[BudgetedT, Plan], Entry],
     longest: int = 9,
     often: float = 0.35,
-) -> list[Entry]:
+) -> Iterator[Entry]:
     """A scheduler with requests that come, get tokens and end; some are aborted. Without a model:
     each request that asks for a row gets a token. `shown` describes a step."""
-    seen, requests = list[Entry](), list[Request]()
+    requests = list[Request]()
     for number in range(draw.randint(10, 40)):
         while draw.random() < often:
             parents = [r for r in requests if r.state.name == "RUNNING"]
@@ -168,14 +162,13 @@ def lives(
         if alive and draw.random() < 0.1:
             chosen.finish(draw.choice(alive))
         plan = chosen.schedule()
-        seen.append({"call": f"step {number} of a scheduler", **shown(chosen, plan)})
+        yield {"call": f"step {number} of a scheduler", **shown(chosen, plan)}
         chosen.advance(plan)
         for work in plan.work:
             if work.rows:
                 work.request.output.append(Token(draw.randrange(100), None, None))
             if len(work.request.output.token_ids) >= work.request.sampling.max_tokens:
                 chosen.finish(work.request)
-    return seen
 
 
 def step_of(chosen: scheduler.Scheduler, plan: Plan) -> Entry:
@@ -190,18 +183,15 @@ def step_of(chosen: scheduler.Scheduler, plan: Plan) -> Entry:
     }
 
 
-def schedule(draw: Random) -> list[Entry]:
-    seen: list[Entry] = []
+def schedule(draw: Random) -> Iterator[Entry]:
     for _ in range(6):
         options = settings(draw)
-        lived = lives(draw, scheduler.Scheduler(**options), step_of)
-        seen.append({"call": f"Scheduler({options})", "steps": lived})
-    return seen
+        chosen = scheduler.Scheduler(**options)
+        yield {"call": f"Scheduler({options})", "steps": lives(draw, chosen, step_of)}
 
 
-def patience(draw: Random) -> list[Entry]:
+def patience(draw: Random) -> Iterator[Entry]:
     """Who is next among requests that have waited for different times."""
-    seen: list[Entry] = []
     for _ in range(40):
         policy, steps = draw.choice(scheduler.POLICIES), draw.choice([1, 2, 5, 30])
         chosen = scheduler.Scheduler(policy=policy, patience=steps)
@@ -212,8 +202,7 @@ def patience(draw: Random) -> list[Entry]:
         lines = [(r.id, r.priority, r.arrival_step) for r in chosen.waiting]
         call = f"step {chosen.step}, {policy}, patience {steps}, {lines}"
         waited = [chosen._waited(request) for request in chosen.waiting]
-        seen.append({"call": call, "next": chosen._next_waiting().id, "waited": waited})
-    return seen
+        yield {"call": call, "next": chosen._next_waiting().id, "waited": waited}
 
 
 class Log:
@@ -265,34 +254,33 @@ def whole_engine(
     built: engine.Engine[SchedulerT],
     ask: Callable[[str], Request],
     trouble: float = 0.0,
-) -> list[Entry]:
+) -> Iterator[Entry]:
     """An engine with requests that come and go, aborts, and passes that fail."""
-    seen, requests = list[Entry](), list[Request]()
+    requests = list[Request]()
     log = Log(built, lambda name: name in ("move", "run") and draw.random() < trouble)
     for number in range(draw.randint(8, 25)):
         while draw.random() < 0.4 and len(requests) < 12:
             requests.append(built.add(ask(f"r{len(requests)}")))
         if built.requests and draw.random() < 0.08:
             built.abort(draw.choice(sorted(built.requests)))
-        entry: Entry = {"call": f"step {number} of an engine"}
-        seen.append(entry)
         log.events.clear()
         tokens = outcome(built.step)
-        entry |= {"tokens": tokens, "events": list(log.events), "steps": len(built.steps)}
+        entry: Entry = {"call": f"step {number} of an engine", "tokens": tokens}
+        entry |= {"events": list(log.events), "steps": len(built.steps)}
         if isinstance(tokens, Exception):
             entry["failed"] = [r.id for r in built.fail(UserError("it failed"))]
         entry["left"] = sorted(built.requests)
-        entry["running"] = [(r.id, r.computed) for r in built.scheduler.running]
+        yield entry | {"running": [(r.id, r.computed) for r in built.scheduler.running]}
     outputs = [(r.id, r.state, r.output.finish_reason, r.output.token_ids) for r in requests]
-    return [*seen, {"call": "the outputs", "outputs": outputs}]
+    yield {"call": "the outputs", "outputs": outputs}
 
 
-def steps(draw: Random) -> list[Entry]:
-    model, seen = tiny(draw), list[Entry]()
+def steps(draw: Random) -> Iterator[Entry]:
+    model = tiny(draw)
     for trouble in (0.0, 0.15):
         options = settings(draw) | {"chunked": True}
         built = make.make(model, scheduler=scheduler.Scheduler(**options), eos_ids=(3, 7, 40, 41))
-        seen += whole_engine(draw, built, lambda id: queued(draw, id), trouble)
+        yield from whole_engine(draw, built, lambda id: queued(draw, id), trouble)
     # A request whose logits are not finite ends without a token.
     built = make.make(model, contexts=3)
     requests = [built.add(queued(draw, f"bad{place}")) for place in range(3)]
@@ -306,7 +294,7 @@ def steps(draw: Random) -> list[Entry]:
     setattr(built.runner, "run", spoilt)  # noqa: B010
     tokens = built.step()
     outputs = [(r.id, r.state, r.output.finish_reason) for r in requests]
-    return [*seen, {"call": "a pass with NaN", "tokens": tokens, "outputs": outputs}]
+    yield {"call": "a pass with NaN", "tokens": tokens, "outputs": outputs}
 
 
 DRIVERS = {1: pack, 2: groups, 3: attend, 4: schedule, 5: patience, 6: steps}

@@ -7,7 +7,7 @@ of a plan are carried out on a memory of labels, and what the tables then lead t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from random import Random
 from typing import Any
@@ -41,8 +41,7 @@ def state_of(pool: BlockPool) -> Entry:
     }
 
 
-def blocks(draw: Random, make: Callable[..., BlockPool] = BlockPool) -> list[Entry]:
-    seen: list[Entry] = []
+def blocks(draw: Random, make: Callable[..., BlockPool] = BlockPool) -> Iterator[Entry]:
     for _ in range(6):
         pool, held = make(draw.randint(2, 7), 4), list[int]()  # a block for each reference
         for _ in range(60):
@@ -55,7 +54,6 @@ def blocks(draw: Random, make: Callable[..., BlockPool] = BlockPool) -> list[Ent
                 block = pool.by_digest[draw.choice(sorted(pool.by_digest))]
             names = list(pool.digests)
             entry: Entry = {"call": f"{name} in a pool of {pool.count}, {state_of(pool)}"}
-            seen.append(entry)
             if name == "take":
                 taken = outcome(pool.take)
                 if isinstance(taken, Exception):
@@ -74,12 +72,10 @@ def blocks(draw: Random, make: Callable[..., BlockPool] = BlockPool) -> list[Ent
             elif name == "bad" and pool.free:
                 free = draw.choice(sorted(pool.free))
                 entry["result"] = [outcome(pool.share, free), outcome(pool.give_back, free)]
-            entry |= state_of(pool)
-    return seen
+            yield entry | state_of(pool)
 
 
-def names(draw: Random) -> list[Entry]:
-    seen: list[Entry] = []
+def names(draw: Random) -> Iterator[Entry]:
     for _ in range(5):
         size = draw.choice([1, 2, 4])
         pool = BlockPool(12, size)
@@ -90,13 +86,13 @@ def names(draw: Random) -> list[Entry]:
             while draw.random() < 0.9:
                 tokens = text[len(table.digests) * size :][: draw.randint(0, 3 * size)]
                 call = f"digest of {tokens}, {len(table.digests)} blocks before, size {size}"
-                seen.append({"call": call, "digests": list(table.digest(tokens))})
+                yield {"call": call, "digests": list(table.digest(tokens))}
             table.grow(len(table.digests) * size)
             for block, digest in zip(table.blocks, table.digests, strict=True):
                 pool.publish(block, draw.choice([digest, digest, digest, b"x"]))
                 pool.publish(block, bytes([draw.randrange(3)]))  # it may have a name already
             places = [pool.digests[block] for block in table.blocks]
-            seen.append({"call": "publish", "digests": places, "known": sorted(pool.by_digest)})
+            yield {"call": "publish", "digests": places, "known": sorted(pool.by_digest)}
             if draw.random() < 0.4:
                 table.release(trusted=draw.random() < 0.7)
         for table in tables:
@@ -105,8 +101,7 @@ def names(draw: Random) -> list[Entry]:
                 chain[draw.randrange(len(chain))] = b"unknown"
             matched = [pool.digests[block] for block in pool.match(iter(chain))]
             call = f"match of {len(chain)} digests"
-            seen.append({"call": call, "blocks": matched, **state_of(pool)})
-    return seen
+            yield {"call": call, "blocks": matched, **state_of(pool)}
 
 
 def shares_of(
@@ -127,8 +122,7 @@ def tables_of(draw: Random, count: int) -> list[list[int]]:
     return [[numbers.pop() for _ in range(draw.randint(1, 8))] for _ in range(count)]
 
 
-def places(draw: Random) -> list[Entry]:
-    seen: list[Entry] = []
+def places(draw: Random) -> Iterator[Entry]:
     for _ in range(10):
         size = draw.choice([1, 4, 5])
         tables = tables_of(draw, draw.randint(1, 5))
@@ -137,13 +131,12 @@ def places(draw: Random) -> list[Entry]:
         padded = cache.padded(shares)
         call = f"the pass {shares} (blocks, position, tokens), blocks of {size}"
         addresses = cache.addresses(padded, shares, size)
-        seen.append({"call": call, "padded": padded, "addresses": addresses})
-    return seen
+        yield {"call": call, "padded": padded, "addresses": addresses}
 
 
-def attend(draw: Random) -> list[Entry]:
+def attend(draw: Random) -> Iterator[Entry]:
     """Passes over a cache that is full of other numbers, in tiles of many sizes."""
-    seen, whole = list[Entry](), cache.TILE
+    whole = cache.TILE
     for kind in (torch.float64, torch.float32, torch.bfloat16):
         size = draw.choice([2, 4])
         paged = cache.PagedCache(SMALL, 40, size, dtype=kind)
@@ -165,9 +158,9 @@ def attend(draw: Random) -> list[Entry]:
             table, start, count = draw.choice(shares)
             block, place = table[start // size], start % size
             call = f"attend in the pass {[(len(t), s, c) for t, s, c in shares]}, {kind}"
-            seen.append({"call": f"{call} (blocks, position, tokens)", "out": out.to(kind)})
-            seen[-1]["written"] = paged.kv[layer, :, :, block, place : place + count].clone()
-    return seen
+            written = paged.kv[layer, :, :, block, place : place + count]
+            call = f"{call} (blocks, position, tokens)"
+            yield {"call": call, "out": out.to(kind), "written": written}
 
 
 class Labels:
@@ -210,9 +203,8 @@ class Labels:
         return hashlib.sha256("".join(labels[: request.computed]).encode()).hexdigest()[:12]
 
 
-def life(draw: Random, make: Callable[..., Scheduler] = Scheduler) -> list[Entry]:
+def life(draw: Random, make: Callable[..., Scheduler] = Scheduler) -> Iterator[Entry]:
     """Schedulers that share, preempt and swap, in a memory of labels."""
-    seen: list[Entry] = []
     for number in range(5):
         size = draw.choice([1, 2, 4])
         pool = BlockPool(draw.choice([30, 36, 44, 80]) // size, size)
@@ -276,14 +268,12 @@ def life(draw: Random, make: Callable[..., Scheduler] = Scheduler) -> list[Entry
 
         call = f"Scheduler({pool.count} blocks of {size}, {options})"
         crowd = draw.choice([(9, 0.35), (30, 0.5), (30, 0.6)])
-        steps = lives(draw, chosen, shown, *crowd)
-        seen.append({"call": call, "steps": steps})
-    return seen
+        yield {"call": call, "steps": lives(draw, chosen, shown, *crowd)}
 
 
-def common(draw: Random) -> list[Entry]:
+def common(draw: Random) -> Iterator[Entry]:
     """Whole engines in little memory, with texts that begin alike."""
-    model, seen = tiny(draw), list[Entry]()
+    model = tiny(draw)
     beginnings = [prompt_of(draw, 20) for _ in range(2)]
     pool = BlockPool(draw.randint(16, 24), 4)
     swap = BlockPool(12, 4) if draw.random() < 0.5 else None
@@ -302,26 +292,27 @@ def common(draw: Random) -> list[Entry]:
     )
     for entry in log:
         entry.pop("events", None)
-    seen += [*log, {"call": "in the end", "counts": built.scheduler.counts, "pool": state_of(pool)}]
-    return seen
+        yield entry
+    yield {"call": "in the end", "counts": built.scheduler.counts, "pool": state_of(pool)}
 
 
-def room(draw: Random) -> list[Entry]:
-    return [*life(draw), *common(draw)]
+def room(draw: Random) -> Iterator[Entry]:
+    yield from life(draw)
+    yield from common(draw)
 
 
-def variant(draw: Random) -> list[Entry]:
+def variant(draw: Random) -> Iterator[Entry]:
     """The rules of a student's own: see shared/course/variant.py."""
     classes: Any = import_module("variant")
     sizes = [classes.VariantPool(3).block_size, classes.VariantPool(3, 4).block_size]
-    seen: list[Entry] = [{"call": "the size of a block", "sizes": sizes}]
-    seen += [{"call": "VariantPool", "steps": blocks(draw, classes.VariantPool)}]
+    yield {"call": "the size of a block", "sizes": sizes}
+    yield {"call": "VariantPool", "steps": blocks(draw, classes.VariantPool)}
     for _ in range(8):
         count = draw.randint(60, 400)
         chosen = classes.VariantScheduler(classes.VariantPool(count, 4))
-        seen.append({"call": f"the watermark of {count} blocks", "blocks": chosen.watermark})
-    lived = [life(draw, classes.VariantScheduler) for _ in range(2)]
-    return [*seen, *lived[0], *lived[1]]
+        yield {"call": f"the watermark of {count} blocks", "blocks": chosen.watermark}
+    for _ in range(2):
+        yield from life(draw, classes.VariantScheduler)
 
 
 DRIVERS = {1: blocks, 2: names, 3: places, 4: attend, 5: room, 6: room, 7: variant}

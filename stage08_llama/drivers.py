@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from shared.checkpoint import without_weights
-from shared.course.driver import arrays, tensors
+from shared.course.driver import Entry, arrays, tensors
 
 from . import numpy_llama, rope
 from .config import LlamaConfig
@@ -23,9 +24,8 @@ def narrow(out: torch.Tensor) -> dict[str, Any]:
     return {"dtype of it": out.dtype, "out": out.float() if out.dtype == torch.float64 else out}
 
 
-def turned(draw: Random) -> Any:
+def turned(draw: Random) -> Iterator[Entry]:
     """Angles, and pairs that are turned by them."""
-    seen: list[Any] = []
     for kind in (*KINDS, torch.float16):
         heads, pairs = draw.randint(1, 4), draw.choice([1, 2, 5])
         shape = draw.choice([(7,), (2, 3), (1,)])
@@ -34,17 +34,15 @@ def turned(draw: Random) -> Any:
         turns, scale = tensors(draw, pairs).abs().float(), draw.choice([1.0, 1.0, 1.3])
         cos, sin = rope.rotation(places, turns, scale)
         call = f"rotation of {places.tolist()}, {pairs} pairs, scale {scale}"
-        seen.append({"call": call, "cosines": cos, "sines": sin})
+        yield {"call": call, "cosines": cos, "sines": sin}
         x = tensors(draw, *shape, heads, 2 * pairs, dtype=kind)
         small = tensors(draw, *shape, 1, pairs).float()
         cosines, sines = small.cos(), small.sin()
         call = f"rotate x {list(x.shape)}, {kind}"
-        seen.append({"call": call, **narrow(rope.rotate(x, cosines, sines))})
-    return seen
+        yield {"call": call, **narrow(rope.rotate(x, cosines, sines))}
 
 
-def stretched(draw: Random) -> Any:
-    seen: list[Any] = []
+def stretched(draw: Random) -> Iterator[Entry]:
     for kind in rope.KINDS:
         for _ in range(3):
             options: dict[str, Any] = {"theta": draw.choice([100.0, 1e4, 5e5]), "kind": kind}
@@ -60,13 +58,11 @@ def stretched(draw: Random) -> Any:
             with without_weights():
                 turns = rope.frequencies(chosen, width)
             call = f"frequencies({chosen}, {width})"
-            seen.append({"call": call, "device": str(turns.device), "found": turns})
-            seen[-1]["logarithms"] = turns.double().log().tolist()  # small ones count too
-    return seen
+            entry: Entry = {"call": call, "device": str(turns.device), "found": turns}
+            yield entry | {"logarithms": turns.double().log().tolist()}  # small ones count too
 
 
-def norms(draw: Random) -> Any:
-    seen: list[Any] = []
+def norms(draw: Random) -> Iterator[Entry]:
     for kind in (*KINDS, torch.float16):
         for scale in (1, 1000 if kind == torch.float16 else 30, 1e-3):
             epsilon, width = draw.choice([1e-6, 1e-5, 0.5]), draw.choice([3, 24])
@@ -74,8 +70,7 @@ def norms(draw: Random) -> Any:
             norm.weight.data = tensors(draw, width, dtype=kind)
             x = (scale * (tensors(draw, *draw.choice([(5,), (2, 3)]), width) + 1)).to(kind)
             call = f"RMSNorm of x {list(x.shape)} times {scale}, {kind}, epsilon {epsilon}"
-            seen.append({"call": call, **narrow(norm(x))})
-    return seen
+            yield {"call": call, **narrow(norm(x))}
 
 
 def config_of(draw: Random) -> LlamaConfig:
@@ -97,8 +92,7 @@ def filled(draw: Random, module: nn.Module) -> Any:
     return module
 
 
-def heads(draw: Random) -> Any:
-    seen: list[Any] = []
+def heads(draw: Random) -> Iterator[Entry]:
     for _ in range(6):
         config = config_of(draw)
         layer = filled(draw, Attention(config))
@@ -106,13 +100,11 @@ def heads(draw: Random) -> Any:
         x = tensors(draw, *shape, 24)
         angles = tensors(draw, *shape, 1, config.head_dim // 2).float()
         q, k, v = layer.heads(x, (angles.cos(), angles.sin()))
-        seen.append({"call": f"heads of x {list(x.shape)}, {config}", "q": q, "k": k, "v": v})
-    return seen
+        yield {"call": f"heads of x {list(x.shape)}, {config}", "q": q, "k": k, "v": v}
 
 
-def page(draw: Random) -> Any:
+def page(draw: Random) -> Iterator[Entry]:
     """Attention on the page: turned, grouped, masked."""
-    seen: list[Any] = []
     for _ in range(6):
         heads, kv = draw.choice([(6, 2), (4, 4), (4, 1), (6, 3)])
         width, tokens, channels = draw.choice([2, 4, 8]), draw.randint(1, 9), 10
@@ -129,15 +121,13 @@ def page(draw: Random) -> Any:
         call += f"weights {sorted(w)}"
         out = numpy_llama.attention(x, w, "a", heads, kv, theta, epsilon)
         turned = numpy_llama.rotate(arrays(draw, heads, tokens, width), theta)
-        seen.append({"call": call, "out": out})
+        yield {"call": call, "out": out}
         call = f"rotate ({heads}, {tokens}, {width}), theta {theta}"
-        seen.append({"call": call, "out": turned})
-    return seen
+        yield {"call": call, "out": turned}
 
 
-def layers(draw: Random) -> Any:
+def layers(draw: Random) -> Iterator[Entry]:
     """A layer around any attention, and its MLP."""
-    seen: list[Any] = []
     for _ in range(6):
         config = config_of(draw)
         layer = filled(draw, Layer(config, draw.randrange(9)))
@@ -152,8 +142,7 @@ def layers(draw: Random) -> Any:
 
         out = layer(x, (angles.cos(), angles.sin()), attend)
         call = f"a layer on x {list(x.shape)}, {config}"
-        seen.append({"call": call, "out": out, "calls": calls, "mlp": layer.mlp(x)})
-    return seen
+        yield {"call": call, "out": out, "calls": calls, "mlp": layer.mlp(x)}
 
 
 DRIVERS = {1: turned, 2: stretched, 3: norms, 4: heads, 5: page, 6: layers}

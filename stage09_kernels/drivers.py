@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
 import torch
 
 from shared.course.difference import difference
-from shared.course.driver import now, tensors
+from shared.course.driver import Entry, now, tensors
 
 from . import online, program, tile
 
 
-def running_softmax(draw: Random) -> Any:
+def running_softmax(draw: Random) -> Iterator[Entry]:
     """Blocks in any order, with NaN in all that must not be read."""
-    seen: list[Any] = []
     for _ in range(12):
         block, width = draw.choice([1, 4, 5, 16]), draw.choice([2, 8, 24])
         tokens = draw.choice([1, block, block + 1, draw.randint(1, 60)])
@@ -30,17 +30,15 @@ def running_softmax(draw: Random) -> Any:
         q = scale * tensors(draw, width, dtype=kind)
         call = f"attend: {tokens} tokens in blocks {table} of {block}, width {width}, times {scale}"
         now(call)
-        seen.append({"call": call, "out": online.attend(q, keys, values, table, tokens)})
+        yield {"call": call, "out": online.attend(q, keys, values, table, tokens)}
         keys[table[0], 0] += 100  # a maximum in the first block, and then in the last one
-        seen.append({"call": call, "out": online.attend(q, keys, values, table, tokens)})
+        yield {"call": call, "out": online.attend(q, keys, values, table, tokens)}
         keys[table[-1], (tokens - 1) % block] += 1e4
-        seen.append({"call": call, "out": online.attend(q, keys, values, table, tokens)})
-    return seen
+        yield {"call": call, "out": online.attend(q, keys, values, table, tokens)}
 
 
-def merged(draw: Random) -> Any:
+def merged(draw: Random) -> Iterator[Entry]:
     """Parts of random sizes, some of them empty."""
-    seen: list[Any] = []
     for _ in range(12):
         width = draw.choice([2, 8])
         parts, sizes = [], [draw.choice([0, 1, 3, 9]) for _ in range(draw.randint(1, 5))]
@@ -52,13 +50,11 @@ def merged(draw: Random) -> Any:
             weights = (scores - largest).exp()
             parts.append((largest, weights.sum(), weights @ values))
         call = f"merge of parts of {sizes} tokens, with the maxima {[p[0].item() for p in parts]}"
-        seen.append({"call": call, "out": online.merge(parts)})
-    return seen
+        yield {"call": call, "out": online.merge(parts)}
 
 
-def tiles(draw: Random) -> Any:
+def tiles(draw: Random) -> Iterator[Entry]:
     """Products of all sizes, with what was loaded."""
-    seen: list[Any] = []
     for _ in range(6):
         rows = draw.choice([1, 3, 4, 5, 9])
         inputs, outputs = draw.choice([1, 2, 7]), draw.choice([1, 15, 16, 17, 40])
@@ -82,8 +78,7 @@ def tiles(draw: Random) -> Any:
         call = f"product of ({rows}, {inputs}) and ({inputs}, {outputs})"
         now(call)
         out = tile.product(counted("x", x), counted("weights", weights))
-        seen.append({"call": call, "out": out, "loads": counts})
-    return seen
+        yield {"call": call, "out": out, "loads": counts}
 
 
 def loads_little(expected: Any, result: Any) -> str:
@@ -96,8 +91,7 @@ def loads_little(expected: Any, result: Any) -> str:
     return difference(expected, result)
 
 
-def panels(draw: Random) -> Any:
-    seen: list[Any] = []
+def panels(draw: Random) -> Iterator[Entry]:
     for _ in range(6):
         inputs = draw.choice([1, 5])
         sizes = [draw.choice([1, 3, 63, 64, 65, 130]) for _ in range(draw.randint(1, 3))]
@@ -105,8 +99,7 @@ def panels(draw: Random) -> Any:
         weights = [tensors(draw, size, inputs) for size in sizes]
         packed = program.pack(weights, kind)
         call = f"pack of {sizes} outputs and {inputs} inputs, {kind}"
-        seen.append({"call": call, "panels": packed})
-    return seen
+        yield {"call": call, "panels": packed}
 
 
 DRIVERS = {1: running_softmax, 2: merged, 3: tiles, 4: panels}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
 from random import Random
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from shared.config import Config
-from shared.course.driver import outcome, random_checkpoint, tensors
+from shared.course.driver import Entry, outcome, random_checkpoint, tensors
 from stage01_forward import families
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
@@ -29,9 +30,8 @@ from .tensor import ring, shard
 TRIALS = 400  # of a choice that may be random
 
 
-def choices(draw: Random) -> Any:
+def choices(draw: Random) -> Iterator[Entry]:
     """Choices in fleets at some moment, each many times: how often which replica was chosen."""
-    seen: list[Any] = []
     for _ in range(8):
         size = draw.choice([1, 4])
         routing = Routing(size, draw.choice([1.0, 1.5, 4.0]), seed=draw.randrange(1000))
@@ -60,9 +60,8 @@ def choices(draw: Random) -> Any:
         loads = [(r.name, r.ready, r.load, r.tokens, r.match(digests)) for r in replicas]
         call = f"{len(prompt)} tokens, blocks of {size}, bound {routing.bound}, without "
         call += f"{[r.name for r in without]}: (name, ready, load, tokens, blocks) {loads}"
-        seen.append({"call": call, "chosen": counts, "routes": routes})
-        seen[-1] |= {"before": before, "after": after}
-    return seen
+        entry: Entry = {"call": call, "chosen": counts, "routes": routes}
+        yield entry | {"before": before, "after": after}
 
 
 def as_often(expected: Any, result: Any) -> str:
@@ -101,8 +100,7 @@ def config_of(draw: Random) -> Config:
     return LlamaConfig(101, 64, 24, 2, heads, name="llama", **sizes)
 
 
-def parts(draw: Random) -> Any:
-    seen: list[Any] = []
+def parts(draw: Random) -> Iterator[Entry]:
     for _ in range(5):
         config, ranks = config_of(draw), draw.choice([1, 2, 3])
         model = families.load_model(random_checkpoint(config, 1), dtype=torch.float64)
@@ -112,17 +110,19 @@ def parts(draw: Random) -> Any:
             shown: object = shards
             if not isinstance(shards, Exception):
                 shown = {name: [s.shape, s.rows, s.columns] for name, s in sorted(shards.items())}
-            seen.append({"call": call, "shards": shown})
-    return seen
+            yield {"call": call, "shards": shown}
 
 
 class Fleet(relay.Relay):
-    """A relay, and its policy: replicas in turn, some of which fail."""
+    """A relay, and its policy: `count` replicas in turn, whose tries end as in `ends`: with an
+    error, or an answer."""
 
-    def __init__(self, replicas: list[Replica], ends: list[Any]) -> None:
+    def __init__(self, count: int, ends: Sequence[Any], budget: float) -> None:
         super().__init__(SimpleNamespace(routing=self), timeout=10.0)  # type: ignore[arg-type]
-        self.able, self.ends = replicas, ends
+        self.able, self.ends = [Replica(str(number)) for number in range(count)], list(ends)
+        self.budget = budget
         self.events: list[Any] = []
+        self.sent: list[Any] = []  # status and body of each message to the client
 
     def choose(self, digests: Any, tokens: int, answer: int, without: Any = ()) -> Route | None:
         able = [replica for replica in self.able if replica not in without]
@@ -141,9 +141,17 @@ class Fleet(relay.Relay):
             raise end
         await answer.send_whole(200, {}, end)
 
+    async def serve(self) -> None:
+        """Have a request answered."""
 
-def tries(draw: Random) -> Any:
-    seen: list[Any] = []
+        async def send(message: Any) -> None:
+            self.sent.append((message.get("status"), message.get("body")))
+
+        request = relay.ForwardedRequest("POST", "/v1/completions", b"", {})
+        await self._tries(request, relay.Answer(send))
+
+
+def tries(draw: Random) -> Iterator[Entry]:
     for _ in range(30):
         count, budget = draw.randint(0, 4), draw.choice([0.0, 0.5, 0.99, 1.0, 3.5])
         ends: list[Any] = []
@@ -152,22 +160,14 @@ def tries(draw: Random) -> Any:
             failed = relay.Failed(502 + number, {}, f"failure {number}".encode(), died)
             ends.append(draw.choice([failed, failed, b"an answer", TimeoutError()]))
         shown = [(end.status, end.died) if isinstance(end, relay.Failed) else end for end in ends]
-        fleet, sent = Fleet([Replica(str(n)) for n in range(count)], ends), list[Any]()
-        fleet.budget = budget
-
-        async def send(message: Any, sent: Any = sent) -> None:
-            sent.append((message.get("status"), message.get("body")))
-
-        request = relay.ForwardedRequest("POST", "/v1/completions", b"", {})
-        ended = None
+        fleet, ended = Fleet(count, ends, budget), None
         try:
-            asyncio.run(fleet._tries(request, relay.Answer(send)))
+            asyncio.run(fleet.serve())
         except TimeoutError as error:
             ended = error
         call = f"_tries of {count} replicas that end with {shown}, budget {budget}"
-        seen.append({"call": call, "events": fleet.events, "sent": sent, "ended": ended})
-        seen[-1] |= {"budget": fleet.budget, "retries": fleet.counts["retries"]}
-    return seen
+        entry: Entry = {"call": call, "events": fleet.events, "sent": fleet.sent, "ended": ended}
+        yield entry | {"budget": fleet.budget, "retries": fleet.counts["retries"]}
 
 
 class Labels:
@@ -186,8 +186,7 @@ class Labels:
             self.generations[self.taken] += 1
 
 
-def copies(draw: Random) -> Any:
-    seen: list[Any] = []
+def copies(draw: Random) -> Iterator[Entry]:
     for _ in range(20):
         size, count = 4, draw.randint(2, 8)
         pool, cache = BlockPool(20 + count, size), Labels(20 + count, draw)
@@ -214,50 +213,45 @@ def copies(draw: Random) -> Any:
         call = f"_copy of {len(leased)} blocks, {known} known, {free} available, at {late} of 10 s"
         call += f", block {cache.taken} taken meanwhile" if cache.taken else ""
         labels = [cache.held[block] for block in pool.match(digests)]
-        seen.append({"call": call, "valid": bool(valid), "moved": cache.moved, "found": labels})
-        seen[-1] |= {"pool": state_of(pool)}
-    return seen
+        entry: Entry = {"call": call, "valid": bool(valid), "moved": cache.moved, "found": labels}
+        yield entry | {"pool": state_of(pool)}
 
 
-def rings(draw: Random) -> Any:
-    """All ranks as threads, with what each has sent."""
-    seen: list[Any] = []
+def reduced(inputs: Sequence[torch.Tensor]) -> tuple[list[Any], list[list[int]]]:
+    """What `all_reduce` returns on each rank, a thread with one of `inputs`, or its error; and how
+    many numbers the rank has sent in each turn."""
+    ways: list[Queue[torch.Tensor]] = [Queue() for _ in inputs]
+    sent: list[list[int]] = [[] for _ in inputs]
+
+    def work(rank: int) -> object:
+        def exchange(piece: torch.Tensor) -> torch.Tensor:
+            sent[rank].append(piece.numel())
+            ways[(rank + 1) % len(inputs)].put(piece.clone())
+            return ways[rank].get(timeout=4)
+
+        try:
+            return ring.all_reduce(inputs[rank], rank, len(inputs), exchange)
+        except Exception as error:
+            return repr(error)
+
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        return list(pool.map(work, range(len(inputs)))), sent
+
+
+def rings(draw: Random) -> Iterator[Entry]:
     for _ in range(5):
         size = draw.choice([1, 2, 3, 5])
         shape = draw.choice([(7,), (1,), (4, 6), (2, 3, 5)])
         inputs = [tensors(draw, *shape) for _ in range(size)]
         kept = [x.clone() for x in inputs]
-        ways: list[Queue[torch.Tensor]] = [Queue() for _ in range(size)]
-        sent: list[list[int]] = [[] for _ in range(size)]
-        results: list[Any] = [None] * size
-
-        def work(
-            rank: int, size: int = size, ways: Any = ways, sent: Any = sent,
-            results: Any = results, inputs: Any = inputs,
-        ) -> None:  # fmt: skip
-            def exchange(piece: torch.Tensor) -> torch.Tensor:
-                sent[rank].append(piece.numel())
-                ways[(rank + 1) % size].put(piece.clone())
-                return ways[rank].get(timeout=2)
-
-            try:
-                results[rank] = ring.all_reduce(inputs[rank], rank, size, exchange)
-            except Exception as error:
-                results[rank] = repr(error)
-
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        results, sent = reduced(inputs)
         same = all(isinstance(r, torch.Tensor) and torch.equal(r, results[0]) for r in results)
         unchanged = all(map(torch.equal, inputs, kept))
         most = -(-inputs[0].numel() // size)
         call = f"all_reduce of {list(shape)} numbers on {size} ranks"
-        seen.append({"call": call, "results": results, "same": same, "unchanged": unchanged})
-        seen[-1] |= {"turns": [len(counts) for counts in sent]}
-        seen[-1] |= {"too many": [max(counts, default=0) > most for counts in sent]}
-    return seen
+        entry: Entry = {"call": call, "results": results, "same": same, "unchanged": unchanged}
+        entry |= {"turns": [len(counts) for counts in sent]}
+        yield entry | {"too many": [max(counts, default=0) > most for counts in sent]}
 
 
 DRIVERS = {1: choices, 2: parts, 3: tries, 4: copies, 5: rings}

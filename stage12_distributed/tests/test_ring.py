@@ -2,31 +2,10 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from queue import Queue
-
 import pytest
 import torch
 
-from stage12_distributed.tensor.ring import all_reduce
-
-
-def reduced(inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[list[int]]]:
-    """Each rank's result, and how many numbers it has sent in each turn."""
-    size = len(inputs)
-    ways: list[Queue[torch.Tensor]] = [Queue() for _ in inputs]
-    sent: list[list[int]] = [[] for _ in inputs]
-
-    def work(rank: int) -> torch.Tensor:
-        def exchange(piece: torch.Tensor) -> torch.Tensor:
-            sent[rank].append(piece.numel())
-            ways[(rank + 1) % size].put(piece.clone())
-            return ways[rank].get(timeout=20)
-
-        return all_reduce(inputs[rank], rank, size, exchange)
-
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(work, range(size))), sent
+from stage12_distributed.drivers import reduced
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -36,6 +15,7 @@ def test_every_rank_has_the_sum(size, shape):
     kept = [x.clone() for x in inputs]
     results, _ = reduced(inputs)
     for result in results:
+        assert isinstance(result, torch.Tensor), result
         assert torch.equal(result, results[0]), "the ranks have different results"
         torch.testing.assert_close(result, sum(kept))
     assert all(map(torch.equal, inputs, kept)), "x has changed"
@@ -43,8 +23,9 @@ def test_every_rank_has_the_sum(size, shape):
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_each_rank_sends_less_than_two_tensors(size):
-    _, sent = reduced([torch.randn(4, 5) for _ in range(size)])
+    results, sent = reduced([torch.randn(4, 5) for _ in range(size)])
     for rank, counts in enumerate(sent):
+        assert isinstance(results[rank], torch.Tensor), results[rank]
         assert len(counts) == 2 * (size - 1) and max(counts) <= -(-20 // size), (
             f"rank {rank} of {size} has sent {counts} numbers, at most {-(-20 // size)} in each of "
             f"{2 * (size - 1)} turns"

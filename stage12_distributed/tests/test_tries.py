@@ -3,102 +3,72 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from stage12_distributed.router.relay import FULL, Answer, Failed, ForwardedRequest, Relay
-from stage12_distributed.router.routing import Replica, Route
-
-REQUEST = ForwardedRequest("POST", "/v1/completions", b"", {})
+from stage12_distributed.drivers import Fleet
+from stage12_distributed.router.relay import FULL, Failed
 
 
-class Tries(Relay):
-    """Replicas whose number is in `bad` fail. This class is also the policy, and a simple one: the
-    first one that has not failed the request."""
+def failed(number: int, died: bool = False) -> Failed:
+    return Failed(503, {}, f"replica {number}".encode(), died)
 
-    def __init__(
-        self, count: int, bad: list[int], error: BaseException | None = None, died: bool = False
-    ) -> None:
-        super().__init__(SimpleNamespace(routing=self), timeout=10.0)  # type: ignore[arg-type]
-        self.all, self.bad = [Replica(str(number)) for number in range(count)], bad
-        self.died = died
-        self.error, self.running = error, 0
-        self.seen: list[int] = []
-        self.sent: list[Any] = []
 
-    def choose(self, digests: Any, tokens: int, answer: int, without: Any = ()) -> Route | None:
-        able = [replica for replica in self.all if replica not in without]
-        return Route(able[0], [], 0, 0) if able else None
+def tried(fleet: Fleet) -> list[str]:
+    """The replicas that had the request: each is in flight from before its try to its end."""
+    names = [event[1] for event in fleet.events if event[0] == "try"]
+    kinds = [event[:2] for event in fleet.events]
+    assert kinds == [(kind, name) for name in names for kind in ("start", "try", "finish")]
+    return names
 
-    def start(self, route: Route) -> None:
-        self.running += 1
 
-    def finish(self, route: Route) -> None:
-        self.running -= 1
-
-    async def _try(self, request: ForwardedRequest, route: Route, answer: Answer) -> None:
-        number = int(route.replica.name)
-        assert self.running == 1  # on one replica at a time
-        self.seen.append(number)
-        if self.error:
-            raise self.error
-        if number in self.bad:
-            raise Failed(503, {}, f"replica {number}".encode(), self.died)
-        await answer.send_whole(200, {}, b"an answer")
-
-    def run(self, budget: float = 5.0) -> bytes:
-        """The body that the client gets."""
-
-        async def send(message: Any) -> None:
-            self.sent.append(message)
-
-        self.budget = budget
-        asyncio.run(self._tries(REQUEST, Answer(send)))
-        assert self.running == 0
-        return bytes(self.sent[-1]["body"])
+def served(count: int, *ends: Any, budget: float = 5.0) -> tuple[bytes, Fleet]:
+    """The body that the client gets of `count` replicas, whose tries end with `ends`."""
+    fleet = Fleet(count, ends, budget)
+    asyncio.run(fleet.serve())
+    return fleet.sent[-1][1], fleet
 
 
 def test_another_replica_answers_in_place_of_one_that_failed():
-    tries = Tries(3, bad=[0])
-    assert tries.run() == b"an answer" and tries.seen == [0, 1]
-    assert tries.counts["retries"] == 1 and tries.budget == 4.0
-    tries = Tries(3, bad=[])
-    assert tries.run(budget=0.0) == b"an answer"  # a first try costs nothing
-    assert tries.seen == [0] and not tries.counts["retries"] and tries.budget == 0.0
+    body, fleet = served(3, failed(0), b"an answer")
+    assert body == b"an answer" and tried(fleet) == ["0", "1"]
+    assert fleet.counts["retries"] == 1 and fleet.budget == 4.0
+    body, fleet = served(3, b"an answer", budget=0.0)  # a first try costs nothing
+    assert body == b"an answer" and tried(fleet) == ["0"]
+    assert not fleet.counts["retries"] and fleet.budget == 0.0
 
 
 def test_a_request_has_two_tries_and_ends_with_the_last_failure():
-    tries = Tries(4, bad=[0, 1, 2])
-    assert tries.run() == b"replica 1" and tries.seen == [0, 1]
+    body, fleet = served(4, *map(failed, range(3)))
+    assert body == b"replica 1" and tried(fleet) == ["0", "1"]
 
 
 def test_without_budget_there_is_no_second_try():
-    tries = Tries(2, bad=[0])
-    assert tries.run(budget=0.9) == b"replica 0" and tries.seen == [0]
-    assert tries.budget == 0.9 and not tries.counts["retries"]
+    body, fleet = served(2, failed(0), b"an answer", budget=0.9)
+    assert body == b"replica 0" and tried(fleet) == ["0"]
+    assert fleet.budget == 0.9 and not fleet.counts["retries"]
 
 
 def test_a_death_needs_no_budget_and_still_has_one_second_try():
-    tries = Tries(3, bad=[0], died=True)
-    assert tries.run(budget=0.0) == b"an answer" and tries.seen == [0, 1]
-    assert tries.budget == 0.0 and tries.counts["retries"] == 1
-    tries = Tries(3, bad=[0, 1], died=True)
-    assert tries.run() == b"replica 1" and tries.seen == [0, 1] and tries.budget == 5.0
+    body, fleet = served(3, failed(0, died=True), b"an answer", budget=0.0)
+    assert body == b"an answer" and tried(fleet) == ["0", "1"]
+    assert fleet.budget == 0.0 and fleet.counts["retries"] == 1
+    body, fleet = served(3, *(failed(number, died=True) for number in range(3)))
+    assert body == b"replica 1" and tried(fleet) == ["0", "1"] and fleet.budget == 5.0
 
 
 def test_no_replica_left_is_the_last_failure_and_none_at_all_is_full():
-    tries = Tries(1, bad=[0])
-    assert tries.run() == b"replica 0" and tries.seen == [0]
-    spent = tries.counts["retries"], tries.budget
+    body, fleet = served(1, failed(0))
+    assert body == b"replica 0" and tried(fleet) == ["0"]
+    spent = fleet.counts["retries"], fleet.budget
     assert spent == (0, 5.0), f"no replica was left to retry: (retries, budget) is {spent}"
-    tries = Tries(0, bad=[])
-    assert FULL.encode() in tries.run() and tries.sent[0]["status"] == 503
+    body, fleet = served(0)
+    assert FULL.encode() in body and fleet.sent[0][0] == 503
 
 
 def test_what_is_cut_off_is_no_longer_in_flight():
-    tries = Tries(2, bad=[], error=TimeoutError())
+    fleet = Fleet(2, [TimeoutError()], 5.0)
     with pytest.raises(TimeoutError):
-        tries.run()
-    assert tries.seen == [0] and tries.running == 0
+        asyncio.run(fleet.serve())
+    assert tried(fleet) == ["0"]
