@@ -176,18 +176,16 @@ def ranks(subject: Subject, plan: Any) -> Iterator[Group]:
         torch.set_num_threads(threads)
 
 
-def routing_seconds(
-    replicas: int = 4, tokens: int = 1024, requests: int = 4000, seed: int = 0
-) -> list[float]:
-    """Seconds of each of `requests` choices among `replicas`. Prompts have `tokens` tokens and
-    share half of them with other prompts; up to 8 requests a replica are in flight."""
-    generator, routing = random.Random(seed), Routing(seed=seed)
+def routing_seconds(replicas: int) -> list[float]:
+    """Seconds of each of 4,000 choices among `replicas`. Prompts have 1,024 tokens and share half
+    of them with other prompts; up to 8 requests a replica are in flight."""
+    generator, routing = random.Random(0), Routing(seed=0)
     for number in range(replicas):
         routing.add(f"replica-{number}")
-    starts = [generator.choices(range(50_000), k=tokens // 2) for _ in range(4 * replicas)]
+    starts = [generator.choices(range(50_000), k=512) for _ in range(4 * replicas)]
     times, running = [], []
-    for _ in range(requests):
-        prompt = generator.choice(starts) + generator.choices(range(50_000), k=tokens // 2)
+    for _ in range(4000):
+        prompt = generator.choice(starts) + generator.choices(range(50_000), k=512)
         before = time.perf_counter()
         route = routing.choose(routing.digests(prompt), len(prompt), 64)
         assert route is not None

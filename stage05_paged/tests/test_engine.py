@@ -5,8 +5,6 @@ What every engine must do is in test_contract.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ import torch
 
 from shared.errors import UserError
 from stage01_forward.params import SamplingParams
-from stage04_continuous.plan import Plan, Work
 from stage04_continuous.request import Request
 from stage04_continuous.tests.oracle import (
     CONFIG,
@@ -27,10 +24,9 @@ from stage04_continuous.tests.oracle import (
     the_model,
 )
 from stage05_paged import engine as module
-from stage05_paged.blocks import BlockPool, Move
+from stage05_paged.blocks import BlockPool
 from stage05_paged.engine import make
 from stage05_paged.fork import add_samples, fork
-from stage05_paged.sanitizer import Sanitizer
 
 from .engines import engine_of
 
@@ -133,71 +129,3 @@ def test_a_parent_that_was_never_queued_is_not_waited_for():
     child = ask(engine, 9, 6, parent=Request(prompt_of(9), greedy(6)))
     finish(engine)
     assert_answered(child)
-
-
-# ---- the seams carry what comes next, without an edit of stages 01 to 06: a second model family
-# (stage 08), a cache of another layout (09), a runner in other processes (12), and speculation:
-
-
-class Guess(Request):
-    """A request with drafts: tokens after the answer that are proposed and not verified."""
-
-    drafts: Sequence[int] = ()
-
-    def tokens(self, start: int, count: int) -> list[int]:
-        end = self.token_count
-        drafts = self.drafts[max(0, start - end) : max(0, start + count - end)]
-        return [*super().tokens(start, count), *drafts]
-
-
-@pytest.mark.parametrize("budget, taken", [(64, 8), (5, 19)])
-def test_a_step_may_propose_several_tokens_and_take_some_back(budget, taken):
-    """Speculation, around the scheduler: drafts are computed beside the newest token as far as the
-    budget goes, and rejected ones leave no trace."""
-    pool = BlockPool(40, 4)
-    engine: Any = make(the_model(), pool=pool, max_sequences=3, token_budget=budget)
-    runner, scheduler = engine.runner, engine.scheduler
-    sanitizer = Sanitizer(scheduler, runner.cache.memory)
-    guesses = [engine.add(Guess(prompt_of(n), greedy(20), str(n))) for n in (5, 9, 14)]
-    want = {guess: answer(len(guess.output.prompt_ids), 20) for guess in guesses}
-    steps = widest = 0
-    while engine.requests:
-        plan: Plan = scheduler.schedule()
-        left = budget - sum(work.count for work in plan.work)
-        for index, work in enumerate(plan.work):
-            guess: Any = work.request
-            done = len(guess.output.token_ids)
-            right = want[guess][done : done + 2] if done and done < 17 else []
-            drafts = [*right, (right[-1] + 1) % 101][:left] if right else []
-            guess.drafts, count = drafts, work.count + len(drafts)
-            for block in scheduler.tables[guess].grow(work.start + count):
-                plan.moves.append(Move("wipe", block, block))
-            rows = work.rows + len(drafts)
-            plan.work[index] = Work(guess, work.table, work.start, count, rows)
-            left, widest = left - len(drafts), max(widest, rows)
-        runner.move(plan.moves)
-        sanitizer.before(plan)
-        best: list[int] = runner.run(*plan.tokens()).argmax(-1).tolist()
-        for index, work in enumerate(plan.work):
-            guess, chosen = work.request, best[: work.rows]
-            good, best = 0, best[work.rows :]
-            while good < len(guess.drafts) and guess.drafts[good] == chosen[good]:
-                good += 1
-            plan.work[index] = replace(work, count=work.count - len(guess.drafts) + good, rows=0)
-            guess.output.token_ids += chosen[: good + 1]
-            guess.drafts = ()
-        scheduler.advance(plan)  # of what was computed, only what is verified
-        for guess in list(scheduler.running):
-            table = scheduler.tables[guess]
-            while len(table.blocks) > pool.blocks_for(guess.token_count):
-                pool.give_back(table.blocks.pop())
-            if len(guess.output.token_ids) == 20:
-                engine.abort(guess.id)
-        sanitizer.after(plan)
-        steps += 1
-    assert {guess: guess.output.token_ids for guess in guesses} == want
-    assert (steps, widest) == (taken, 4)
-    again = ask(engine, 14, 20)  # what was published is what was verified
-    finish(engine)
-    assert_answered(again)
-    assert scheduler.counts.hit_tokens > 0

@@ -1,4 +1,4 @@
-"""Each kernel against PyTorch in float64: every shape, dtype and level of instructions."""
+"""Attention in place against PyTorch in float64: every shape, dtype and level of instructions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,9 +17,7 @@ from shared.course.testing import python
 from stage05_paged.engine import cache_type
 from stage08_llama.config import LlamaConfig
 from stage09_kernels import library
-from stage09_kernels.cache import FAST, KernelCache
-from stage09_kernels.operations import GELU, LINEAR, PANEL, PLAIN, SILU_MUL, Linear, Operation, Pass
-from stage09_kernels.program import interleave, lay_out
+from stage09_kernels.cache import KernelCache
 
 LEVELS = library.levels()
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}
@@ -281,78 +277,3 @@ def test_a_block_outside_the_cache_is_refused(block):
         kernel.extend([([block], 0, 1)])
     with pytest.raises(ValueError, match="no place for 5 tokens at 12"):
         kernel.extend([([0], 12, 5)])
-
-
-# ---- linear layers
-
-
-def multiply(x, weights, bias, epilogue, residual, level="", is_operand=False):
-    """What linear.c makes of x (M, K) and `weights` of any dtype: in the dtype of x, or in that of
-    the weights as an operand of another product."""
-    dtype, real, inputs = weights[0].dtype, x.dtype, x.shape[1]
-    kv = SimpleNamespace(dtype=dtype)
-    cache: Any = SimpleNamespace(real=real, kv=kv, level=level, source=FAST, defines=())
-    lib = KernelCache.library(cache, dtype)
-    rows = [interleave(*weights)] if epilogue == SILU_MUL else weights
-    outputs = sum(map(len, weights)) if epilogue != SILU_MUL else len(weights[0])
-    packed = lay_out(rows, dtype)
-    if bias is not None:
-        bias = F.pad(bias, (0, -len(bias) % PANEL))
-    if dtype == torch.bfloat16:  # as products read it, with 0 behind an odd number
-        x = F.pad(x.bfloat16(), (0, inputs % 2 + 2))
-    kind = dtype if is_operand else real
-    room = torch.full((len(x) + 1, outputs + 3), 7.0, dtype=kind)  # with guards behind each row
-    out = room[:-1, :outputs].fill_(torch.nan)
-    if residual is not None:
-        out[:] = residual
-    tensors = {"x": x, "out": out, "weights": packed, "bias": bias}
-    if residual is not None:
-        tensors["residual"] = out
-    operation = Operation(LINEAR)
-    operation.of.linear = Linear(
-        **{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None},
-        **{"x_stride": x.stride(0), "out_stride": out.stride(0), "inputs": inputs},
-        **{"outputs": outputs, "epilogue": epilogue, "residual_stride": out.stride(0)},
-        out_is_operand=is_operand,
-    )
-    library.call(lib.step, ctypes.byref(operation), 1, ctypes.byref(Pass(n_rows=len(x))))
-    assert (room[-1] == 7).all() and (room[:, outputs:] == 7).all()
-    return out.contiguous()
-
-
-@pytest.mark.parametrize(("level", "dtype"), EACH)
-@pytest.mark.parametrize("epilogue", [PLAIN, GELU, SILU_MUL])
-def test_linear_layers(epilogue, dtype, level):
-    torch.manual_seed(2)
-    real = torch.float64 if dtype == torch.float64 else torch.float32
-    small = (1, 7, 5), (2, 64, 64), (5, 33, 130), (6, 16, 32), (13, 100, 97)
-    for rows, inputs, outputs in (*small, (100, 301, 70)):  # several pieces, and rows in two parts
-        x = torch.randn(rows, inputs + 3, dtype=real)
-        if dtype == torch.bfloat16:  # some levels round x as well
-            x = x.bfloat16().to(real)
-        x = x[:, 1:-2]  # strided, and aligned to nothing
-        shapes = [outputs, outputs] if epilogue == SILU_MUL else [outputs, 3]
-        weights = [torch.randn(n, inputs, dtype=real).to(dtype) for n in shapes]
-        numbers = torch.randn(outputs + 3, dtype=real)
-        bias = None if epilogue == SILU_MUL else numbers
-        products = [x.double() @ weight.double().t() for weight in weights]
-        if epilogue == SILU_MUL:
-            wanted = F.silu(products[0]) * products[1]
-        else:
-            wanted = torch.cat(products, 1) + numbers.double()
-            wanted = F.gelu(wanted, approximate="tanh") if epilogue == GELU else wanted
-        before = torch.randn(wanted.shape, dtype=real)
-        for residual in (None, before):
-            output = multiply(x, weights, bias, epilogue, residual, level)
-            sum_ = wanted if residual is None else wanted + before.double()
-            least = 1e-11 if real == torch.float64 else 2e-4
-            torch.testing.assert_close(output.double(), sum_, atol=least, rtol=least)
-        fed = multiply(x, weights, bias, epilogue, None, level, is_operand=True)
-        assert torch.equal(fed, multiply(x, weights, bias, epilogue, None, level).to(dtype))
-
-
-def test_a_row_of_a_product_does_not_depend_on_the_others():
-    x, weight = torch.randn(103, 300), [torch.randn(200, 300)]
-    together = multiply(x, weight, None, PLAIN, None)
-    alone = torch.cat([multiply(row[None], weight, None, PLAIN, None) for row in x])
-    assert torch.equal(together, alone)

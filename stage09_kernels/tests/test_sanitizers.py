@@ -44,7 +44,8 @@ def environment(tmp_path_factory):
 @pytest.mark.parametrize(
     ("file", "chosen"),
     [
-        ("test_kernels.py", "in_place and (17 or 40) or window or linear or no_token"),
+        ("test_kernels.py", "in_place and (17 or 40) or window or no_token"),
+        ("test_naive.py", "linear or row_of_a_product"),
         ("test_contract.py", "all_scenarios"),
     ],
 )
@@ -57,7 +58,7 @@ def test_a_read_behind_the_weights_is_reported(environment, tmp_path):
     shutil.copytree(FOLDER, tmp_path / "copy", ignore=lambda *_: ["tests"])
     copy = tmp_path / "copy" / "fast" / "linear.c"
     copy.write_text(edit(copy.read_text(), "k < end; k++", "k <= end; k++") or "")
-    arguments = copy.with_name(FAST.name), TESTS / "test_kernels.py", "-k", "row_of_a_product"
+    arguments = copy.with_name(FAST.name), TESTS / "test_naive.py", "-k", "row_of_a_product"
     done = python("-c", PROGRAM, *arguments, env=environment)
     assert done.returncode and "heap-buffer-overflow" in done.stderr, done.stdout + done.stderr
     assert "linear.c" in done.stderr

@@ -25,8 +25,10 @@ from stage07_loadtest import mock
 
 PATH = "/v1/completions"
 PROMPT = "Once upon a time there was a fox who could not sleep. "
-TOKENS = 100  # of a stream beside a death
+TOKENS = 100  # of a stream beside a death, or on Ray
+ROUNDS, STREAMS = 5, 4  # on Ray: how often, and how many at a time
 LIMIT = 120.0  # seconds for an answer
+ITL = 0.002  # seconds between two events of a server without a model
 FIRSTS = 40  # streams whose first events are timed
 
 
@@ -66,13 +68,12 @@ def before(backends: Sequence[str]) -> Iterator[tuple[str, int]]:
 def relay_seconds(
     front: Callable[[Sequence[str]], AbstractContextManager[tuple[str, int]]] = before,
     count: int = 2000,
-    itl: float = 0.002,
 ) -> tuple[float, float, float]:
     """Processor seconds that a router takes for an event of one stream, events a second, and the
     seconds by which it delays the first event. The replica has no model: it sends an event every
-    `itl` seconds."""
+    ITL seconds."""
     with (
-        mock.process("--ttft", "0.01", "--itl", str(itl)) as backend,
+        mock.process("--ttft", "0.01", "--itl", str(ITL)) as backend,
         front([backend]) as (url, pid),
     ):
         list(events(url, 100, model=mock.MODEL))
@@ -114,9 +115,7 @@ def prompt(number: int) -> str:
     return f"{number} {PROMPT}"
 
 
-def deaths(
-    server: OwnServer, kills: int, streams: int = 8, tokens: int = TOKENS
-) -> Iterator[list[Ended]]:
+def deaths(server: OwnServer, kills: int, streams: int = 8) -> Iterator[list[Ended]]:
     """Repeat `kills` times: when `streams` streams have begun, kill the oldest of the router's
     replicas that serve one. Yields how each stream ended. Killed replicas start again meanwhile:
     each round waits until two are ready."""
@@ -132,7 +131,7 @@ def deaths(
                 replica = answer.headers["x-replica"]
                 names.put(replica)
 
-            for event in events(server.url, tokens, prompt(number), begun):
+            for event in events(server.url, TOKENS, prompt(number), begun):
                 if "error" in event:
                     how = "error"
                     continue
@@ -168,11 +167,9 @@ def processes(server: OwnServer) -> dict[str, psutil.Process]:
     return dict(sorted(servers.items(), key=lambda pair: pair[1].create_time()))
 
 
-def ray_seconds(
-    rounds: int = 5, streams: int = 4, tokens: int = 100
-) -> dict[str, list[tuple[float, float]]]:
+def ray_seconds() -> dict[str, list[tuple[float, float]]]:
     """Seconds to the first event and for each event after it, for both ways to the replicas on Ray,
-    with `streams` streams at a time. Raises UserError without Ray."""
+    with several streams at a time. Raises UserError without Ray."""
     from ..router import serve
 
     direct, proxy = free_ports(2)
@@ -181,17 +178,17 @@ def ray_seconds(
 
     def follow(port: int) -> tuple[float, float]:
         started, times = time.perf_counter(), []
-        for _ in events(f"http://127.0.0.1:{port}", tokens):
+        for _ in events(f"http://127.0.0.1:{port}", TOKENS):
             times.append(time.perf_counter())
         return times[0] - started, (times[-1] - times[0]) / (len(times) - 1)
 
     try:
         serve.start(1, direct, proxy, [])
         wait_for(f"http://127.0.0.1:{direct}/ready")
-        with ThreadPoolExecutor(streams) as pool:
-            for number in range(rounds + 1):
+        with ThreadPoolExecutor(STREAMS) as pool:
+            for number in range(ROUNDS + 1):
                 for way, port in ways.items():
-                    times = list(pool.map(follow, [port] * streams))
+                    times = list(pool.map(follow, [port] * STREAMS))
                     if number:  # the first warms both up
                         seconds[way] += times
     finally:

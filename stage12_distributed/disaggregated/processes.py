@@ -19,7 +19,7 @@ from shared.errors import UserError
 from stage01_forward import families
 from stage05_paged.make import make
 
-from .leases import DEADLINE, ENDED, SILENT, Disaggregated, MappedCache, Memory, Prefill
+from .leases import ENDED, SILENT, Disaggregated, MappedCache, Memory, Prefill
 
 STARTING = 180.0  # seconds that the prefill process has to load its model
 ENDING = 5.0  # seconds that it has to end
@@ -66,11 +66,9 @@ def prefill(job: Job, connection: Connection) -> None:
 
 
 @contextlib.contextmanager
-def disaggregated(job: Job, deadline: float = DEADLINE) -> Iterator[Any]:
-    """An engine that decodes here, and has its prompts computed in a process of their own.
-
-    deadline: as for Disaggregated. Raises UserError if that process does not start.
-    """
+def disaggregated(job: Job) -> Iterator[Any]:
+    """An engine that decodes here, and has its prompts computed in a process of their own. Raises
+    UserError if that process does not start."""
     spawn = multiprocessing.get_context("spawn")
     with TemporaryDirectory(prefix="staircase-", ignore_cleanup_errors=True) as folder:
         job = replace(job, folder=folder)
@@ -79,7 +77,7 @@ def disaggregated(job: Job, deadline: float = DEADLINE) -> Iterator[Any]:
         process.start()
         theirs.close()  # so that our end notices when the other process ends
         try:
-            engine = Disaggregated(build(job, decode=True), ours, deadline)
+            engine = Disaggregated(build(job, decode=True), ours)
             try:
                 if not ours.poll(STARTING):
                     raise UserError(SILENT.format(STARTING))

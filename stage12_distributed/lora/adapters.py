@@ -22,7 +22,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from shared.config import Config
 from shared.errors import UserError
 from shared.files import read_json
 from stage04_continuous.plan import Plan
+
+from ..tensor.shard import Shard
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_RANK, MOST_ADAPTERS = 64, 32
@@ -49,20 +51,6 @@ HARMLESS = {
     *("base_model_name_or_path", "bias", "init_lora_weights", "lora_alpha", "peft_type", "r"),
     "use_rslora",
 }
-
-
-class Part(Protocol):
-    """What a rank holds of a layer's weight of this `shape` (out, in): the indices of its rows and
-    columns; None means all."""
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-
-    @property
-    def rows(self) -> Tensor | None: ...
-
-    @property
-    def columns(self) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -203,7 +191,7 @@ class Adapters:
     names: the digest of each adapter by its name. A request's salt ends with its adapter's digest.
     """
 
-    def __init__(self, model: Any, config: Config, parts: Mapping[str, Part]) -> None:
+    def __init__(self, model: Any, config: Config, parts: Mapping[str, Shard]) -> None:
         self.config, self.parts, self.batch = config, parts, Batch()
         self.device, self.dtype = model.device, model.dtype
         self.layers: dict[str, LoraLinear] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from stage01_forward.attention import Recompute
 from stage08_llama.tests.test_contract import GROUPED
 from stage10_quantization.convert import Quantize
 from stage12_distributed.tensor.collectives import Collectives
-from stage12_distributed.tensor.shard import digest, heads_of, shard, shards
+from stage12_distributed.tensor.shard import digest, heads_of, shard
 from stage12_distributed.tests.parts import in_threads, random_model
 
 ODD = Config(101, 64, 24, 2, 3, name="odd")  # 3 heads, 101 tokens, 96 channels in the MLP
@@ -74,36 +73,6 @@ def test_heads_meet_their_keys(queries, kv):
             group = len(heads) // len(keys)
             for index, head in enumerate(heads):
                 assert keys[index // group] == head // (queries // kv)
-
-
-@pytest.mark.parametrize("config", [ODD, replace(ODD, n_embd=96, n_head=12), GROUPED, LLAMA3])
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_shards_are_whole_heads_and_leave_nothing_out(config, ranks):
-    """Of a fused c_attn each rank has the same channels of queries, keys and values. Only heads of
-    keys and values that several ranks read are copied."""
-    model, ranks = random_model(config), min(ranks, config.n_head)
-    heads = [heads_of(config, rank, ranks) for rank in range(ranks)]
-    parts: Any = [shards(model, rank, ranks) for rank in range(ranks)]
-    for name, whole in parts[0].items():
-        split_rows = whole.rows is not None
-        assert split_rows == (whole.columns is None)
-        indices = [part[name].rows if split_rows else part[name].columns for part in parts]
-        count = whole.shape[0 if split_rows else 1]
-        assert all(len(index) == len(index.unique()) for index in indices)
-        assert torch.cat(indices).unique().tolist() == list(range(count))
-        kind = name.rpartition(".")[2]
-        copied = kind in ("k_proj", "v_proj") and ranks > config.n_kv_head
-        assert copied or sum(map(len, indices)) == count
-        for (queries, kv), index in zip(heads, indices, strict=True):
-            owners = index.div(config.head_dim, rounding_mode="floor").unique().tolist()
-            if kind == "c_attn":
-                thirds = index.view(3, -1) - torch.arange(3)[:, None] * config.n_embd
-                assert (thirds == thirds[0]).all()
-                assert [head for head in owners if head < config.n_head] == list(queries)
-            elif kind in ("q_proj", "o_proj") or name.endswith("attn.c_proj"):
-                assert owners == list(queries)
-            elif kind in ("k_proj", "v_proj"):
-                assert owners == list(kv)
 
 
 @pytest.mark.parametrize("config", [ODD, BIASED], ids=["gpt2", "llama"])
