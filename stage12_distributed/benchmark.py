@@ -37,7 +37,7 @@ from .disaggregated.processes import Job
 from .router.routing import BLOCK_SIZE, Routing
 from .simulation.passes import PassTime
 from .simulation.replay import quantiles
-from .simulation.simulate import Scenarios
+from .simulation.simulate import scenarios
 from .simulation.simulator import Cell, Fleet
 from .tensor.group import RankGroup, Setup
 from .tensor.group import make as make_ranks
@@ -109,9 +109,10 @@ def replay(subject: Subject, plan: Any) -> Iterator[Group]:
 def fleets(subject: Subject, plan: Any) -> Iterator[Group]:
     """A cell with the pass times of this machine, in simulated time."""
     times, kv = measured(subject, plan)[1], subject.config.kv_bytes_per_token(subject.dtype)
-    settings: dict[str, Any] = {"load": plan.load, "deaths": plan.deaths, "handover": kv / COPYING}
     cell = cell_of(subject, plan, plan.cell)
-    yield from Scenarios(cell, times, plan.fleet, **settings).run(plan.ratios)
+    yield from scenarios(
+        cell, times, plan.fleet, plan.ratios, plan.load, plan.deaths, handover=kv / COPYING
+    )
 
 
 # ---- prefill and decode apart -------------------------------------------------------------------

@@ -10,9 +10,8 @@ import os
 import secrets
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -187,17 +186,6 @@ def create_app(options: Options) -> FastAPI:
     return app
 
 
-@dataclass(frozen=True)
-class Servers:
-    """What the router starts: `module` with `arguments`, which takes `processes` processes;
-    `replicas` of them by default."""
-
-    module: str = SERVER
-    arguments: tuple[str, ...] = ()
-    processes: int = 1
-    replicas: int = 2
-
-
 def make_parser(replicas: int) -> cli.Parser:
     parser = cli.Parser(
         "stage12_distributed router",
@@ -240,24 +228,27 @@ def make_parser(replicas: int) -> cli.Parser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run(argv, Servers())
-
-
-def run(argv: list[str] | None, servers: Servers) -> int:
-    """Run the router in front of `servers`."""
-    ours, rest = make_parser(servers.replicas).parse_known_args(argv)
+def main(
+    argv: list[str] | None = None,
+    module: str = SERVER,
+    arguments: Sequence[str] = (),
+    processes: int = 1,
+    replicas: int = 2,
+) -> int:
+    """Run the router. The servers that it starts, by default `replicas` of them, are `module` with
+    `arguments`, which takes `processes` processes."""
+    ours, rest = make_parser(replicas).parse_known_args(argv)
     settings = parse(rest)
     changed = settings.model_dump().items() - parse([]).model_dump().items()
     if ours.backend and (for_servers := {name for name, _ in changed} - ROUTERS):
         option = min(for_servers).replace("_", "-")
         raise UserError(f"--{option} is for servers that we start: leave out --backend.")
-    share = max(1, (os.cpu_count() or 1) // (ours.replicas * servers.processes))
+    share = max(1, (os.cpu_count() or 1) // (ours.replicas * processes))
     options = Options(
         tuple(ours.backend or ()),
         replicas=ours.replicas,
-        arguments=("--threads", str(share), *servers.arguments, *rest),
-        module=servers.module,
+        arguments=("--threads", str(share), *arguments, *rest),
+        module=module,
         block_size=settings.block_size,
         timeout=settings.request_timeout,
         first_byte=ours.first_byte_timeout,

@@ -11,7 +11,7 @@ import json
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,39 +90,36 @@ def capacity(cell: Cell, pass_time: PassTime) -> float:
     return CROWD / Fleet(alone, pass_time, traffic("free", [0.0] * CROWD)).run().env.now
 
 
-@dataclass(frozen=True)
-class Scenarios:
-    """Questions to a cell of replicas: `count` requests at a share `load` of its capacity."""
-
-    cell: Cell
-    pass_time: PassTime
-    count: int
-    load: float = 0.7
-    deaths: int = 5
-    handover: float = 0.0
-
-    def run(self, ratios: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """All traffic by all policies; deaths; a day's load with and without autoscaling; then some
-        `ratios`: numbers of replicas that only prefill."""
-        cell = self.cell
-        rate = self.load * cell.replicas * capacity(cell, self.pass_time)
-        starts = arrivals(rate, self.count)
-        asks = {kind: traffic(kind, starts) for kind in TRAFFIC}
-        asks["day"] = traffic("prefix", arrivals(rate / 2, self.count, swing=0.9))
-        cases = [("policies", kind, replace(cell, policy=p)) for kind in TRAFFIC for p in POLICIES]
-        last = starts[-1]
-        deaths = tuple(last * (n + 1) / (self.deaths + 1) for n in range(self.deaths))
-        cases.append(("deaths", "prefix", replace(cell, failures=deaths, starting=last / 20)))
-        scaling = replace(cell, target=6.0, starting=last / 50, calm=last / 25)
-        cases += [("always", "day", cell), ("scaled", "day", scaling)]
-        for number in (0, *ratios):
-            split: dict[str, Any] = {"prefill": number, "replicas": cell.replicas - number}
-            cases.append(("ratio", "free", replace(cell, handover=self.handover, **split)))
-        for case, kind, varied in cases:
-            about: dict[str, Any] = {"case": case, "traffic": kind, "policy": varied.policy}
-            about |= {"prefill": varied.prefill, "replicas": varied.replicas}
-            about |= {"big": one_big_cache(asks[kind]), "rate": rate}
-            yield about | Fleet(varied, self.pass_time, asks[kind]).run().summary()
+def scenarios(
+    cell: Cell,
+    pass_time: PassTime,
+    count: int,
+    ratios: Sequence[int],
+    load: float = 0.7,
+    deaths: int = 5,
+    handover: float = 0.0,
+) -> Iterator[dict[str, Any]]:
+    """Questions to a cell of replicas, each with `count` requests at a share `load` of its
+    capacity: all traffic by all policies; deaths; a day's load with and without autoscaling; then
+    some `ratios`: numbers of replicas that only prefill."""
+    rate = load * cell.replicas * capacity(cell, pass_time)
+    starts = arrivals(rate, count)
+    asks = {kind: traffic(kind, starts) for kind in TRAFFIC}
+    asks["day"] = traffic("prefix", arrivals(rate / 2, count, swing=0.9))
+    cases = [("policies", kind, replace(cell, policy=p)) for kind in TRAFFIC for p in POLICIES]
+    last = starts[-1]
+    failures = tuple(last * (n + 1) / (deaths + 1) for n in range(deaths))
+    cases.append(("deaths", "prefix", replace(cell, failures=failures, starting=last / 20)))
+    scaling = replace(cell, target=6.0, starting=last / 50, calm=last / 25)
+    cases += [("always", "day", cell), ("scaled", "day", scaling)]
+    for number in (0, *ratios):
+        split: dict[str, Any] = {"prefill": number, "replicas": cell.replicas - number}
+        cases.append(("ratio", "free", replace(cell, handover=handover, **split)))
+    for case, kind, varied in cases:
+        about: dict[str, Any] = {"case": case, "traffic": kind, "policy": varied.policy}
+        about |= {"prefill": varied.prefill, "replicas": varied.replicas}
+        about |= {"big": one_big_cache(asks[kind]), "rate": rate}
+        yield about | Fleet(varied, pass_time, asks[kind]).run().summary()
 
 
 def read_steps(path: Path) -> list[list[float]]:
@@ -178,10 +175,9 @@ def main(argv: list[str] | None = None) -> int:
 
         print(*lines(options.replay, pass_time, Cell()), sep="\n")
         return 0
-    scenarios = Scenarios(Cell(size), pass_time, options.requests, options.load)
-    cells = options.replicas / size
+    cells, ratios = options.replicas / size, [size * fifths // 5 for fifths in (1, 2, 3)]
     print(f"{options.replicas} replicas as {cells:g} cells of {size}; one cell is simulated")
-    show(scenarios.run([size * fifths // 5 for fifths in (1, 2, 3)]), cells)
+    show(scenarios(Cell(size), pass_time, options.requests, ratios, options.load), cells)
     return 0
 
 

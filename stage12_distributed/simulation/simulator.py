@@ -119,7 +119,7 @@ class Cell:
 
     prefill: replicas that only compute prompts, beside the `replicas`, which then only decode.
     handover: seconds to copy a token's keys and values from one kind to the other.
-    target: requests in flight for each running replica, from `least` to `replicas` of them; one is
+    target: requests in flight for each running replica, from one to `replicas` of them; one is
         removed after `calm` seconds with too many. 0: all run always.
     starting: until a new replica is ready.
     """
@@ -134,7 +134,6 @@ class Cell:
     failures: tuple[float, ...] = ()
     starting: float = 30.0
     target: float = 0.0
-    least: int = 1
     calm: float = 60.0
 
 
@@ -159,7 +158,7 @@ class Fleet:
         self.servers: dict[Replica, Server] = {}  # the dead ones too
         self.front, self.back = Routing(seed=0), Routing(seed=1)
         self.coming = 0  # replicas that start
-        first = cell.prefill or (cell.least if cell.target else cell.replicas)
+        first = cell.prefill or (1 if cell.target else cell.replicas)
         for routing in [self.front] * first + [self.back] * (cell.replicas * (cell.prefill > 0)):
             self._add(routing)
 
@@ -258,7 +257,7 @@ class Fleet:
             replicas = list(routing.replicas.values())
             ready = [replica for replica in replicas if replica.ready]
             load = sum(replica.requests for replica in replicas)
-            wanted = min(max(math.ceil(load / cell.target), cell.least), cell.replicas)
+            wanted = min(max(math.ceil(load / cell.target), 1), cell.replicas)
             for _ in range(wanted - len(ready) - self.coming):
                 self.env.process(self._begin(routing))
             calm = calm + every if wanted < len(ready) else 0.0

@@ -49,10 +49,10 @@ def make_parser(program: str, about: str, examples: str) -> cli.Parser:
 
 def main(argv: list[str] | None = None) -> int:
     options, rest = make_parser("stage12_distributed tp", ABOUT, EXAMPLES).parse_known_args(argv)
-    from ..router.app import Servers, run  # takes a second
+    from ..router.app import main as route  # takes a second
 
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in vars(options).items()]
-    return run(rest, Servers(SERVER, tuple(arguments), options.ranks, replicas=1))
+    return route(rest, SERVER, arguments, options.ranks, replicas=1)
 
 
 if __name__ == "__main__":

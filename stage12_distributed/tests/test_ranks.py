@@ -86,7 +86,7 @@ def test_embedded_models_on_ranks(name, ranks, dtype):
     group = parts.group_of(Setup(partial(parts.stored, name), ranks, timeout=2.0))
     asked = [*prompts(model.config), random_prompt(900, model.config, "long")]
     asked.append(asked[3][:70] + asked[0])
-    options = [SamplingParams(max_tokens=30, temperature=t, seed=7) for t in (0, 0.8, 0, 0.8, 0, 0)]
+    options = [SamplingParams(max_tokens=12, temperature=t, seed=7) for t in (0, 0.8, 0, 0.8, 0, 0)]
     sizes: dict[str, Any] = {"max_sequences": 5, "token_budget": 1200, "dtype": dtype}
     ours: Any = make(group.model, pool=pool(), **sizes)
     theirs: Any = make_paged(model, pool=pool(), **sizes)
