@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import count as counting
 from random import Random
 
 import torch
@@ -117,6 +118,20 @@ def crowd(draw: Random) -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, [options_of(draw, longest=12, top_k=draw.choice([0, 5])) for _ in prompts]
 
 
+def poisoned(logits: Callable[[Tensor], Tensor], row: int) -> Callable[[Tensor], Tensor]:
+    """`logits`, whose second result is NaN in `row`, if it has that."""
+    calls = counting(1)
+
+    def spoilt(hidden: Tensor) -> Tensor:
+        scores = logits(hidden)
+        if next(calls) == 2 and 0 <= row < len(scores):
+            scores = scores.clone()
+            scores[row] = torch.nan
+        return scores
+
+    return spoilt
+
+
 def batch(draw: Random) -> Iterator[Entry]:
     model, passes = tiny(draw), list[torch.Size]()
     model.register_forward_pre_hook(lambda _, inputs: passes.append(inputs[0].shape))
@@ -124,23 +139,8 @@ def batch(draw: Random) -> Iterator[Entry]:
         engine = Engine(model, eos_ids=draw.sample(range(100), 4))
         prompts, params = crowd(draw)
         outputs = [Output(list(prompt)) for prompt in prompts]
-        logits, calls = model.logits, [0]
-        broken = draw.randrange(len(prompts) + 3) if spoilt else -1
-
-        def poisoned(
-            hidden: Tensor,
-            logits: Callable[[Tensor], Tensor] = logits,
-            n: int = broken,
-            calls: list[int] = calls,
-        ) -> Tensor:
-            scores = logits(hidden)
-            calls[0] += 1
-            if calls[0] == 2 and 0 <= n < len(scores):
-                scores = scores.clone()
-                scores[n] = torch.nan
-            return scores
-
-        setattr(model, "logits", poisoned)  # noqa: B010
+        logits, broken = model.logits, draw.randrange(len(prompts) + 3) if spoilt else -1
+        setattr(model, "logits", poisoned(logits, broken))  # noqa: B010
         events = [
             (row, token, len(outputs[row].tokens)) for row, token in engine._tokens(outputs, params)
         ]

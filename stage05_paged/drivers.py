@@ -203,72 +203,68 @@ class Labels:
         return hashlib.sha256("".join(labels[: request.computed]).encode()).hexdigest()[:12]
 
 
-def life(draw: Random, make: Callable[..., Scheduler] = Scheduler) -> Iterator[Entry]:
-    """Schedulers that share, preempt and swap, in a memory of labels."""
-    for number in range(5):
-        size = draw.choice([1, 2, 4])
-        pool = BlockPool(draw.choice([30, 36, 44, 80]) // size, size)
-        swap = BlockPool(draw.randint(2, 40), size) if draw.random() < 0.6 else None
-        sequences = draw.randint(2, 8)
-        often = draw.choice(["recompute", "auto"] + ["swap"] * 2 * (swap is not None))
-        options: Options = {
-            "max_sequences": sequences,
-            "token_budget": max(sequences, draw.choice([8, 8, 25, 100])),
-            "policy": draw.choice(POLICIES),
-            "max_chunk": draw.choice([None, 3, 3]),
-            "chunked": draw.random() < 0.7,
-            "patience": draw.choice([2, 256]),
-            "prefix_caching": draw.random() < 0.8,
-            "watermark": draw.choice([0.0, 0.01, 0.2, 0.6]),
-            "preemption": often,
-            "cheaper": lambda tokens: "swap" if tokens % 3 else "recompute",
+def life(draw: Random, make: Callable[..., Scheduler], swaps: bool) -> Entry:
+    """A scheduler that shares, preempts and swaps, in a memory of labels. swaps: prompts are cut
+    into chunks, and swapped between them."""
+    size = draw.choice([1, 2, 4])
+    pool = BlockPool(draw.choice([30, 36, 44, 80]) // size, size)
+    swap = BlockPool(draw.randint(2, 40), size) if draw.random() < 0.6 else None
+    sequences = draw.randint(2, 8)
+    often = draw.choice(["recompute", "auto"] + ["swap"] * 2 * (swap is not None))
+    options: Options = {
+        "max_sequences": sequences,
+        "token_budget": max(sequences, draw.choice([8, 8, 25, 100])),
+        "policy": draw.choice(POLICIES),
+        "max_chunk": draw.choice([None, 3, 3]),
+        "chunked": draw.random() < 0.7,
+        "patience": draw.choice([2, 256]),
+        "prefix_caching": draw.random() < 0.8,
+        "watermark": draw.choice([0.0, 0.01, 0.2, 0.6]),
+        "preemption": often,
+        "cheaper": lambda tokens: "swap" if tokens % 3 else "recompute",
+    }
+    if swaps:
+        options |= {"token_budget": 8, "max_chunk": 3, "chunked": True, "preemption": "swap"}
+        options |= {"max_sequences": 6, "prefix_caching": False, "watermark": 0.0}
+        swap = BlockPool(60, size)
+    chosen = make(pool, swap_pool=swap, **options)
+    labels, preempted = Labels(chosen), list[bool]()
+    make_room = chosen._make_room
+
+    def noted(plan: Plan) -> bool:
+        preempted.append(make_room(plan))
+        return preempted[-1]
+
+    setattr(chosen, "_make_room", noted)  # noqa: B010
+
+    def shown(chosen: Scheduler, plan: Plan) -> Entry:
+        labels.move(plan.moves)
+        labels.run(plan)
+        kinds = [move.kind for move in plan.moves]
+        running = [(r.id, r.computed, labels.of(r)) for r in chosen.running]
+        return {
+            "work": [(w.request.id, w.start, w.count, w.rows) for w in plan.work],
+            "preempts": preempted[-1],
+            "moves": [(kind, kinds.count(kind)) for kind in ("wipe", "copy", "out", "in")],
+            "running": running,
+            "tables": [(r.id, len(chosen.tables[r].blocks)) for r in chosen.running],
+            "waiting": [(r.id, r.state, r.computed) for r in chosen.waiting],
+            "parents": [r.id for r in chosen.tables if r.parent is not None],
+            "preempted": sorted(r.id for r in chosen._preempted),
+            "swapped": sorted((r.id, len(kept)) for r, kept in chosen.swapped.items()),
+            "swap pool": chosen.swap_pool.available if chosen.swap_pool else None,
+            "counts": chosen.counts,
+            "pool": state_of(chosen.pool),
         }
-        if number == 0:  # prompts are cut into chunks, and swapped between them
-            options |= {"token_budget": 8, "max_chunk": 3, "chunked": True, "preemption": "swap"}
-            options |= {"max_sequences": 6, "prefix_caching": False, "watermark": 0.0}
-            swap = BlockPool(60, size)
-        chosen = make(pool, swap_pool=swap, **options)
-        labels, preempted = Labels(chosen), list[bool]()
-        make_room = chosen._make_room
 
-        def noted(
-            plan: Plan,
-            make_room: Callable[[Plan], bool] = make_room,
-            preempted: list[bool] = preempted,
-        ) -> bool:
-            preempted.append(make_room(plan))
-            return preempted[-1]
+    call = f"Scheduler({pool.count} blocks of {size}, {options})"
+    crowd = draw.choice([(9, 0.35), (30, 0.5), (30, 0.6)])
+    return {"call": call, "steps": lives(draw, chosen, shown, *crowd)}
 
-        setattr(chosen, "_make_room", noted)  # noqa: B010
 
-        def shown(
-            chosen: Scheduler,
-            plan: Plan,
-            labels: Labels = labels,
-            preempted: list[bool] = preempted,
-        ) -> Entry:
-            labels.move(plan.moves)
-            labels.run(plan)
-            kinds = [move.kind for move in plan.moves]
-            running = [(r.id, r.computed, labels.of(r)) for r in chosen.running]
-            return {
-                "work": [(w.request.id, w.start, w.count, w.rows) for w in plan.work],
-                "preempts": preempted[-1],
-                "moves": [(kind, kinds.count(kind)) for kind in ("wipe", "copy", "out", "in")],
-                "running": running,
-                "tables": [(r.id, len(chosen.tables[r].blocks)) for r in chosen.running],
-                "waiting": [(r.id, r.state, r.computed) for r in chosen.waiting],
-                "parents": [r.id for r in chosen.tables if r.parent is not None],
-                "preempted": sorted(r.id for r in chosen._preempted),
-                "swapped": sorted((r.id, len(kept)) for r, kept in chosen.swapped.items()),
-                "swap pool": chosen.swap_pool.available if chosen.swap_pool else None,
-                "counts": chosen.counts,
-                "pool": state_of(chosen.pool),
-            }
-
-        call = f"Scheduler({pool.count} blocks of {size}, {options})"
-        crowd = draw.choice([(9, 0.35), (30, 0.5), (30, 0.6)])
-        yield {"call": call, "steps": lives(draw, chosen, shown, *crowd)}
+def several(draw: Random, make: Callable[..., Scheduler] = Scheduler) -> Iterator[Entry]:
+    for number in range(5):
+        yield life(draw, make, swaps=number == 0)
 
 
 def common(draw: Random) -> Iterator[Entry]:
@@ -297,7 +293,7 @@ def common(draw: Random) -> Iterator[Entry]:
 
 
 def room(draw: Random) -> Iterator[Entry]:
-    yield from life(draw)
+    yield from several(draw)
     yield from common(draw)
 
 
@@ -312,7 +308,7 @@ def variant(draw: Random) -> Iterator[Entry]:
         chosen = classes.VariantScheduler(classes.VariantPool(count, 4))
         yield {"call": f"the watermark of {count} blocks", "blocks": chosen.watermark}
     for _ in range(2):
-        yield from life(draw, classes.VariantScheduler)
+        yield from several(draw, classes.VariantScheduler)
 
 
 DRIVERS = {1: blocks, 2: names, 3: places, 4: attend, 5: room, 6: room, 7: variant}
