@@ -19,6 +19,25 @@ from .engines import engine_of
 from .test_contract import PagedLife
 
 
+def mixed(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers, and their exponents: each has its block's number."""
+    block = torch.arange(count)[:, None]
+    return block.double().repeat(1, 12).view(-1, 3, 4), block.to(torch.int8).repeat(1, 3)
+
+
+def test_planes_of_unlike_numbers_have_their_bytes_and_move_alike():
+    memory = Planes(mixed(5), mixed(2))
+    assert memory.bytes_per_block == 12 * 8 + 3
+    memory.move([Move("copy", 3, 1), Move("out", 3, 0), Move("wipe", 3, 3), Move("in", 0, 2)])
+    for plane, swapped in zip(memory.planes, memory.swapped, strict=True):
+        for number in (0, -1):
+            assert plane.flatten(1)[:, number].tolist() == [0, 3, 3, 0, 4]
+            assert swapped.flatten(1)[:, number].tolist() == [3, 1]
+    memory.poison([4])
+    assert memory.read([4]).tolist() == [[POISON] * memory.bytes_per_block]
+    assert memory.read([1]).tolist() == memory.read([2]).tolist()
+
+
 class SplitCache(PagedCache):
     """Its keys are a plane, and its values another one."""
 
@@ -52,22 +71,3 @@ def test_the_sanitizer_sees_every_plane(plane):
         ask(engine, 1, 1)
         with pytest.raises(SanitizerError, match=message):
             engine.step()
-
-
-def mixed(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers, and their exponents: each has its block's number."""
-    block = torch.arange(count)[:, None]
-    return block.double().repeat(1, 12).view(-1, 3, 4), block.to(torch.int8).repeat(1, 3)
-
-
-def test_planes_of_unlike_numbers_have_their_bytes_and_move_alike():
-    memory = Planes(mixed(5), mixed(2))
-    assert memory.bytes_per_block == 12 * 8 + 3
-    memory.move([Move("copy", 3, 1), Move("out", 3, 0), Move("wipe", 3, 3), Move("in", 0, 2)])
-    for plane, swapped in zip(memory.planes, memory.swapped, strict=True):
-        for number in (0, -1):
-            assert plane.flatten(1)[:, number].tolist() == [0, 3, 3, 0, 4]
-            assert swapped.flatten(1)[:, number].tolist() == [3, 1]
-    memory.poison([4])
-    assert memory.read([4]).tolist() == [[POISON] * memory.bytes_per_block]
-    assert memory.read([1]).tolist() == memory.read([2]).tolist()
