@@ -259,7 +259,8 @@ def life(draw: Random, make: Callable[..., Scheduler], swaps: bool) -> Entry:
 
     call = f"Scheduler({pool.count} blocks of {size}, {options})"
     crowd = draw.choice([(9, 0.35), (30, 0.5), (30, 0.6)])
-    return {"call": call, "steps": lives(draw, chosen, shown, *crowd)}
+    steps = list(lives(draw, chosen, shown, *crowd))  # with the counts as they are in the end
+    return {"call": call, "steps": steps}
 
 
 def several(draw: Random, make: Callable[..., Scheduler] = Scheduler) -> Iterator[Entry]:
