@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -235,9 +236,15 @@ class Life(RuleBasedStateMachine):
 
 
 def live(machine: type[Life], examples: int) -> Counter[str]:
-    """Run `examples` lives of 50 calls; returns what they have seen."""
+    """Run `examples` lives of 50 calls; returns what they have seen. In one thread: the passes are
+    so small that several would mostly wait for each other."""
     machine.seen.clear()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     options: dict[str, Any] = {"deadline": None, "derandomize": True, "database": None}
     options = {"max_examples": examples, "stateful_step_count": 51, **options}
-    stateful.run_state_machine_as_test(machine, settings=settings(**options))
+    try:
+        stateful.run_state_machine_as_test(machine, settings=settings(**options))
+    finally:
+        torch.set_num_threads(threads)
     return machine.seen
