@@ -28,10 +28,10 @@ def _fingerprint(dtype: torch.dtype) -> str:
     import triton
 
     folder = Path(__file__).parent
-    files = ("attention.py", "cache.py", "fused.py", "graphs.py", "layers.py", "runner.py")
+    files = ["attention", "cache", "fused", "graphs", "layers", "quantized", "runner"]
     kinds = [torch.cuda.get_device_name(), torch.version.cuda] if DEVICE == "cuda" else [DEVICE]
     about = [triton.__version__, torch.__version__, *map(str, kinds), str(dtype)]
-    source = "".join((folder / file).read_text(encoding="utf-8") for file in files)
+    source = "".join((folder / f"{file}.py").read_text(encoding="utf-8") for file in files)
     return f"gpu-{hashlib.sha256((source + ' '.join(about)).encode()).hexdigest()[:16]}"
 
 

@@ -22,8 +22,9 @@ from shared.bench.rows import Draw, Results, median, table
 from stage01_forward import families
 from stage04_continuous.runner import Runner
 from stage05_paged.engine import cache_type
+from stage10_quantization.convert import Quantize
 
-from .predict import GPUS, launches, seconds
+from .predict import GPUS, WEIGHTS, launches, seconds
 from .registers import MODELS, compiled
 
 STAGE = "stage13_gpu"
@@ -46,9 +47,11 @@ FEW = {"counted": 100, "contexts": (300,)}
 
 def counts(plan: Any) -> Iterator[Group]:
     """Bytes and operations of attention in one layer of the first model, in float32: a decode step
-    of one row, and a prompt, each of `counted` tokens. Beside them the least: every number once."""
+    of one row, and a prompt, each of `counted` tokens; and of its first product, quantized. Beside
+    them the least: every number once."""
     from .cache import GpuCache
     from .counting import counting
+    from .layers import GpuMatrix, KernelLinear
 
     config = replace(families.presets()[plan.models[0]], n_layer=1)
     heads, width, size = config.n_head, config.head_dim, 4
@@ -72,6 +75,18 @@ def counts(plan: Any) -> Iterator[Group]:
                 "operations": count.operations,
                 "needed": 4 * heads * width * pairs if kernel in ("decode", "prefill") else 0,
             }  # fmt: skip
+    plain = torch.nn.Linear(config.n_embd, 3 * config.n_embd)
+    for weights in WEIGHTS:
+        slow = Quantize(weights).layer("c_attn", plain, {})
+        layer = KernelLinear(GpuMatrix.of(slow.matrix, torch.device("cpu")), slow.bias)
+        with counting() as counted:
+            layer(torch.randn(1, config.n_embd))
+        count, read = counted["multiply"], layer.bytes + plain.bias.nbytes + config.n_embd + size
+        yield {
+            "kernel": f"multiply, {weights}", "tokens": 1, "context": 0,
+            "programs": count.programs, "loaded": count.loaded, "stored": count.stored,
+            "least": read, "operations": count.operations, "needed": 2 * plain.weight.numel(),
+        }  # fmt: skip
 
 
 # ---- with one -----------------------------------------------------------------------------------
@@ -214,6 +229,22 @@ def step_table(model: str, results: Results) -> str:
     return table(predicted(model))
 
 
+def quantized_table(results: Results) -> str:
+    config = families.presets()[MODELS[1]]
+    return table(
+        {
+            "GPU": gpu, "weights": weights, "rows": str(rows),
+            **{
+                part: f"{1e6 * value:,.0f}"
+                for part, value in seconds(
+                    config, torch.bfloat16, rows, 1000, GPUS[gpu], weights
+                ).items()
+            },
+        }
+        for gpu in ("H100 SXM", "L4") for weights in WEIGHTS for rows in (1, 32)
+    )  # fmt: skip
+
+
 TABLES: dict[str, Draw] = {
     "registers": registers_table,
     "counts": counts_table,
@@ -221,6 +252,7 @@ TABLES: dict[str, Draw] = {
     "gpt2": partial(step_table, MODELS[0]),
     "llama": partial(step_table, MODELS[1]),
     "qwen": partial(step_table, MODELS[2]),
+    "quantized": quantized_table,
 }
 
 

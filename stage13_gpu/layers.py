@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import fused
-from .cache import power
+from stage10_quantization.layers import QuantizedLinear
+from stage10_quantization.matrix import QuantizedMatrix
+
+from . import fused, quantized
+from .cache import LEAST, power
 from .launch import launch
 
 GATES = 1024  # columns that one program of `fused.silu_mul` takes
@@ -17,11 +21,14 @@ GATES = 1024  # columns that one program of `fused.silu_mul` takes
 
 class Products:
     """Linear layers that read the same input, as one product. Their weights become views of one
-    tensor, so the model keeps its layers and no second copy. Layers in a format of their own
-    compute each for itself."""
+    tensor, so the model keeps its layers and no second copy. Layers of several formats compute each
+    for itself."""
 
     def __init__(self, *layers: Any) -> None:
-        self.layers = layers
+        self.layers: Sequence[Any] = layers
+        quantized = all(isinstance(layer, KernelLinear) for layer in layers)
+        if quantized and len({layer.format for layer in layers}) == 1:
+            self.layers = [joined(layers)]
         self.bias: Tensor | None = None
         self.weight: Tensor | None = None
         if all(type(layer) is nn.Linear for layer in layers):
@@ -36,12 +43,7 @@ class Products:
         for layer, weight in zip(self.layers, self.weight.split(counts), strict=True):
             layer.weight = nn.Parameter(weight, requires_grad=False)
         if any(layer.bias is not None for layer in self.layers):
-            self.bias = torch.cat(
-                [
-                    self.weight.new_zeros(count) if layer.bias is None else layer.bias
-                    for layer, count in zip(self.layers, counts, strict=True)
-                ]
-            )
+            self.bias = side_by_side(self.layers)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (N, in) -> (N, the outputs of all layers, side by side)."""
@@ -74,3 +76,130 @@ def silu_mul(x: Tensor) -> Tensor:
     grid = len(x), -(-width // GATES)
     launch(fused.silu_mul, grid, x, out, width, x.stride(0), TILE=GATES)
     return out
+
+
+def side_by_side(layers: Sequence[Any]) -> Tensor | None:
+    """The biases of layers as one; zeros for a layer without; None if none has one."""
+    biases = [layer.bias for layer in layers]
+    like = next((bias for bias in biases if bias is not None), None)
+    if like is None:
+        return None
+    counts = [layer.out_features for layer in layers]
+    pairs = zip(biases, counts, strict=True)
+    return torch.cat([like.new_zeros(count) if bias is None else bias for bias, count in pairs])
+
+
+# ---- matrices of whole numbers ----
+
+
+class GpuMatrix:
+    """Stage 10's QuantizedMatrix (N, K) as kernels read it. What else reads it gets a
+    QuantizedMatrix of `rows`, or its fields.
+
+    stored: codes (N, K) int8; those of 4 bits (N, K / 2) uint8, two in a byte. sides: scales, and
+    minima if there are any, (1 or 2, G, N), in float16 where that holds all of them.
+    """
+
+    def __init__(self, stored: Tensor, sides: Tensor, bits: int) -> None:
+        self.stored, self.sides, self.bits = stored, sides, bits
+        self.packed, self.minimal = stored.dtype == torch.uint8, len(sides) == 2
+        self.shape = len(stored), stored.shape[1] * (1 + self.packed)
+        self.group = self.shape[1] // sides.shape[1]
+
+    @classmethod
+    def of(cls, matrix: Any, device: torch.device) -> GpuMatrix:
+        codes, sides = matrix.codes.to(device), [matrix.scale]
+        if matrix.minimum is not None:
+            sides.append(matrix.minimum)
+        if matrix.bits == 4 and matrix.group % 2 == 0:
+            stored = (codes + 8 * (len(sides) == 1)).view(torch.uint8)
+            low, high = stored.unflatten(1, (-1, 2)).unbind(2)
+            codes = low | high << 4
+        whole = torch.stack([side.t() for side in sides]).to(device)
+        half = whole.half()
+        return cls(codes, half if torch.equal(half.float(), whole) else whole, matrix.bits)
+
+    @property
+    def format(self) -> tuple[Any, ...]:
+        """What matrices that are read as one have in common."""
+        return self.shape[1], self.group, self.bits, self.minimal
+
+    @property
+    def bytes(self) -> int:
+        return self.stored.nbytes + self.sides.nbytes
+
+    def rows(self, index: Tensor) -> QuantizedMatrix:
+        codes = self.stored[index]
+        if self.packed:
+            codes = torch.stack((codes & 15, codes >> 4), 2).flatten(1).view(torch.int8)
+            codes = codes if self.minimal else codes - 8
+        scale, *minimum = self.sides[:, :, index].float().mT
+        return QuantizedMatrix(codes, scale, minimum[0] if minimum else None, self.bits)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rows(torch.arange(len(self.stored))), name)
+
+
+class KernelLinear(QuantizedLinear):
+    """A layer of stage 10 over a GpuMatrix, computed by kernels, for inputs in float32, bfloat16 or
+    float16."""
+
+    matrix: Any
+
+    @property
+    def format(self) -> tuple[Any, ...]:
+        """What layers that are computed as one have in common."""
+        return *self.matrix.format, self.activations
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        matrix, bias, flat = self.matrix, self.bias, x.reshape(-1, self.in_features)
+        out = x.new_empty(len(flat), self.out_features)
+        sides, count, rounded = matrix.sides, matrix.sides.shape[1], self.activations == "int8"
+        x_scales = sides  # any memory, unread
+        if rounded:
+            codes = torch.empty(flat.shape, dtype=torch.int8, device=x.device)
+            x_scales = torch.empty(len(flat), count, device=x.device)
+            launch(
+                quantized.quantize, (len(flat), count), flat, codes, x_scales, flat.stride(0),
+                GROUP=matrix.group, W=power(matrix.group), num_warps=4,
+            )  # fmt: skip
+            flat = codes
+        few = len(flat) <= LEAST or flat.dtype == torch.float32  # which has no tensor cores
+        rows, columns, tile = (LEAST, 32, 64) if few else (64, 64, 64)
+        launch(
+            quantized.multiply, (-(-self.out_features // columns), -(-len(flat) // rows)),
+            flat, x_scales, matrix.stored, sides[0], sides[-1], sides if bias is None else bias,
+            out, len(flat), self.out_features, count, flat.stride(0), sides.stride(1),
+            GROUP=matrix.group, PACKED=matrix.packed, MINIMUM=matrix.minimal,
+            ROUNDED=rounded, BIAS=bias is not None, ROWS=rows, COLUMNS=columns,
+            TILE=max(32, min(tile, power(matrix.group))), num_warps=4,
+        )  # fmt: skip
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+def joined(layers: Sequence[Any]) -> KernelLinear:
+    """KernelLinears of one format as one, of whose matrix theirs become views."""
+    counts = [layer.out_features for layer in layers]
+    stored = torch.cat([layer.matrix.stored for layer in layers])
+    sides, bits = torch.cat([layer.matrix.sides for layer in layers], 2), layers[0].matrix.bits
+    for layer, *part in zip(layers, stored.split(counts), sides.split(counts, 2), strict=True):
+        layer.matrix = GpuMatrix(*part, bits)
+    matrix: Any = GpuMatrix(stored, sides, bits)
+    return KernelLinear(matrix, side_by_side(layers), layers[0].activations)
+
+
+def to_kernels(model: Any) -> None:
+    """Put kernels in place of the quantized layers of `model`, and its quantized table on the GPU,
+    from files, too. A table and a head that share a matrix still do."""
+    made: dict[int, Any] = {}
+    for name, layer in list(model.named_modules()):
+        matrix = getattr(layer, "matrix", None)
+        if matrix is None or isinstance(matrix, GpuMatrix):
+            continue
+        if id(matrix) not in made:
+            made[id(matrix)] = matrix, GpuMatrix.of(matrix, model.device)
+        layer.matrix = made[id(matrix)][1]
+        if isinstance(layer, QuantizedLinear):
+            bias = None if layer.bias is None else layer.bias.to(model.device)
+            model.set_submodule(name, KernelLinear(layer.matrix, bias, layer.activations))

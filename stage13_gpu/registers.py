@@ -26,7 +26,11 @@ from shared.paths import ROOT
 
 CAPABILITIES = {80: "A100", 89: "L4", 90: "H100"}
 MODELS = ("gpt2", "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-0.6B")
-KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32"}
+KINDS = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32",
+    torch.int8: "i8", torch.uint8: "u8",
+}  # fmt: skip
+QUANTIZED = ((8, None, "int8"), (4, 32, "int8"), (4, 128, "float"))  # bits, group, activations
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+).*LOCAL:(\d+)")
 
 
@@ -41,14 +45,16 @@ def compiled(models: tuple[str, ...] = MODELS) -> list[dict[str, Any]]:
 
 
 def launched(config: Config, dtype: torch.dtype) -> Iterator[tuple[Any, tuple, dict[str, Any]]]:
-    """Each different launch of a prompt, a short and a long decode step: kernel, arguments,
-    constants."""
+    """Each different launch of a prompt, a short and a long decode step, and of products with
+    quantized weights: kernel, arguments, constants."""
     from stage01_forward.model import GPT2
     from stage08_llama.config import LlamaConfig
     from stage08_llama.model import Llama
+    from stage10_quantization.matrix import QuantizedMatrix
 
     from . import launch as launching
     from .cache import GpuAttention, GpuCache
+    from .layers import GpuMatrix, KernelLinear
     from .runner import GpuRunner
 
     seen: dict[str, tuple[Any, tuple, dict[str, Any]]] = {}
@@ -70,6 +76,14 @@ def launched(config: Config, dtype: torch.dtype) -> Iterator[tuple[Any, tuple, d
         numbers = cache.numbers(shape, shares).to("meta")
         with torch.inference_mode():
             runner.compute(GpuAttention(cache, shape, numbers))
+    width = getattr(config, "n_inner", 4 * config.n_embd)
+    for bits, group, activations in QUANTIZED:
+        scales = torch.ones(64, width // (group or width))
+        codes = torch.zeros(64, width, dtype=torch.int8)
+        matrix = QuantizedMatrix(codes, scales, scales if group else None, bits)
+        layer = KernelLinear(GpuMatrix.of(matrix, codes.device), None, activations)
+        for count in (1, 90):
+            layer(torch.zeros(count, width, dtype=dtype))
     launching.WATCHERS.pop()
     yield from seen.values()
 

@@ -24,7 +24,7 @@ from stage09_kernels.backend import NoKernels
 
 from .cache import GpuAttention, GpuCache
 from .graphs import Graphs
-from .layers import Products, add_norm, silu_mul
+from .layers import Products, add_norm, silu_mul, to_kernels
 
 Forward = Callable[[GpuAttention], tuple[Tensor, Tensor]]  # stream and what is to be added, (N, C)
 
@@ -32,7 +32,8 @@ Forward = Callable[[GpuAttention], tuple[Tensor, Tensor]]  # stream and what is 
 class GpuRunner:
     """Runs passes of `model` over the keys and values in `cache`, as stage 04's Runner does.
 
-    release: has no effect, because there is no second copy of any weight.
+    The model's quantized layers become kernels, and projections that read the same input views of
+    one weight, in place. release: has no effect, because there is no second copy of any weight.
     Raises NoKernels for a model that is neither GPT-2 nor a Llama.
     """
 
@@ -41,6 +42,7 @@ class GpuRunner:
             raise NoKernels(f"The kernels of stage 13 do not support a {type(model).__name__}.")
         self.model, self.cache = model, cache
         self.config: Config = model.config
+        to_kernels(model)
         self.forward, self.norm = FORWARDS[type(model)](model)
         self.hidden = torch.empty(0, self.config.n_embd)  # (R, C), of the last pass's rows
         self.graphs = Graphs(cache, self.compute) if cache.device.type == "cuda" else None

@@ -26,6 +26,7 @@ from stage13_gpu.registers import compiled
 from stage13_gpu.runner import GpuRunner
 from stage13_gpu.tests.test_engine import CONFIGS, model_of
 from stage13_gpu.tests.test_graphs import Tape
+from stage13_gpu.tests.test_quantized import quantized
 from stage13_gpu.tests.tools import caches, inputs
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="counted by the interpreter")
@@ -40,11 +41,12 @@ def kernels(tape):
     return count
 
 
-@pytest.mark.parametrize("context", [9, 300])
+@pytest.mark.parametrize(("context", "weights"), [(9, ""), (300, ""), (9, "int8")])
 @pytest.mark.parametrize("name", ["gpt2", "grouped"])
-def test_as_many_kernels_are_started_as_predicted(name, context):
+def test_as_many_kernels_are_started_as_predicted(name, context, weights):
     config = CONFIGS[name]
-    runner, tape = GpuRunner(model_of(name), GpuCache(config, 100, 4)), Tape()
+    model = quantized(name, weights) if weights else model_of(name)
+    runner, tape = GpuRunner(model, GpuCache(config, 100, 4)), Tape()
     launching.WATCHERS.append(tape.launch)
     shape = runner.cache.shape([(list(range(80)), min(context, 63), 1)], 1)
     numbers = runner.cache.numbers(shape, [(list(range(80)), min(context, 63), 1)], [1], [0])
@@ -55,7 +57,7 @@ def test_as_many_kernels_are_started_as_predicted(name, context):
             runner.compute(GpuAttention(runner.cache, shape, numbers))
     finally:
         launching.WATCHERS.pop()
-    assert kernels(tape) == launches(config, context)
+    assert kernels(tape) == launches(config, context, weights)
 
 
 def test_a_decode_step_loads_each_key_once_for_its_group():
@@ -81,6 +83,11 @@ def test_a_step_takes_the_longest_of_bytes_operations_and_launches():
     h100 = seconds(config, torch.bfloat16, 1, 1000, GPUS["H100 SXM"])
     assert h100["bytes"] == pytest.approx(0.284e9 / 3350e9, rel=0.02)
     assert h100["eager"] == launches(config, 1000) * predict.LAUNCH > h100["graph"]
+    numbers = 12 * 12 * 768**2 + 50257 * 768
+    saved = {"int8": numbers, "int4": numbers + 12 * 12 * 768**2 * 3 / 8}
+    for weights, count in saved.items():
+        small = seconds(config, torch.bfloat16, 1, 1000, GPUS["H100 SXM"], weights)
+        assert h100["bytes"] - small["bytes"] == pytest.approx(count / 3350e9)
     t4 = seconds(config, torch.float32, 1, 1000, GPUS["T4"])
     assert t4["eager"] == t4["bytes"] == t4["graph"] - predict.REPLAY
 
@@ -112,7 +119,7 @@ def test_no_kernel_spills():
     """Compiled for A100, L4 and H100, at the shapes of three models: minutes the first time."""
     lines = compiled()
     assert {line["kernel"] for line in lines} == {
-        "store", "decode", "merge", "prefill", "add_norm", "silu_mul",
+        "store", "decode", "merge", "prefill", "add_norm", "silu_mul", "quantize", "multiply",
     }  # fmt: skip
     assert not [line for line in lines if line["spilled"]]
     assert max(line["shared"] for line in lines) <= 99 * 1024  # an L4's
@@ -129,5 +136,5 @@ def test_one_kernel_compiles_without_a_gpu():
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {line["kernel"] for line in lines} >= {"decode", "prefill"}, done.stderr
+    assert {line["kernel"] for line in lines} >= {"decode", "prefill", "multiply"}, done.stderr
     assert all(not line["spilled"] and line["registers"] > 8 for line in lines)

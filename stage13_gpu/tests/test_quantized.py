@@ -1,0 +1,169 @@
+"""Products with quantized weights: the numbers of stage 10's slow layers, from packed codes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+pytest.importorskip("triton", reason="requirements-gpu.txt is not installed")
+
+from typing import Any
+
+import torch
+
+from shared import parity
+from shared.course.testing import random_checkpoint
+from shared.linear import Linear
+from stage01_forward import families
+from stage01_forward.engine import Engine as Naive
+from stage01_forward.families import load_model
+from stage01_forward.params import SamplingParams
+from stage05_paged.blocks import BlockPool
+from stage05_paged.engine import make
+from stage10_quantization.convert import Format, Quantize
+from stage10_quantization.layers import QuantizedEmbedding, QuantizedLinear
+from stage13_gpu.launch import DEVICE
+from stage13_gpu.layers import GpuMatrix, KernelLinear, Products
+from stage13_gpu.tests.test_engine import CONFIGS, KERNELS
+from stage13_gpu.tests.test_graphs import graphed
+from stage13_gpu.tests.tools import TOLERANCE
+
+# bits, group, with minima: rows of int8, GPTQ's and AWQ's groups, and what fits no tile
+FORMATS = [(8, None, False), (4, 32, True), (4, 64, False), (4, 128, True), (8, 32, False)]
+RAGGED = [(8, None, False), (4, 20, True), (6, 20, True), (4, 5, False), (8, 100, False)]
+
+
+def layers(bits, group, minimum, activations, inputs, outputs, bias=True):
+    """A slow layer of stage 10, and the kernels' over the same numbers."""
+    format = Format(bits, group, minimum, torch.float16 if minimum else torch.float32)
+    matrix = format.quantized("w", torch.randn(outputs, inputs, device=DEVICE))
+    slow = QuantizedLinear(matrix, torch.randn(outputs, device=DEVICE) if bias else None)
+    slow.activations = activations
+    return slow, KernelLinear(GpuMatrix.of(matrix, matrix.codes.device), slow.bias, activations)
+
+
+def agree(slow, fast, x):
+    """Rounded inputs give the same bits, where rounding the result does not hide them."""
+    want, got = slow(x), fast(x)
+    assert got.dtype == x.dtype and got.shape == want.shape
+    if slow.activations == "int8" and x.dtype == torch.float32:
+        assert torch.equal(got, want)
+    weights = slow.matrix.dequantized()
+    scale = (x.float().abs().flatten(0, -2) @ weights.abs().t()).amax().item()
+    tolerance = TOLERANCE[x.dtype] * max(1, scale)
+    torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("activations", ["int8", "float"])
+@pytest.mark.parametrize(("bits", "group", "minimum"), FORMATS)
+def test_products_are_those_of_stage_10(bits, group, minimum, activations):
+    torch.manual_seed(0)
+    slow, fast = layers(bits, group, minimum, activations, 128, 40)
+    agree(slow, fast, torch.randn(3, 128, device=DEVICE))  # decode
+    agree(slow, fast, torch.randn(2, 10, 128, device=DEVICE).half())  # tiles of a prompt
+
+
+@pytest.mark.parametrize("activations", ["int8", "float"])
+@pytest.mark.parametrize(("bits", "group", "minimum"), RAGGED)
+def test_sizes_that_fit_no_tile(bits, group, minimum, activations):
+    torch.manual_seed(1)
+    slow, fast = layers(bits, group, minimum, activations, 100, 33, bias=False)
+    for dtype in TOLERANCE:
+        agree(slow, fast, torch.randn(17, 101, device=DEVICE).to(dtype)[:, 1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_products_of_random_shapes(seed):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    group = rng.choice([16, 32, 64, 128, rng.randint(1, 50)])
+    bits = rng.choice([4, 4, 6, 8])
+    inputs, minimum = group * rng.randint(1, 5), bits < 8 and rng.random() < 0.5
+    kinds = bits, rng.choice([group, None]), minimum, rng.choice(["int8", "float"])
+    slow, fast = layers(*kinds, inputs, rng.randint(1, 200), rng.random() < 0.5)
+    x = 10 ** rng.uniform(-3, 2) * torch.randn(rng.randint(1, 80), inputs, device=DEVICE)
+    agree(slow, fast, x.to(rng.choice(list(TOLERANCE))))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # NumPy multiplies infinity by 0
+@pytest.mark.parametrize("activations", ["int8", "float"])
+def test_a_row_is_alone_with_its_numbers(activations):
+    """Beside NaN, infinity, zeros and numbers whose scale would be 0."""
+    torch.manual_seed(2)
+    slow, fast = layers(4, 32, True, activations, 64, 20)
+    x = torch.randn(6, 64, device=DEVICE)
+    x[1, 5], x[2, 40], x[3], x[4] = torch.nan, torch.inf, 0, 2.0**-130
+    got = fast(x)
+    assert torch.equal(got[[0, 5]], torch.cat((fast(x[:1]), fast(x[5:]))))
+    assert got[[0, 3, 4, 5]].isfinite().all() and not got[1:3].isfinite().any()
+    if activations == "int8":
+        assert torch.equal(got[[0, 3, 4, 5]], slow(x[[0, 3, 4, 5]]))
+
+
+@pytest.mark.parametrize(("bits", "group", "minimum"), [*FORMATS[:3], *RAGGED[1:4]])
+def test_a_packed_matrix_gives_back_what_it_holds(bits, group, minimum):
+    torch.manual_seed(3)
+    slow, fast = layers(bits, group, minimum, "float", 640, 8)
+    assert isinstance(fast, Linear)
+    assert all(map(torch.equal, fast.numbers(), slow.numbers()))
+    if bits == 4 and group % 2 == 0:
+        assert fast.matrix.stored.nbytes == 8 * 640 / 2
+    if minimum:  # scales that fit into float16 are stored so
+        assert fast.matrix.sides.nbytes == 2 * 2 * 8 * 640 // group
+    rows = torch.tensor([5, 0, 2])
+    assert all(map(torch.equal, fast.shard(rows, None).numbers(), slow.shard(rows, None).numbers()))
+
+
+def test_products_that_read_the_same_input_are_one():
+    torch.manual_seed(4)
+    pairs = [layers(4, 32, True, "int8", 64, outputs, outputs == 24) for outputs in (24, 40)]
+    x = torch.randn(2, 64, device=DEVICE)
+    want = torch.cat([slow(x) for slow, _ in pairs], 1)
+    one = Products(*(fast for _, fast in pairs))
+    assert len(one.layers) == 1 and torch.equal(one(x), want)
+    assert torch.equal(pairs[1][1](x), want[:, 24:])  # a view of the joined matrix
+    other = layers(8, 32, False, "int8", 64, 8)[1]
+    assert len(Products(one.layers[0], other).layers) == 2
+
+
+def quantized(name: str, weights: Any, activations: str = "int8") -> Any:
+    checkpoint = random_checkpoint(CONFIGS[name], spread=24)
+    checkpoint.conversion = Quantize(weights, activations)
+    return load_model(checkpoint, dtype=torch.float32, device=DEVICE)
+
+
+SMALL = Format(4, group=8, minimum=True, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "activations"), [("gpt2", SMALL, "float"), ("grouped", "int8", "int8")]
+)
+def test_tokens_are_those_of_the_slow_layers(name, weights, activations):
+    """With decode steps replayed as graphs, as far as the stand-in for CUDA's goes."""
+    model = quantized(name, weights, activations)
+    engine = make(model, pool=BlockPool(60, 4), max_sequences=7, token_budget=7, **KERNELS)
+    graphs = graphed(engine) if DEVICE == "cpu" else None
+    kinds = {type(layer) for layer in model.modules() if isinstance(layer, QuantizedLinear)}
+    (table,) = (layer for layer in model.modules() if isinstance(layer, QuantizedEmbedding))
+    assert kinds == {KernelLinear} and table.matrix is model.lm_head.matrix
+    slow = Naive(quantized(name, weights, activations))
+    proof = parity.prove(engine, slow, SamplingParams, ["own limits"])
+    assert proof.tokens > 20 and len(proof.near_ties) < 2, proof
+    assert graphs is None or graphs.kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("weights", "activations"), [("int8", "int8"), ("int4", "int8"), ("int4", "float")]
+)
+def test_stories_are_those_of_stage_10(weights, activations):
+    def model() -> Any:
+        checkpoint = families.load("stories")
+        checkpoint.conversion = Quantize(weights, activations)
+        return load_model(checkpoint, dtype=torch.float32, device=DEVICE)
+
+    engine = make(model(), pool=BlockPool(40, 16), max_sequences=3, **KERNELS)
+    proof = parity.prove(engine, Naive(model()), SamplingParams, ["one new token", "own limits"])
+    assert proof.tokens > 20 and len(proof.near_ties) < 2, proof
