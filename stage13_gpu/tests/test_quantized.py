@@ -102,6 +102,12 @@ def test_a_row_is_alone_with_its_numbers(activations):
         assert torch.equal(got[[0, 3, 4, 5]], slow(x[[0, 3, 4, 5]]))
 
 
+def test_halves_are_rounded_to_even():
+    slow, fast = layers(8, None, False, "int8", 8, 8)
+    x = torch.tensor([[127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5]], device=DEVICE)
+    assert torch.equal(fast(x), slow(x))
+
+
 @pytest.mark.parametrize(("bits", "group", "minimum"), [*FORMATS[:3], *RAGGED[1:4]])
 def test_a_packed_matrix_gives_back_what_it_holds(bits, group, minimum):
     torch.manual_seed(3)
@@ -123,7 +129,9 @@ def test_products_that_read_the_same_input_are_one():
     want = torch.cat([slow(x) for slow, _ in pairs], 1)
     one = Products(*(fast for _, fast in pairs))
     assert len(one.layers) == 1 and torch.equal(one(x), want)
-    assert torch.equal(pairs[1][1](x), want[:, 24:])  # a view of the joined matrix
+    assert torch.equal(pairs[1][1](x), want[:, 24:])
+    memory = {fast.matrix.stored.untyped_storage().data_ptr() for _, fast in pairs}
+    assert memory == {one.layers[0].matrix.stored.data_ptr()}  # views of the joined matrix
     other = layers(8, 32, False, "int8", 64, 8)[1]
     assert len(Products(one.layers[0], other).layers) == 2
 

@@ -797,3 +797,40 @@ def an_answer_in_json() -> None:
         f"[{len(asked.output.token_ids)} tokens, finish reason {asked.output.finish_reason}]",
         "    ",
     )
+
+
+# ---- stage 13 ----
+
+
+def a_window_across_tiles() -> None:
+    """Stage 13's page in PyTorch: three new tokens of a sequence of 70, each of which sees the last
+    5. Tiles have 64 keys."""
+    torch, naive = load("torch"), load("stage13_gpu.naive")
+    q, keys, values = torch.randn(3, 80, 4, generator=torch.Generator().manual_seed(0))
+    outputs = naive.prefill(q[67:70], keys, values, [4, 1, 0, 2, 3], 16, 67, window=5)
+    for position, output in enumerate(outputs.tolist(), 67):
+        say(f"token {position}: {[round(number, 3) for number in output]}")
+
+
+def three_rows_in_a_graph_of_four() -> None:
+    """Stage 13 answers three requests together in Triton's interpreter, in graphs of four rows.
+    What stands in for a graph computes the step again. It needs Triton (requirements-gpu.txt)."""
+    gpu, (model, _) = "stage13_gpu", stories()
+    organs = {
+        "make_cache": load(f"{gpu}.cache").GpuCache,
+        "make_runner": load(f"{gpu}.runner").GpuRunner,
+    }
+    together = load("stage05_paged.make").make(model, 3, **organs)
+
+    def capture(work: Callable[[], Any]) -> Any:
+        results = work()
+
+        def replay() -> None:
+            for old, new in zip(results, work(), strict=True):
+                old.copy_(new)
+
+        return replay, results
+
+    runner = together.runner
+    runner.graphs = load(f"{gpu}.graphs").Graphs(runner.cache, runner.compute, capture)
+    tell(CROWD, together.generate([encode(prompt) for prompt in CROWD], greedy(5)))
