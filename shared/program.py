@@ -16,8 +16,12 @@ from types import TracebackType
 from .paths import ROOT
 
 INSTALL = "python3 -m venv .venv && .venv/bin/python -m pip install -r requirements.txt"
-# Programs with this one option, by the end of their module's name.
-FLAGS = {"benchmark": "--quick", "crosscheck": "--quick", "report": "--check"}
+# All words that may follow, by the end of a module's name.
+WORDS = {
+    "benchmark": ("--quick", "--device", "cpu", "cuda"),
+    "crosscheck": ("--quick",),
+    "report": ("--check",),
+}
 
 
 def die_at_interrupt() -> None:
@@ -32,8 +36,8 @@ def begin() -> None:
     sys.excepthook = explain
     if sys.stderr is not None and sys.stderr.isatty():
         print("[starting ...]", file=sys.stderr, flush=True)
-    flag = FLAGS.get(sys.orig_argv[-len(sys.argv)].rpartition(".")[2])
-    if flag and (wrong := [word for word in sys.argv[1:] if word not in (flag, "-h", "--help")]):
+    known = WORDS.get(sys.orig_argv[-len(sys.argv)].rpartition(".")[2])
+    if known and (wrong := [w for w in sys.argv[1:] if w not in (*known, "-h", "--help")]):
         words = f"Unrecognized arguments: {' '.join(wrong)}; --help lists every option."
         print(f"error: {words}", file=sys.stderr)
         sys.exit(2)

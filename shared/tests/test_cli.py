@@ -314,6 +314,7 @@ def test_programs_are_checked_before_their_imports():
     for words, status, told in (
         *(("shared.tour", 1, missing), ("stage06_serving --port 0", 1, missing)),
         ("stage02_kv_cache.benchmark --quick", 1, missing),
+        ("stage13_gpu.benchmark --device cuda", 1, missing),
         ("stage02_kv_cache.benchmark --fast", 2, "Unrecognized arguments: --fast"),
         ("shared.bench.report --quick", 2, "Unrecognized arguments: --quick"),
     ):
