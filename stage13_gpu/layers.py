@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from stage10_quantization.layers import QuantizedLinear
 from stage10_quantization.matrix import QuantizedMatrix
+from stage10_quantization.stored import FileMatrix
 
 from . import fused, quantized
 from .cache import LEAST, power
@@ -42,8 +43,7 @@ class Products:
         self.weight = torch.cat([layer.weight for layer in self.layers])
         for layer, weight in zip(self.layers, self.weight.split(counts), strict=True):
             layer.weight = nn.Parameter(weight, requires_grad=False)
-        if any(layer.bias is not None for layer in self.layers):
-            self.bias = side_by_side(self.layers)
+        self.bias = side_by_side(self.layers)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (N, in) -> (N, the outputs of all layers, side by side)."""
@@ -108,6 +108,7 @@ class GpuMatrix:
 
     @classmethod
     def of(cls, matrix: Any, device: torch.device) -> GpuMatrix:
+        matrix = matrix.keep() if isinstance(matrix, FileMatrix) else matrix
         codes, sides = matrix.codes.to(device), [matrix.scale]
         if matrix.minimum is not None:
             sides.append(matrix.minimum)
@@ -118,11 +119,6 @@ class GpuMatrix:
         whole = torch.stack([side.t() for side in sides]).to(device)
         half = whole.half()
         return cls(codes, half if torch.equal(half.float(), whole) else whole, matrix.bits)
-
-    @property
-    def format(self) -> tuple[Any, ...]:
-        """What matrices that are read as one have in common."""
-        return self.shape[1], self.group, self.bits, self.minimal
 
     @property
     def bytes(self) -> int:
@@ -149,7 +145,8 @@ class KernelLinear(QuantizedLinear):
     @property
     def format(self) -> tuple[Any, ...]:
         """What layers that are computed as one have in common."""
-        return *self.matrix.format, self.activations
+        matrix = self.matrix
+        return matrix.shape[1], matrix.group, matrix.bits, matrix.minimal, self.activations
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -191,15 +188,16 @@ def joined(layers: Sequence[Any]) -> KernelLinear:
 
 def to_kernels(model: Any) -> None:
     """Put kernels in place of the quantized layers of `model`, and its quantized table on the GPU,
-    from files, too. A table and a head that share a matrix still do."""
-    made: dict[int, Any] = {}
+    from files, too. A head that shares its table's matrix still does."""
+    tables: list[tuple[Any, GpuMatrix]] = []
     for name, layer in list(model.named_modules()):
         matrix = getattr(layer, "matrix", None)
         if matrix is None or isinstance(matrix, GpuMatrix):
             continue
-        if id(matrix) not in made:
-            made[id(matrix)] = matrix, GpuMatrix.of(matrix, model.device)
-        layer.matrix = made[id(matrix)][1]
+        shared = [ours for theirs, ours in tables if theirs is matrix]
+        layer.matrix = shared[0] if shared else GpuMatrix.of(matrix, model.device)
         if isinstance(layer, QuantizedLinear):
             bias = None if layer.bias is None else layer.bias.to(model.device)
             model.set_submodule(name, KernelLinear(layer.matrix, bias, layer.activations))
+        else:
+            tables.append((matrix, layer.matrix))

@@ -19,12 +19,17 @@ from stage01_forward import families
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.families import load_model
 from stage01_forward.params import SamplingParams
+from stage04_continuous.runner import Runner
 from stage05_paged.blocks import BlockPool
-from stage05_paged.engine import make
+from stage05_paged.engine import cache_type, make
+from stage10_quantization import quantize
 from stage10_quantization.convert import Format, Quantize
 from stage10_quantization.layers import QuantizedEmbedding, QuantizedLinear
+from stage10_quantization.stored import FileMatrix
+from stage13_gpu.cache import GpuCache
 from stage13_gpu.launch import DEVICE
 from stage13_gpu.layers import GpuMatrix, KernelLinear, Products
+from stage13_gpu.runner import GpuRunner
 from stage13_gpu.tests.test_engine import CONFIGS, KERNELS
 from stage13_gpu.tests.test_graphs import graphed
 from stage13_gpu.tests.tools import TOLERANCE
@@ -140,6 +145,20 @@ def quantized(name: str, weights: Any, activations: str = "int8") -> Any:
     checkpoint = random_checkpoint(CONFIGS[name], spread=24)
     checkpoint.conversion = Quantize(weights, activations)
     return load_model(checkpoint, dtype=torch.float32, device=DEVICE)
+
+
+@pytest.mark.slow
+def test_layers_in_files(tmp_path):
+    """As of GPTQ, AWQ and GGUF: the GPU keeps all that is read of them."""
+    quantize.main(["--weights", "int4", "--out", str(tmp_path / "small")])
+    logits = []
+    for runner, cache in ((Runner, cache_type), (GpuRunner, lambda config: GpuCache)):
+        model = load_model(families.load(str(tmp_path / "small")), device=DEVICE)
+        assert isinstance(model.lm_head.matrix, FileMatrix)
+        memory = cache(model.config)(model.config, 2, device=DEVICE)
+        logits.append(runner(model, memory).run([5, 9, 2], [([1], 0, 3)], [2]))
+    assert isinstance(model.lm_head.matrix, GpuMatrix)
+    torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-4)
 
 
 SMALL = Format(4, group=8, minimum=True, dtype=torch.float16)
