@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 
@@ -12,6 +15,8 @@ pytest.importorskip("triton", reason="requirements-gpu.txt is not installed")
 import torch
 
 from shared.config import Config
+from shared.errors import UserError
+from shared.paths import ROOT
 from stage09_kernels.backend import NoKernels
 from stage13_gpu import cache as module
 from stage13_gpu.cache import GpuCache, check
@@ -189,6 +194,31 @@ def test_what_has_no_kernel_is_refused_in_a_sentence():
         check(config, torch.float32, "mps")
     with pytest.raises(NoKernels, match="at most 256 channels, and gpt2 has 320"):
         GpuCache(Config(11, 64, 640, 1, 2, name="gpt2"), 4)
+
+
+def test_what_a_gpu_lacks_is_said_in_a_sentence(monkeypatch):
+    config = Config(11, 64, 48, 1, 2)
+    monkeypatch.setattr(module, "DEVICE", "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    for version, dtype in (((7, 0), torch.float16), ((7, 5), torch.bfloat16)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, v=version: v)
+        with pytest.raises(NoKernels, match="^Some GPU is too old .*: use --engine paged.$"):
+            check(config, dtype, "cuda")
+    check(config, torch.float16, "cuda")
+
+    def full(*sizes):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(module, "PagedCache", full)
+    with pytest.raises(UserError, match="^The GPU has no room for a cache of 12.0 KiB: give"):
+        GpuCache(config, 4, dtype=torch.float16, device="cuda")
+
+
+def test_a_missing_compiler_is_said_in_a_sentence(tmp_path):
+    words = [sys.executable, "-m", "stage13_gpu", "Once"]
+    environment = {k: v for k, v in os.environ.items() if k != "CC"} | {"PATH": str(tmp_path)}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.endswith("install gcc or clang.\n")
 
 
 def test_a_block_outside_the_cache_is_refused():
