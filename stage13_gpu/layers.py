@@ -140,7 +140,9 @@ class KernelLinear(QuantizedLinear):
     """A layer of stage 10 over a GpuMatrix, computed by kernels, for inputs in float32, bfloat16 or
     float16."""
 
-    matrix: Any
+    def __init__(self, matrix: Any, bias: Tensor | None = None, activations: str = "int8") -> None:
+        super().__init__(matrix, bias, activations)
+        self.matrix: Any
 
     @property
     def format(self) -> tuple[Any, ...]:
@@ -181,9 +183,9 @@ def joined(layers: Sequence[Any]) -> KernelLinear:
     stored = torch.cat([layer.matrix.stored for layer in layers])
     sides, bits = torch.cat([layer.matrix.sides for layer in layers], 2), layers[0].matrix.bits
     for layer, *part in zip(layers, stored.split(counts), sides.split(counts, 2), strict=True):
-        layer.matrix = GpuMatrix(*part, bits)
-    matrix: Any = GpuMatrix(stored, sides, bits)
-    return KernelLinear(matrix, side_by_side(layers), layers[0].activations)
+        layer.matrix = GpuMatrix(part[0], part[1], bits)
+    whole = GpuMatrix(stored, sides, bits)
+    return KernelLinear(whole, side_by_side(layers), layers[0].activations)
 
 
 def to_kernels(model: Any) -> None:

@@ -117,14 +117,14 @@ def test_halves_are_rounded_to_even():
 def test_a_packed_matrix_gives_back_what_it_holds(bits, group, minimum):
     torch.manual_seed(3)
     slow, fast = layers(bits, group, minimum, "float", 640, 8)
-    assert isinstance(fast, Linear)
     assert all(map(torch.equal, fast.numbers(), slow.numbers()))
     if bits == 4 and group % 2 == 0:
         assert fast.matrix.stored.nbytes == 8 * 640 / 2
     if minimum:  # scales that fit into float16 are stored so
         assert fast.matrix.sides.nbytes == 2 * 2 * 8 * 640 // group
-    rows = torch.tensor([5, 0, 2])
-    assert all(map(torch.equal, fast.shard(rows, None).numbers(), slow.shard(rows, None).numbers()))
+    parts = [layer.shard(torch.tensor([5, 0, 2]), None) for layer in (fast, slow)]
+    assert all(map(torch.equal, parts[0].numbers(), parts[1].numbers()))
+    assert isinstance(fast, Linear)
 
 
 def test_products_that_read_the_same_input_are_one():
@@ -155,7 +155,7 @@ def test_layers_in_files(tmp_path):
     for runner, cache in ((Runner, cache_type), (GpuRunner, lambda config: GpuCache)):
         model = load_model(families.load(str(tmp_path / "small")), device=DEVICE)
         assert isinstance(model.lm_head.matrix, FileMatrix)
-        memory = cache(model.config)(model.config, 2, device=DEVICE)
+        memory: Any = cache(model.config)(model.config, 2, device=DEVICE)
         logits.append(runner(model, memory).run([5, 9, 2], [([1], 0, 3)], [2]))
     assert isinstance(model.lm_head.matrix, GpuMatrix)
     torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-4)

@@ -18,7 +18,10 @@ from shared.errors import UserError
 from stage09_kernels.library import compilers
 
 NAMES = [exhibit.name for exhibit in EXHIBITS]
-RUNS = {"stage09_kernels": compilers(), "stage13_gpu": find_spec("triton")}  # what they need
+RUNS: dict[str, Any] = {
+    "stage09_kernels": compilers(),
+    "stage13_gpu": find_spec("triton"),
+}  # what they need
 EXHIBIT = find(2)
 
 
@@ -46,7 +49,7 @@ def test_each_is_caught_by_its_tests(most):
     jobs: list[dict[str, Any]] = [
         {"stage": each.stage, "files": {each.file: planting.with_bug(each)}, "tests": tests}
         for each in EXHIBITS
-        if (tests := each.tests[:most]) and RUNS.get(each.stage, True)
+        if (tests := each.tests[:most]) and NEEDS.get(each.stage, True)
     ]
     survived = []
     for job, outcomes in zip(jobs, trials.outcomes(jobs), strict=True):
@@ -76,7 +79,7 @@ def test_a_copy_may_be_broken_in_any_way(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("exhibit", EXHIBITS, ids=NAMES)
 def test_every_symptom_shows(exhibit, tmp_path):
-    if not RUNS.get(exhibit.stage, True):
+    if not NEEDS.get(exhibit.stage, True):
         pytest.skip("what the stage needs is not installed")
     mine.write(tmp_path / exhibit.file, planting.with_bug(exhibit))
     right, wrong = show(exhibit, [None, tmp_path], seconds=10)
