@@ -44,7 +44,7 @@ def launches(config: Config, context: int, weights: str = "") -> int:
     between = 3  # two norms, and GELU or a gate
     ends = 10 if hasattr(config, "rope") else 7  # embedding and positions; wanted rows and head
     if weights:  # each product rounds its input; rows of the table are dequantized
-        products, ends = 2 * products, ends + 5
+        products, ends = 2 * products, ends + 3
     return config.n_layer * (attention + products + between) + ends
 
 
