@@ -32,7 +32,7 @@ class Offer:
         contexts, and answer(engine, prompts, sampling) -> (place, Token)..., which answers all
         prompts as fast as the engine can.
     served: the engine's name for the server, which gives `make` the options of stage 05's; "" if
-        the server does not run it, or adapts it itself.
+        the server does not run it.
     trial: has unsupported_reason(dtype, device) -> str, if not every machine can run the engine.
     linear: the value of --linear that the engine needs; "" for any.
     alone: options of `make` in a program that runs only this engine.

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from shared import cli, models, program
-from shared.config import Config
 from shared.errors import UserError
 from stage05_paged.memory import default_memory, free_memory, make_pool, parse_memory, size
 
@@ -111,42 +110,23 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
     else:
         device, dtype = cli.device_and_dtype(settings)
         chosen = choose(settings.engine, dtype, device)
-    settings.engine, blocks = chosen.name, chosen.offer is not None
-    formats = cli.cache_options(settings.kv_dtype)
-    needs = settings.sanitize or settings.swap_memory or settings.prefix_cache_dir or formats
-    if needs and not blocks:
-        raise UserError(
-            "--sanitize, --swap-memory, --kv-dtype and --prefix-cache-dir are for blocks, which "
-            f"the engine '{settings.engine}' does not have: leave them out."
-        )
+    settings.engine = chosen.name
     if settings.prefix_cache_dir and not settings.enable_prefix_caching:
         raise UserError(
             "--prefix-cache-dir keeps a prefix cache, and --no-enable-prefix-caching turns it off: "
             "leave one of them out."
         )
     speculates = settings.speculate != OFF
-    if speculates and (maker or not blocks):
-        raise UserError(
-            f"--speculate needs an engine with blocks, such as --engine {PAGED}: choose one, or "
-            "leave --speculate out."
-        )
+    if speculates and maker:
+        raise UserError("This server has an engine of its own: leave --speculate out.")
     if bool(settings.speculative_model) != (settings.speculate == "draft"):
         raise UserError(
             "--speculate draft and --speculative-model NAME need each other: give both or neither."
         )
     folder = open_folder(settings.prefix_cache_dir) if settings.prefix_cache_dir else None
-    options = argparse.Namespace(
-        model=settings.model,
-        random_weights=settings.random_weights,
-        max_model_len=settings.max_model_len,
-        seed=0,
-        device=settings.device,
-        dtype=settings.dtype,
-        weights=settings.weights,
-        kv_dtype=settings.kv_dtype,
-        linear=chosen.linear(settings.linear),
-        threads=settings.threads or None,
-    )
+    linear, threads = chosen.linear(settings.linear), settings.threads or None
+    changed = {"seed": 0, "linear": linear, "threads": threads}
+    options = argparse.Namespace(**settings.model_dump() | changed)
     loaded = (maker.load if maker else cli.load_model_from)(options, families)
     config, dtype, block_size = loaded.config, loaded.kv_dtype, settings.block_size
     free = free_memory(loaded.device)
@@ -155,10 +135,6 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
     else:
         memory = default_memory(config, dtype, settings.max_num_seqs, free, block_size)
     budget = settings.max_num_batched_tokens or max(BUDGET, settings.max_num_seqs)
-    if not blocks:
-        pool = make_pool(memory, config, dtype, config.n_positions)  # a block is a whole context
-        rows = min(settings.max_num_seqs, pool.count)
-        return make_earlier(settings, loaded, rows, budget), loaded
     swap_pool = None
     if settings.swap_memory:
         swap = parse_memory(settings.swap_memory, free_memory("cpu"))
@@ -177,7 +153,7 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
         token_budget=budget,
         prefix_caching=settings.enable_prefix_caching,
         preemption=settings.preemption,
-        **formats,
+        **cli.cache_options(settings.kv_dtype),
     )
     settings.engine, settings._faster = chosen.name, "" if maker else faster(chosen, loaded)
     counts = None
@@ -206,40 +182,6 @@ def speculate(settings: Settings, engine: Any, loaded: cli.Loaded) -> Any:
     assert module is not None  # the settings refuse other values
     count = settings.num_speculative_tokens
     return module.speculate(engine, settings.speculate, count, draft)
-
-
-def make_earlier(settings: Settings, loaded: cli.Loaded, rows: int, budget: int) -> AnyEngine:
-    """The engine of a stage before 05, or transformers, for at most `rows` requests at a time."""
-    from shared.peers import transformers_folder, transformers_model
-    from stage01_forward import families
-    from stage04_continuous.make import make as make_slots
-
-    from .engines import Batches, OneByOne, Slots, Static, Transformers
-
-    if settings.engine == "transformers":
-        weights = families.load(settings.model, random_weights=settings.random_weights)
-        if weights.conversion:
-            raise UserError(
-                f"--engine transformers does not read {settings.model}: give a folder with weights "
-                "in a floating-point format, or leave --engine out."
-            )
-        if type(weights.config) is Config:
-            model = transformers_model(weights, loaded.dtype)
-        elif weights.folder is None or settings.random_weights:
-            raise UserError(
-                "--engine transformers supports random weights only for GPT-2: give a folder with "
-                "weights."
-            )
-        else:
-            model = transformers_folder(weights.folder, loaded.dtype)
-        model = model.to(loaded.device)
-        return Batches(Transformers(model, loaded.config), 1, RECORDS)
-    if settings.engine == "continuous":
-        budget = max(budget, rows)
-        return Slots(make_slots(loaded.model, rows, token_budget=budget, steps_kept=RECORDS))
-    if settings.engine == "static":
-        return Batches(Static(loaded.model, rows), rows, RECORDS)
-    return Batches(OneByOne(loaded.model), 1, RECORDS)
 
 
 def plan(settings: Settings, status: Status, loaded: cli.Loaded, address: str) -> str:

@@ -220,15 +220,6 @@ class AsyncEngine:
         Overloaded without room for all of them, EngineDead.
         """
         self._need_life()
-        if wants is not None and not self._engine.takes_prompt_requests:
-            raise UserError(
-                "This engine cannot score or embed a prompt: leave 'echo' or 'logprobs' out, or "
-                "start the server with --engine paged."
-            )
-        if prepare is not None and not self._engine.takes_prompt_requests:
-            raise UserError(
-                "This engine cannot keep answers to a form: start the server with --engine paged."
-            )
         for prompt in prompts:
             for params in sampling:
                 self._engine.check(prompt, params)

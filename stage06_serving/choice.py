@@ -27,19 +27,18 @@ class Choice:
     reason: str = ""
 
     @property
-    def offer(self) -> Offer | None:
-        """That of the engine's stage; None for an engine without blocks."""
+    def offer(self) -> Offer:
+        """That of the engine's stage."""
         return engines()[self.name]
 
     def linear(self, wanted: str) -> str:
         """The --linear of this engine, where `wanted` was given."""
-        return (self.offer and self.offer.linear) or wanted
+        return self.offer.linear or wanted
 
     def make(self, loaded: cli.Loaded, wanted: str, **options: Any) -> Any:
         """The engine for the model, which no other may use. If it does not support the model and
         was chosen automatically, stage 05's, with the linear layers of --linear `wanted`."""
         offer = self.offer
-        assert offer is not None
         try:
             insist = {"insist": True} if offer.trial else {}
             make = offer.load(offer.engine).make
@@ -57,7 +56,7 @@ def choose(name: str, dtype: torch.dtype, device: torch.device) -> Choice:
     Raises UserError for one that cannot run here."""
     reason = ""
     for newest, offer in reversed(engines().items()):
-        if offer and offer.trial and name in (newest, AUTO):
+        if offer.trial and name in (newest, AUTO):
             why = offer.load(offer.trial).unsupported_reason(dtype, device)
             if not why:
                 return Choice(newest, name == AUTO, reason)

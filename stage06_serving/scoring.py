@@ -95,7 +95,7 @@ class EmbeddedRequest(PromptRequest):
         return range(self.taken if self.mean or self.taken else end - 1, end)
 
     def take(self, logits: Tensor, hidden: Tensor | None) -> None:
-        assert hidden is not None  # `Stepping.check` has refused it otherwise
+        assert hidden is not None  # `embed` has refused it otherwise
         from torch.nn.functional import normalize
 
         self.total = self.total + hidden.double().sum(0)

@@ -34,7 +34,6 @@ OTHER_VARIABLES = ("ADMIN_KEY", "GPT2", "MINE", "NODE")
 # What Kubernetes tells every container about a service whose name begins with "staircase".
 KUBERNETES = re.compile(r".*(SERVICE_HOST|SERVICE_PORT.*|PORT(_\d+_(TCP|UDP|SCTP).*)?)")
 ADDRESS = re.compile(r"(tcp|udp|sctp)://.*")
-EARLIER = ("continuous", "static", "sequential", "transformers")  # engines without blocks
 GROUPS = {  # of the help, by their first options
     "model": "model and machine",
     "host": "address and access",
@@ -43,11 +42,9 @@ GROUPS = {  # of the help, by their first options
 }
 
 
-def engines() -> dict[str, Offer | None]:
-    """The names for --engine, and the newest stages' offers; None for an engine that this stage
-    adapts."""
-    served = {offer.served: offer for offer in offers() if offer.served}
-    return {**served, **dict.fromkeys(EARLIER)}
+def engines() -> dict[str, Offer]:
+    """The names for --engine, and the offers of their stages."""
+    return {offer.served: offer for offer in offers() if offer.served}
 
 
 class Settings(BaseSettings):

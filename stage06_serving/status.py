@@ -42,7 +42,7 @@ class Status:
     """An engine at one moment. The engine's thread makes it, and any thread may read it."""
 
     max_sequences: int
-    blocks: int  # in the pool; where an engine has slots, a slot is a block
+    blocks: int  # in the pool
     block_size: int  # tokens
     owned: int = 0  # blocks
     running: tuple[tuple[str, int], ...] = ()  # ids, each with its number on the map of the blocks
@@ -61,8 +61,7 @@ class AnyEngine(Protocol):
     engine's own may use the rest."""
 
     steps: deque[BlocksRecord]  # one a forward pass, the newest last
-    takes_prompt_requests: bool  # whether `add` takes a PromptRequest
-    embeds: bool  # and an EmbeddedRequest
+    embeds: bool  # whether it takes an EmbeddedRequest
     disk: DiskCounts | None
     drafts: DraftCounts | None
 

@@ -1,10 +1,10 @@
 """Every engine of the staircase behind the same HTTP, under the same load:
 `python -m stage07_loadtest.benchmark`.
 
-The servers are `python -m stage06_serving --engine ...`, all started at the beginning and loaded in
-turn, with the same weights, dtype, threads, memory and tokens. Before a server is measured, it
-answers many prompts of the workloads at a time, and the answers are proved. Every request of a full
-run is kept in stage07_loadtest.requests.jsonl.gz.
+The servers are those of stage 06, some with an earlier stage's engine, all started at the beginning
+and loaded in turn, with the same weights, dtype, threads, memory and tokens. Before one is
+measured, it answers many prompts of the workloads at a time, and the answers are proved. Every
+request of a full run is kept in stage07_loadtest.requests.jsonl.gz.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ ENGINES = {
     "paged": "paging (stage 05)",
 }
 TRANSFORMERS, SEQUENTIAL, STATIC, CONTINUOUS, PAGED = ENGINES
+EARLIER = "shared.bench.peers.earlier"  # the server of all but the last
 BLOCK = 16  # tokens, stage 05's default
 WARM = 2  # tokens of each answer while warming up
 LATENCIES = {"TTFT": metrics.TTFT_INTENDED, "TPOT": metrics.TPOT, "E2E": metrics.E2E_INTENDED}
@@ -163,8 +164,11 @@ class Bench:
     def start(self, server: str, subject: Subject) -> None:
         """Start a server of the subject, and prove it."""
         self.begin(f"start and prove {server}")
-        command = options(self.plan, server.partition(", ")[0], subject.about["dtype"])
-        self.urls[server] = self.stack.enter_context(own_server(command, quiet=True)).url
+        engine = server.partition(", ")[0]
+        command = options(self.plan, engine, subject.about["dtype"])
+        module = None if engine == PAGED else EARLIER
+        running = own_server(command, quiet=True, module=module)
+        self.urls[server] = self.stack.enter_context(running).url
         self.proof[server] = prove(subject, self.urls[server], self.plan.prove_prompts)
 
     def measure(

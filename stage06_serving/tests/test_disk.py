@@ -207,7 +207,6 @@ def test_the_cap_holds(options, folder, house):
         (["--prefix-cache-size", "100"], "a block takes"),
         (["--prefix-cache-size", "much"], "not a valid size"),
         (["--no-enable-prefix-caching"], "leave one of them out"),
-        (["--engine", "continuous"], "--prefix-cache-dir are for blocks"),
         (["--prefix-cache-dir", __file__], "cannot be written"),
         (["--prefix-cache-dir", "~no-such-user/prefixes"], "cannot be written"),
         (["--prefix-cache-dir", "{open}"], "is open to other users"),

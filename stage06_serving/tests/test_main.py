@@ -27,7 +27,7 @@ from .asking import HANG, bearer, get, post, until
 from .conftest import environment, serving
 
 VALUES: dict[str, Any] = {"model": "gpt2", "served_model_name": "mine", "random_weights": True}
-VALUES |= {"device": "cpu", "dtype": "float64", "linear": "plain", "threads": 3, "engine": "static"}
+VALUES |= {"device": "cpu", "dtype": "float64", "linear": "plain", "threads": 3, "engine": "paged"}
 VALUES |= {"host": "::1", "port": 81, "api_key": "a, b,,", "max_num_seqs": 5}
 VALUES |= {"max_num_batched_tokens": 77, "max_model_len": 99}
 VALUES |= {"kv_memory": "1GB", "block_size": 8, "swap_memory": "2MB", "preemption": "swap"}

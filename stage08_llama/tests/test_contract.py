@@ -4,7 +4,6 @@ whose logits are those of transformers, is its oracle. With a sliding window: te
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,6 @@ from stage04_continuous.tests import oracle
 from stage04_continuous.tests import test_contract as slots
 from stage04_continuous.tests.lives import live
 from stage05_paged.tests import test_contract as paged
-from stage06_serving.tests import test_engines as served
 from stage08_llama.config import LlamaConfig
 
 GROUPED = LlamaConfig(101, 64, 24, 2, 6, 2, 8, n_inner=40, qk_norm=True, name="wide")
@@ -37,18 +35,6 @@ class TestSlots(slots.TestSlots):
 
 class TestPaged(paged.TestPaged):
     pass
-
-
-class TestStatic(served.TestStatic):
-    """Stage 03, behind the server's adapter."""
-
-    test_a_row_that_is_not_finite_ends_its_request_alone: Any = None  # no table of positions
-
-
-class TestSequential(served.TestSequential):
-    """Stage 02, as well."""
-
-    test_a_row_that_is_not_finite_ends_its_request_alone: Any = None
 
 
 def test_lives_of_fifty_calls():

@@ -95,7 +95,6 @@ def test_without_drafts_there_are_no_counts():
         (["--speculate", "oracle"], "--speculate: choose one of off, ngram, suffix, draft"),
         (["--speculate", "draft"], "--speculative-model NAME need each other"),
         (["--speculative-model", "stories"], "need each other: give both or neither"),
-        (["--speculate", "ngram", "--engine", "continuous"], "--speculate needs an engine with bl"),
         (["--speculate", "ngram", "--num-speculative-tokens", "0"], "--num-speculative-tokens: "),
     ],
 )
