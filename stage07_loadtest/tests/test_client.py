@@ -144,7 +144,6 @@ def test_tokens_of_a_chunk_by_ids_or_logprobs_or_else_one():
 
 
 FAULTS: dict[Any, tuple[str, str]] = {  # of the mock: the failure, and a part of its detail
-    "refused": ("refused", "connect"),
     "500": ("http_other", "500: A planted fault"),
     "503": ("http_503", "503: A planted fault: no room"),
     "504": ("http_504", "504: A planted fault: too late"),
@@ -159,6 +158,7 @@ FAULTS: dict[Any, tuple[str, str]] = {  # of the mock: the failure, and a part o
     "no_usage": ("tokens", "no usage"),
 }
 OTHERS = [  # bytes of other servers
+    (None, "refused", "connect"),  # no server
     (b"", "reset", ""),  # accepted, read, and hung up
     (b"", "timeout", "0.3 s"),  # or silent
     (b"HTTP/1.1 200 OK\r\nContent-Ty", "reset", ""),
@@ -183,11 +183,13 @@ def test_failures_of_every_kind(answer, failure, detail):
     """What arrived before is kept, and nothing is retried."""
     silent = failure == "timeout"
     timeout = 0.3 if silent else 10.0
-    if isinstance(answer, bytes):
+    if answer is None:
+        (record,) = asyncio.run(ask("http://127.0.0.1:1"))
+    elif isinstance(answer, bytes):
         (record,), _ = with_raw(answer, partial(ask, timeout=timeout), close=not silent)
     else:
         (record,), server = ask_mock(fault=answer, timeout=timeout)
-        assert server.requests == (0 if answer == "refused" else 1)
+        assert server.requests == 1
     assert record.failure == failure and record.sent is not None, record
     assert record.end >= max(record.sent, 0.3 * silent)  # the clock of both begins with the ask
     assert record.detail and detail in record.detail and len(record.detail) < 400
@@ -199,7 +201,7 @@ def test_failures_of_every_kind(answer, failure, detail):
 
 def test_all_failures_are_tested_and_the_next_request_does_not_suffer():
     assert {*FAULTS} == {*mock.FAULTS} - {"wrong_counter", "leak"}  # invisible to the client
-    assert {failure for failure, _ in FAULTS.values()} == {*FAILURES}
+    assert {failure for failure, _ in FAULTS.values()} | {"refused"} == {*FAILURES}
     records, server = ask_mock(4, fault="reset", fault_every=2)
     assert [record.failure for record in records] == [None, "reset", None, "reset"]
     assert server.requests == 4

@@ -68,7 +68,7 @@ def test_warming_up_is_sent_and_not_counted():
 
 
 def test_without_a_server_all_requests_fail_and_nothing_is_counted():
-    found, _ = against({"fault": "refused"}, asks(4), closed(2, 4))
+    found = asyncio.run(run_point(Target("http://127.0.0.1:1"), asks(4), closed(2, 4)))
     assert [record.failure for record in found.records] == [REFUSED] * 4 and found.server is None
 
 
