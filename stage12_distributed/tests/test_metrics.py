@@ -16,7 +16,7 @@ async def test_one_page_of_metrics_for_all():
     async with two(mock(), mock()) as (_, other, router):
         for _ in range(2):
             await router.post()
-        other.registry = None  # its page cannot be rendered: it is left out
+        other.held = None  # its page cannot be rendered: it is left out
         lines = await router.metrics()
         assert {
             'vllm:generation_tokens_total{model_name="mock",replica="replica-0"} 16.0',
