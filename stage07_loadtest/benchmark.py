@@ -474,7 +474,7 @@ CHARTS: dict[str, Callable[[Results], Figure]] = {
     "latency": lambda results: curves.latency(
         short(results, 2), metrics.E2E_INTENDED, 95, "What a user waits: E2E latency, p95"
     ),
-    "goodput": lambda results: curves.goodput({PAGED: arrivals(results)}),
+    "goodput": lambda results: curves.goodput(arrivals(results)),
     "waiting": waiting_chart,
 }
 

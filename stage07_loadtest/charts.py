@@ -46,7 +46,8 @@ TITLES = {
 }
 SHOWN = (50, 90, 95)  # percentiles of a single server
 USERS, RATE = "users (closed loop)", "requests/s offered (open loop)"
-HOLLOW, RINGED = "hollow: some requests failed", "ringed: the knee"
+HOLLOW = "hollow: some requests failed"
+DASHES = (0, (8, 3))
 TICKS, EDGES = (0, 50, 75, 90, 95, 98, 99, 100), {0: "fastest", 100: "slowest"}  # of a distribution
 
 # Load on the x axis, values of all repeats, whether requests failed.
@@ -72,55 +73,26 @@ def latency(servers: Servers, name: str, percent: int = 95, title: str = "") -> 
     )
 
 
-def offered(
-    servers: Servers, name: str = E2E_INTENDED, percent: int = 95, title: str = ""
-) -> Figure:
-    """One latency against the offered load: the percentiles SHOWN of one server, or the `percent`th
-    of several. The knee is marked."""
-    opened = {server: _opened(points) for server, points in servers.items()}
-    ylabel, marks = _percentiles(opened, name, percent)
-    alone = len(servers) == 1
-    figure = _curves(
-        title or f"{TITLES[name]} against offered load",
-        RATE if alone else f"{RATE}; {RINGED}",
-        ylabel,
-        marks,
-        log_y=True,
-    )
+def offered(points: Sequence[Summary]) -> Figure:
+    """The percentiles SHOWN of E2E latency against the offered load. The knee is marked by a line,
+    or only noted if the loads do not reach both sides of it."""
+    opened = _opened(points)
+    ylabel, marks = _percentiles({"": opened}, E2E_INTENDED)
+    figure = _curves("E2E latency against offered load", RATE, ylabel, marks, log_y=True)
     axes: Any = figure.axes[0]
-    for server, points in opened.items():
-        best = knee(points)
-        if best is None:
-            continue
-        at, least, most = _load(best), min(map(_load, points)), max(map(_load, points))
-        if alone:
-            _knee_line(axes, at, least, most)
-            continue
-        value = {load: median(values) for load, values, _ in marks[server]}.get(at, math.inf)
-        if at < most and math.isfinite(value):
-            ring = {"markerfacecolor": "none", "markeredgecolor": charts.INK}
-            axes.plot(at, value, marker="o", markersize=13, zorder=5, **ring)
-    return figure
-
-
-def _knee_line(axes: Any, at: float, least: float, most: float) -> None:
-    """Draw a vertical line at the knee; only a note if the loads do not reach both sides of it."""
+    if (best := knee(opened)) is None:
+        return figure
+    at, least, most = _load(best), min(map(_load, opened)), max(map(_load, opened))
     text, place, offset, align = f"knee, {at:.3g}/s", at, 4, "left"
     if least < at < most:
-        axes.axvline(at, color=charts.INK, linewidth=1.0, linestyle=(0, (8, 3)), zorder=1)
+        axes.axvline(at, color=charts.INK, linewidth=1.0, linestyle=DASHES, zorder=1)
     elif at == least:
         text = f"no knee from {at:.3g}/s on"
     else:
         text, place, offset, align = f"no knee up to {at:.3g}/s", axes.get_xlim()[1], -4, "right"
-    axes.annotate(
-        text,
-        (place, 0),
-        (offset, 4),
-        xycoords=("data", "axes fraction"),
-        textcoords="offset points",
-        fontsize=9,
-        ha=align,
-    )
+    where: Any = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+    axes.annotate(text, (place, 0), (offset, 4), **where, fontsize=9, ha=align)
+    return figure
 
 
 def distribution(points: Mapping[str, Summary], name: str, title: str = "") -> Figure:
@@ -165,28 +137,19 @@ def distribution(points: Mapping[str, Summary], name: str, title: str = "") -> F
     return figure
 
 
-def goodput(servers: Servers, title: str = "") -> Figure:
-    """Requests/s within the limits against the offered load: of one server, beside all its
-    successful requests, or of several."""
-    opened = {name: _opened(points) for name, points in servers.items()}
-    limits = next(str(point.slo) for points in opened.values() for point in points)
-    marks = {name: _marks(points, lambda point: point.goodput) for name, points in opened.items()}
-    if len(servers) == 1:
-        (points,) = opened.values()
-        marks = {
-            "answered": _marks(points, lambda point: point.request_rate),
-            "within limits": _marks(points, lambda point: point.goodput),
-        }
-    figure = _curves(title or f"Goodput: {limits}", RATE, "requests/s", marks)
-    most = max(at for line in marks.values() for at, _, _ in line)
+def goodput(points: Sequence[Summary]) -> Figure:
+    """Requests/s within the limits against the offered load, beside all that succeeded."""
+    opened = _opened(points)
+    marks = {
+        "answered": _marks(opened, lambda point: point.request_rate),
+        "within limits": _marks(opened, lambda point: point.goodput),
+    }
+    figure = _curves(f"Goodput: {opened[0].slo}", RATE, "requests/s", marks)
+    most = max(map(_load, opened))
     axes: Any = figure.axes[0]
-    axes.plot(
-        [0, most], [0, most], color=charts.INK, linewidth=1.0, linestyle=(0, (8, 3)), zorder=1
-    )
-    middle = (most / 2, most / 2)
-    axes.annotate(
-        "all that is offered", middle, (-6, 4), textcoords="offset points", fontsize=9, ha="right"
-    )
+    axes.plot([0, most], [0, most], color=charts.INK, linewidth=1.0, linestyle=DASHES, zorder=1)
+    middle, beside = (most / 2, most / 2), {"textcoords": "offset points", "ha": "right"}
+    axes.annotate("all that is offered", middle, (-6, 4), **beside, fontsize=9)
     return figure
 
 
@@ -201,9 +164,9 @@ def figures(points: Sequence[Summary]) -> dict[str, Callable[[], Figure]]:
         if len({point.users for point in _answered(closed, name)}) > 1:
             by_stem[f"{name}_users"] = partial(latency, servers, name)
     if len({point.rate for point in _answered(opened, E2E_INTENDED)}) > 1:
-        by_stem["offered_load"] = partial(offered, servers)
+        by_stem["offered_load"] = partial(offered, points)
         if all(point.slo != Slo() for point in opened):
-            by_stem["goodput"] = partial(goodput, servers)
+            by_stem["goodput"] = partial(goodput, points)
     for name in (TTFT_INTENDED, ITL):
         answered = _answered(closed or opened or points, name)
         if by_load := {point.load: point for point in _spread(answered)}:
@@ -268,7 +231,9 @@ def _marks(points: Sequence[Summary], of: Callable[[Summary], float | None]) -> 
     return marks
 
 
-def _percentiles(servers: Servers, name: str, percent: int) -> tuple[str, dict[str, list[Mark]]]:
+def _percentiles(
+    servers: Servers, name: str, percent: int = 95
+) -> tuple[str, dict[str, list[Mark]]]:
     """The label of the y axis, and the lines."""
     shown = SHOWN if len(servers) == 1 else (percent,)
     seconds = [

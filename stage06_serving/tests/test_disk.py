@@ -78,9 +78,7 @@ def until_written(server, least):
     until(lambda: read_metrics(server)[WRITTEN] >= least)
 
 
-@pytest.mark.parametrize("engine", ["paged", "kernels"])
-def test_a_killed_server_starts_again_with_its_prefixes(engine, options, folder):
-    options += ["--engine", engine]
+def test_a_killed_server_starts_again_with_its_prefixes(options, folder):
     with serving(*options) as server:
         tokens = fill(server, folder)
         until_written(server, sum(path.stat().st_size for path in files(folder)))
@@ -98,6 +96,12 @@ def test_a_killed_server_starts_again_with_its_prefixes(engine, options, folder)
         assert after[READ] == before[WRITTEN] == sum(path.stat().st_size for path in files(folder))
         assert not after[WRITTEN] and not after[REJECTED]
         assert ask(server) == tokens and read_metrics(server)[READ] == after[READ]  # from memory
+
+
+def test_another_server_finds_the_blocks_of_the_kernels_too(options, folder, house):
+    options += ["--engine", "kernels"]
+    tokens, other = fill(house(*options), folder), house(*options)
+    assert ask(other) == tokens and until_idle(other)[HITS] == 96
 
 
 def test_only_the_same_blocks_are_found(options, folder, house, tmp_path):

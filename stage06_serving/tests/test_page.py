@@ -417,8 +417,9 @@ def test_a_conversation_goes_on_until_a_new_one_begins(browser, house):
         assert page["prompt"].get_attribute("value") == ""
         return int(re.findall(r"\d+", page["status"].text)[0])
 
-    page["temperature"].clear()
-    page["temperature"].send_keys("0")
+    for name, value in {"temperature": "0", "max-tokens": "40"}.items():
+        page[name].clear()
+        page[name].send_keys(value)
     first, second = send(), send("Go on")
     answers = page.texts()
     assert len(answers) == 2 and all(answers) and second > first + 30
