@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,14 +32,6 @@ def transformers_model(checkpoint: Checkpoint, dtype: torch.dtype, attention: st
     model.transformer.load_state_dict(state, assign=True)
     model.tie_weights()
     return model.to(dtype).eval()
-
-
-def transformers_folder(folder: Path, dtype: torch.dtype) -> Any:
-    """`transformers`' own model of a checkpoint folder, of any family that it knows."""
-    from transformers import AutoModelForCausalLM
-
-    options: dict[str, Any] = {"attn_implementation": "sdpa", "use_safetensors": True}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval()
 
 
 def transformers_greedy(

@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TypedDict
 
@@ -57,19 +56,12 @@ def look(engine: AnyEngine) -> tuple[Status, list[tuple[int, int]]]:
     return engine.status, [(state, len(list(run))) for state, run in runs]
 
 
-@dataclass(eq=False)
-class Watcher:
-    """An open page: `news` is set when there is something to show."""
-
-    news: asyncio.Event
-
-
 class Live:
     """Keeps the engine's last seconds for the pages that watch; cheap while no page does."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine
-        self.watchers: set[Watcher] = set()
+        self.watchers: set[asyncio.Event] = set()  # open pages; set if there is something to show
         self.steps: deque[tuple[int, BlocksRecord]] = deque(maxlen=STEPS)  # with their numbers
         self.tokens: deque[tuple[float, int]] = deque(maxlen=256)  # times, and tokens generated
         self.first: deque[float] = deque(maxlen=64)  # seconds to the first token, newest requests
@@ -82,20 +74,20 @@ class Live:
         self._looking = asyncio.Lock()
         engine.listeners.append(self._listen)
 
-    def watch(self) -> Watcher:
+    def watch(self) -> asyncio.Event:
         """Raises Overloaded if too many pages are open."""
         if len(self.watchers) >= MOST_WATCHERS:
             raise Overloaded(
                 f"{MOST_WATCHERS} pages already watch the engine: close one, or try again later."
             )
-        watcher = Watcher(asyncio.Event())
+        watcher = asyncio.Event()
         self.watchers.add(watcher)
         return watcher
 
-    def leave(self, watcher: Watcher) -> None:
+    def leave(self, watcher: asyncio.Event) -> None:
         self.watchers.discard(watcher)
 
-    async def events(self, watcher: Watcher) -> AsyncIterator[bytes]:
+    async def events(self, watcher: asyncio.Event) -> AsyncIterator[bytes]:
         """A frame at once, and one after each change, until the server has drained."""
         sent = 0
         while True:
@@ -108,8 +100,8 @@ class Live:
             if self.engine.draining and not self.engine.in_flight:
                 return  # an open stream would hold up the shutdown
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(watcher.news.wait(), PULSE)
-            watcher.news.clear()
+                await asyncio.wait_for(watcher.wait(), PULSE)
+            watcher.clear()
             await asyncio.sleep(1 / FRAMES)
 
     async def _look(self) -> None:
@@ -133,7 +125,7 @@ class Live:
             self.steps.append((self.count, step.record))
         self._changes += 1
         for watcher in self.watchers:
-            watcher.news.set()
+            watcher.set()
 
     def frame(self, after: int) -> Frame:
         """A frame with the steps after number `after`."""
