@@ -15,7 +15,6 @@ import contextlib
 import json
 import socket
 import struct
-import subprocess
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
@@ -24,8 +23,9 @@ from typing import Any
 
 from aiohttp import web
 
-from shared import cli, paths
+from shared import cli
 from shared.errors import UserError
+from shared.server import READY, own_server
 
 MODEL = "mock"
 FAULTS = {
@@ -306,20 +306,9 @@ async def serving(
 @contextlib.contextmanager
 def process(*arguments: str) -> Iterator[str]:
     """Run the mock as a separate process on a free port inside the block; yields its address.
-
-    Raises RuntimeError with the program's output if it does not start.
-    """
-    command = [sys.executable, "-m", __spec__.name, "--port", "0", *arguments]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=paths.ROOT, stderr=pipe, encoding="utf-8") as program:
-        assert program.stderr is not None
-        try:
-            first = program.stderr.readline()
-            if " at http://" not in first:
-                raise RuntimeError(f"The mock did not start: {first}{program.stderr.read()}")
-            yield first.split()[-1]
-        finally:
-            program.kill()
+    Raises UserError if it does not start."""
+    with own_server(arguments, quiet=True, module=__spec__.name) as server:
+        yield server.url
 
 
 def parser() -> cli.Parser:
@@ -353,7 +342,7 @@ def parser() -> cli.Parser:
 async def serve(behaviour: Behaviour, host: str, port: int) -> None:
     """Serve until the program is stopped."""
     async with serving(behaviour, host, port) as mock:
-        print(f"The mock serves {MODEL} at {mock.url}", file=sys.stderr, flush=True)
+        print(f"{READY}{MODEL} at {mock.url}", file=sys.stderr, flush=True)
         await asyncio.Event().wait()
 
 

@@ -13,7 +13,6 @@ from shared.errors import UserError
 
 def test_a_server_is_started_and_stopped_whatever_happens(monkeypatch):
     monkeypatch.setattr(server, "MODULE", "stage07_loadtest.mock")  # so that no model is loaded
-    monkeypatch.setattr(server, "READY", "The mock serves ")
     for quiet in (True, False):
         with (
             pytest.raises(RuntimeError, match="what happens"),
