@@ -1,7 +1,7 @@
 """The contracts of engines: nothing is edited here, a stage or an adapter subclasses one of them
 in its own tests and defines `engine`, which makes its engine.
 
-StepContract: add, abort, step and fail, for an engine that may run one request at a time.
+StepContract: add, abort, step and fail.
 EngineContract: generate, stream and run too, for one that packs its requests into one pass a step.
 """
 
@@ -45,7 +45,6 @@ bad = pytest.mark.parametrize("prompt, params, message", BAD.values(), ids=BAD)
 class StepContract:
     """Subclass it as `class TestMine(StepContract)`."""
 
-    together: int = 3  # how many of three requests the engine runs at once
     token_a_step = True  # of each request that runs; with drafts several
     phases = {("waiting", False, False), ("running", True, False), ("running", False, True)}
 
@@ -178,7 +177,7 @@ class StepContract:
         broken()
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.step()
-        inside, waiting = requests[: self.together], requests[self.together :]
+        inside, waiting = requests[:3], requests[3:]
         assert engine.fail(UserError("The pass failed.")) == inside
         errors = {(request.output.finish_reason, request.output.error) for request in inside}
         assert errors == {("error", "The pass failed.")}
