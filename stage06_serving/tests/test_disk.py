@@ -78,7 +78,7 @@ def until_written(server, least):
     until(lambda: read_metrics(server)[WRITTEN] >= least)
 
 
-def test_a_killed_server_starts_again_with_its_prefixes(options, folder):
+def test_a_killed_server_starts_again_with_its_prefixes(options, folder, house):
     with serving(*options) as server:
         tokens = fill(server, folder)
         until_written(server, sum(path.stat().st_size for path in files(folder)))
@@ -88,14 +88,14 @@ def test_a_killed_server_starts_again_with_its_prefixes(options, folder):
         server.process.kill()
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in files(folder)} == {0o600}
-    with serving(*options) as server:
-        assert ask(server) == tokens
-        after = until_idle(server)
-        assert after[HITS] == after["vllm:prefix_cache_hits_total"] == 96
-        assert after["vllm:prompt_tokens_total"] == 4  # computed
-        assert after[READ] == before[WRITTEN] == sum(path.stat().st_size for path in files(folder))
-        assert not after[WRITTEN] and not after[REJECTED]
-        assert ask(server) == tokens and read_metrics(server)[READ] == after[READ]  # from memory
+    server = house(*options)
+    assert ask(server) == tokens
+    after = until_idle(server)
+    assert after[HITS] == after["vllm:prefix_cache_hits_total"] == 96
+    assert after["vllm:prompt_tokens_total"] == 4  # computed
+    assert after[READ] == before[WRITTEN] == sum(path.stat().st_size for path in files(folder))
+    assert not after[WRITTEN] and not after[REJECTED]
+    assert ask(server) == tokens and read_metrics(server)[READ] == after[READ]  # from memory
 
 
 def test_another_server_finds_the_blocks_of_the_kernels_too(options, folder, house):
@@ -175,7 +175,7 @@ def test_a_damaged_file_is_a_miss_and_is_written_again(options, folder, house):
     assert not read_metrics(server)[REJECTED]
 
 
-def test_a_server_killed_while_it_writes_loses_nothing_else(options, folder):
+def test_a_server_killed_while_it_writes_loses_nothing_else(options, folder, house):
     prompts = [prompt_of(200, seed) for seed in range(8)]
     killed = []
     for place in range(3):
@@ -185,11 +185,11 @@ def test_a_server_killed_while_it_writes_loses_nothing_else(options, folder):
     left = folder / f"{'a' * 64}.left{UNFINISHED}"
     left.write_bytes(b"half")
     os.utime(left, (0, 0))
-    with serving(*options) as server:
-        for ids, tokens in killed:
-            assert ask(server, ids, max_tokens=1) == tokens
-        assert not until_idle(server)[REJECTED]
-        assert not left.exists()
+    server = house(*options)
+    for ids, tokens in killed:
+        assert ask(server, ids, max_tokens=1) == tokens
+    assert not until_idle(server)[REJECTED]
+    assert not left.exists()
 
 
 def test_the_cap_holds(options, folder, house):
