@@ -20,6 +20,7 @@ from shared.config import Config
 from shared.errors import UserError
 from shared.peers import TransformersSequence, transformers_model
 from shared.records import StepRecord
+from stage01_forward.families import load as load_weights
 from stage01_forward.generation import Output, Token, check_request, finish_reason
 from stage01_forward.model import GPT2
 from stage01_forward.params import SamplingParams
@@ -76,7 +77,7 @@ def transformers(model: Any, config: Config) -> Start:
 
     def start(batch: Sequence[Request]) -> Any:
         (request,) = batch
-        prompt, row = request.prompt_ids, request.row
+        prompt, row = list(request.prompt_ids), request.row
         sequence, fresh, reason = TransformersSequence(model), prompt, None
         while reason is None:
             started = time.perf_counter()
@@ -197,7 +198,7 @@ def in_blocks(
 ) -> BlocksRecord:
     """The record of a step as one of stage 05."""
     kept = {name: getattr(record, name) for name in StepRecord.__dataclass_fields__}
-    own = {"started": started, "sequences": tuple(sequences), "waiting": waiting}
+    own: dict[str, Any] = {"started": started, "sequences": tuple(sequences), "waiting": waiting}
     return BlocksRecord(**kept, **own, owned_blocks=len(sequences))
 
 
@@ -211,7 +212,8 @@ class Maker:
 
     def load(self, options: argparse.Namespace, families: cli.Families) -> cli.Loaded:
         if self.name == TRANSFORMERS:
-            self.weights = families.load(options.model, random_weights=options.random_weights)
+            random = options.random_weights
+            self.weights = load_weights(options.model, random_weights=random)
         return cli.load_model_from(options, families)
 
     def make(

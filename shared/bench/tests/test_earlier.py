@@ -19,7 +19,7 @@ from stage06_serving.__main__ import make_engine
 from stage06_serving.settings import parse
 from stage06_serving.tests.conftest import checkpoint
 
-CONTEXT = 64 * 1024  # bytes of a whole context in float64: 64 positions, 2 layers of 16
+CONTEXT = 64 * 512  # bytes of a whole context in float64: 64 positions, 2 layers of 16
 ASKED = {"a": (5, 6), "b": (9, 9), "c": (4, 2), "d": (3, 2), "e": (7, 1)}  # prompt, answer
 ONE_BY_ONE = [{"a"}] * 6 + [{"c"}] * 2 + [{"e"}]
 PASSES = {  # who is in each: b is aborted after two steps, and d before it runs
