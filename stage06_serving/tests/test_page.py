@@ -406,7 +406,7 @@ def test_the_page_reports_a_lost_server_and_finds_it_again(browser, house, recit
 def test_a_conversation_goes_on_until_a_new_one_begins(browser, house):
     """With the model that --chat serves. Each message is sent with the whole conversation so
     far."""
-    page = Page(browser, house("--chat", "--kv-memory", "2MiB").url)
+    page = Page(browser, house("--chat", "--kv-memory", "2MiB", "--no-sanitize").url)
     page.until(page["new-chat"].is_displayed)  # the form is for messages
     assert not page["samples"].is_displayed() and "Pim" in page["prompt"].get_attribute("value")
 
@@ -435,7 +435,8 @@ def test_a_conversation_goes_on_until_a_new_one_begins(browser, house):
 
 def test_a_full_context_loses_whole_turns_and_says_so(browser, house):
     """The system prompt stays; what the server gets is read from its own count of tokens."""
-    page = Page(browser, house("--chat", "--kv-memory", "2MiB", "--max-model-len", "200").url)
+    options = "--chat --kv-memory 2MiB --max-model-len 200 --no-sanitize"
+    page = Page(browser, house(*options.split()).url)
     page.until(page["new-chat"].is_displayed)
     page["system-field"].click()
     page["system"].send_keys("Tell short stories.")
