@@ -187,7 +187,8 @@ class Mock:
         self, request: web.Request, body: dict[str, Any], answer: Answer, fault: str | None
     ) -> web.StreamResponse:
         count, sent, streams = answer.count, 0, body.get("stream")
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        kind = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        response = web.StreamResponse(headers=kind)
         if streams:
             await response.prepare(request)
         async for tokens in self.paced(count):
