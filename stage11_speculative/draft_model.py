@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from shared.errors import UserError
 from stage01_forward.sampling import distribution, draw, edit
 from stage04_continuous.request import Request
-from stage04_continuous.runner import Runner
+from stage04_continuous.runner import AnyRunner, Runner
 from stage05_paged.blocks import BlockPool, BlockTable, Move
-from stage05_paged.cache import PagedCache
+from stage05_paged.engine import cache_type
+from stage09_kernels.backend import NoKernels, backend_of
 
 from .drafts import DraftPlan, Drafts
 
@@ -74,8 +75,7 @@ class DraftModel:
         self.pool, self.tables, self.drawn, self.eos_ids = pool, tables, drawn, eos_ids
         self.spare = -(-most // pool.block_size)  # blocks past the end of a table
         count = pool.count + self.spare * min(sequences, pool.count)
-        cache = PagedCache(model.config, count, pool.block_size, swap_blocks, model.dtype)
-        self.runner = Runner(model, cache)
+        self.runner = _runner(model, count, pool.block_size, swap_blocks, model.dtype, model.device)
         self.distributions: dict[Request, Tensor] = {}
         self.generators: dict[Request, torch.Generator] = {}
         self.moved = 0  # moves of the plan that are done
@@ -144,6 +144,16 @@ class DraftModel:
         if generator is None:
             generator = self.generators[request] = _generator(request)
         return draw(kept[-1], float(torch.rand((), dtype=torch.float64, generator=generator)))
+
+
+def _runner(model: Any, *memory: Any) -> AnyRunner:
+    """A runner over a cache of this memory, as PagedCache takes it: with kernels, where there are
+    some for the model."""
+    try:
+        kernels = backend_of(model.device)
+        return kernels.runner(model, kernels.cache(model.config, *memory))
+    except NoKernels:
+        return Runner(model, cache_type(model.config, model.dtype)(model.config, *memory))
 
 
 def _generator(request: Request) -> torch.Generator:

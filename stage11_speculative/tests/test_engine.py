@@ -28,6 +28,7 @@ from stage05_paged.tests import test_contract as paged
 from stage05_paged.tests.engines import assert_idle, engine_of, preempt
 from stage09_kernels import library
 from stage09_kernels.make import make
+from stage09_kernels.runner import KernelRunner
 from stage10_quantization.convert import Quantize
 from stage11_speculative.make import with_draft_model, with_drafts
 from stage11_speculative.proposers import NGram, Recorded
@@ -175,6 +176,8 @@ def test_with_the_kernels_tokens_are_equal_in_every_format(format):
         assert [output.token_ids for output in outputs] == want
         assert drafting.scheduler.draft_counts.proposed > 20
     with_model = with_draft_model(engine(), model, most=3)
+    draft: Any = with_model.observers[-1]
+    assert isinstance(draft.runner, KernelRunner)
     outputs = with_model.generate(prompts, params)
     assert [output.token_ids for output in outputs] == want
 
