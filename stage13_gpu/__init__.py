@@ -1,7 +1,7 @@
 """Stage 13: the same seams on a GPU, in Triton.
 
-`naive.py` has the arithmetic of the kernels in PyTorch, `attention.py` and `fused.py` the kernels,
-`cache.py` and `runner.py` what the engine of stage 05 runs on, and `graphs.py` the step as one
+`naive.py` has the arithmetic of the kernels in PyTorch, `attention.py`, `fused.py` and
+`quantized.py` the kernels, `cache.py` and `runner.py` what the engine of stage 05 runs on, and `graphs.py` the step as one
 launch. Without a GPU, the kernels run in Triton's interpreter, which is how they are proved.
 """
 
