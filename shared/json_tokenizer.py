@@ -16,6 +16,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ class JsonTokenizer:
         encoder.encode_special_tokens = True  # control tokens in a text are text
         tokens = encoder.get_added_tokens_decoder()
         added = {token_id: token.content for token_id, token in tokens.items()}
-        self.control = frozenset(token.content for token in tokens.values() if token.special)
+        self._special = {token_id for token_id, token in tokens.items() if token.special}
+        self.control = frozenset(added[token_id] for token_id in self._special)
         to_bytes = _to_bytes(decoder, source)
         # Sentencepiece puts a space before a text, which its decoder takes away.
         self._strips = any(step.get("type") in ("Metaspace", "Strip") for step in _steps(decoder))
@@ -90,12 +92,24 @@ class JsonTokenizer:
 
     def encode_chat(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
         """Token ids of a rendered chat: pieces of text, each with whether it is the template's.
-        Only in those are control tokens read as tokens. Nothing is added around the chat."""
-        ids: list[int] = []
-        for text, control in parts:
+        Only in those are control tokens read as tokens. Nothing is added around the chat.
+
+        The chat is cut as one text, as models were trained: sentencepiece would put a space before
+        each piece. Only where a message has words of control tokens is each piece cut alone."""
+        parts = list(parts)
+
+        def encode(text: str, control: bool) -> list[int]:
             encoder = self._chat_encoder if control else self._encoder
-            ids += _ids(encoder, text, add_special_tokens=False)
-        return ids
+            return _ids(encoder, text, add_special_tokens=False)
+
+        def special(ids: Iterable[int]) -> list[int]:
+            return [token_id for token_id in ids if token_id in self._special]
+
+        template = [special(encode(text, True)) for text, control in parts if control]
+        ids = encode("".join(text for text, _ in parts), True)
+        if special(ids) == list(chain.from_iterable(template)):
+            return ids
+        return list(chain.from_iterable(encode(*part) for part in parts))
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The exact bytes; a token may be part of a character."""

@@ -57,9 +57,8 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 # llguidance takes additionalItems for a sign that `items` is the list, as it was before 2020-12.
-PREFIX = (
-    "The form cannot be enforced: 'additionalItems' does not go with 'prefixItems': write 'items'."
-)
+PREFIX = "'additionalItems' does not go with 'prefixItems': write 'items'."
+SIBLING = "an '$id' beside a '$ref' has no effect before 2019-09: remove it."
 BROKEN = "The grammar needs too much work for a token ({}): send a simpler one."
 
 log = logging.getLogger(__name__)
@@ -77,7 +76,10 @@ def of_schema(schema: dict[str, Any], whitespace: str | None = None) -> str:
         endless.check(schema)
         for part in endless.objects(schema):
             if "additionalItems" in part and isinstance(part.get("prefixItems"), list):
-                raise UserError(PREFIX)
+                raise UserError(f"The form cannot be enforced: {PREFIX}")
+            reference = part.get("$ref") if "$id" in part and part is not schema else "#"
+            if isinstance(reference, str) and reference[:1] != "#":
+                raise UserError(f"The form cannot be enforced: {SIBLING}")
     return f"%json {text}"
 
 

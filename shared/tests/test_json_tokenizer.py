@@ -134,6 +134,17 @@ def test_control_tokens_are_tokens_in_a_chat_alone(pair):
     assert ids[: ids.index(ours.eos_id) + 1] == theirs.encode(f"a{end}", add_special_tokens=False)
 
 
+def test_a_chat_is_cut_as_one_text(pair):
+    """Sentencepiece put a space before each piece of a template and each message."""
+    ours, theirs = pair
+    end = ours.decode([ours.eos_id])
+    parts = [(f"{end}[INST] ", True), ("the end", False), (f" [/INST]{end}", True)]
+    parts += [(" two\nthe ", False), (f"{end}.", True)]
+    whole = "".join(text for text, _ in parts)
+    ids = ours.encode_chat(parts)
+    assert ids == theirs.encode(whole, add_special_tokens=False) and ids.count(ours.eos_id) == 3
+
+
 def test_other_threads_run_while_a_long_text_is_encoded(pair):
     """Python's lock was held: an event loop stood for half a second a megabyte."""
     turns, over = [0], threading.Event()

@@ -16,14 +16,16 @@ from stage09_kernels import library
 from stage09_kernels.cache import FAST, FOLDER
 
 pytestmark = pytest.mark.slow
-# The other tests of this folder, in a process that has the sanitizer's library before all others.
+# Other tests, in a process that has the sanitizer's library before all others: FAST of a module is
+# another file.
 PROGRAM = """
-import sys, pathlib, pytest
-from stage09_kernels import cache, library
-cache.FAST = pathlib.Path(sys.argv[1])
+import importlib, pathlib, pytest, sys
+from stage09_kernels import library
+importlib.import_module(sys.argv[1]).FAST = pathlib.Path(sys.argv[2])
 library.FLAGS += ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-sys.exit(pytest.main(["-n", "0", "-s", "-x", "-p", "no:cacheprovider", *sys.argv[2:]]))
+sys.exit(pytest.main(["-n", "0", "-s", "-x", "-p", "no:cacheprovider", *sys.argv[3:]]))
 """
+CACHE = "stage09_kernels.cache"
 TESTS = Path(__file__).parent
 
 
@@ -50,7 +52,7 @@ def environment(tmp_path_factory):
     ],
 )
 def test_no_kernel_reads_or_writes_outside_of_its_memory(file, chosen, environment):
-    done = python("-c", PROGRAM, FAST, TESTS / file, "-k", chosen, env=environment)
+    done = python("-c", PROGRAM, CACHE, FAST, TESTS / file, "-k", chosen, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -59,6 +61,6 @@ def test_a_read_behind_the_weights_is_reported(environment, tmp_path):
     copy = tmp_path / "copy" / "fast" / "linear.c"
     copy.write_text(edit(copy.read_text(), "k < end; k++", "k <= end; k++") or "")
     arguments = copy.with_name(FAST.name), TESTS / "test_naive.py", "-k", "row_of_a_product"
-    done = python("-c", PROGRAM, *arguments, env=environment)
+    done = python("-c", PROGRAM, CACHE, *arguments, env=environment)
     assert done.returncode and "heap-buffer-overflow" in done.stderr, done.stdout + done.stderr
     assert "linear.c" in done.stderr

@@ -201,6 +201,7 @@ def test_control_tokens_and_ids_without_a_token_are_never_allowed():
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"type": "string", "format": "unheard-of"}, "format"),
         ({"$ref": "http://host.example/schema"}, "retriev"),
+        ({"allOf": [{"$id": "http://host.example/", "$ref": "schema"}]}, "before 2019-09"),
         ({"type": "string", "pattern": "(?=a)b"}, "regex"),
         ({"enum": ["x" * 2**18]}, "shorten"),
         ({"items": {"prefixItems": [{"const": 1}], "additionalItems": False}}, "prefixItems"),
