@@ -15,6 +15,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -80,6 +81,7 @@ class Ticket:
     fresh: list[Token] = field(default_factory=list)
     generated: int = 0  # tokens
     steps: int = 0  # that gave tokens: fewer, where drafts are accepted
+    ends: deque[int] = field(default_factory=deque)  # where drafts are made: tokens after each step
     ended: bool = False  # the engine has released it
     reason: str | None = None  # "stop", "length", "abort" or "error"
     error: str | None = None  # the failure that ended it
@@ -345,6 +347,9 @@ class AsyncEngine:
                 self._end(ticket, reason, error)
         for listener in self.listeners:  # before these tokens' times replace the last ones
             listener(step, list(emitted), ended)
+        if self._engine.drafts is not None:
+            for ticket in emitted:
+                ticket.ends.append(ticket.generated)
         for ticket in emitted:
             ticket.steps += 1
             ticket.first_token = ticket.first_token or now

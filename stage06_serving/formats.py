@@ -119,7 +119,7 @@ class Completion:
         self.body, self.choices, self.tokenizer = body, choices, service.loaded.tokenizer
         self.head = head(body.model or service.name, "cmpl", object="text_completion")
         self.note = service.note(body.max_tokens, choices)
-        self.repeats = body.logprobs is None and not counts_on(body)
+        self.repeats = body.logprobs is None and not (counts_on(body) or body.mark_drafts)
         self._echoes = dict(echoes)  # those not sent yet
         self._offsets = [
             Offsets(len(echoes.get(choice.index, ("",))[0]), service.loaded.config.eos_ids)
@@ -135,6 +135,8 @@ class Completion:
         shown = part["text"] or part["logprobs"] or part["finish_reason"]
         if not (shown or self.body.return_token_ids):
             return []
+        if piece.draft:
+            part["draft"] = True
         note, self.note = self.note, {}  # in the first chunk
         return [{**self.head, "choices": [part], **running_usage(self.body, self.choices), **note}]
 

@@ -211,6 +211,7 @@ class CompletionBody(OpenAIBody):
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
     return_token_ids: bool | None = None
+    mark_drafts: bool | None = None  # chunks of a stream with accepted drafts have "draft": true
 
     @model_validator(mode="after")
     def _scores_are_all_the_same(self) -> CompletionBody:

@@ -39,6 +39,7 @@ class Piece(NamedTuple):
     tokens: Sequence[Token]  # new ones; the text of some may still be held back
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string or token that ended it
+    draft: bool = False  # whether the tokens are accepted drafts, where they are marked
 
 
 @dataclass
@@ -51,6 +52,14 @@ class Choice:
     text: TextStream
     completion_tokens: int = 0
     ended: bool = False  # nothing more will be read
+    marks: bool = False  # accepted drafts come in pieces of their own
+
+    def drafts(self) -> int:
+        """How many of the next tokens are accepted drafts: all of a step's but the last."""
+        ends = self.ticket.ends
+        while ends and ends[0] <= self.completion_tokens:
+            ends.popleft()
+        return ends[0] - self.completion_tokens - 1 if ends else 0
 
 
 def due(choices: Sequence[Choice], interval: int) -> bool:
@@ -231,7 +240,10 @@ class Service:
         max_tokens = 1 if body.max_tokens == 0 and body.echo else body.max_tokens
         limit = self.limit(max_tokens, DEFAULT_TOKENS)
         form, n = await self.forms.prepare(body), body.n or 1
-        return self.begin(body, prompts, n, limit, body.logprobs, body.stops, salt, form)
+        choices = self.begin(body, prompts, n, limit, body.logprobs, body.stops, salt, form)
+        for choice in choices:
+            choice.marks = bool(body.mark_drafts)
+        return choices
 
     async def chat(self, body: ChatBody, salt: bytes) -> list[Choice]:
         salt += self.check_model(body.model)
@@ -321,11 +333,14 @@ class Service:
         Raises Broken, EngineDead."""
         if choice.ended:
             return None
-        tokens = self.engine.read(choice.ticket, most)
+        drafts = choice.drafts() if choice.marks else 0
+        tokens = self.engine.read(choice.ticket, max(1, drafts) if choice.marks else most)
         if not tokens:
             choice.ended = choice.ticket.ended
             return None
         piece = self._piece(choice, tokens)
+        if drafts:
+            piece = piece._replace(draft=True)
         if piece.finish_reason is not None:
             choice.ended = True
             self.engine.abort(choice.ticket, piece.finish_reason)  # needed after a stop string

@@ -12,6 +12,10 @@ import pytest
 
 from shared.errors import UserError
 from shared.server import own_server
+from stage06_serving.tests.conftest import house
+from stage06_serving.tests.test_page import FEW_BLOCKS, Page, browser, recite
+
+__all__ = ["browser", "house"]
 
 STORY = "Once upon a time there was a small fox called Pim. Once upon a time there was"
 FIELDS: dict[str, Any] = {"model": "stories", "prompt": STORY, "max_tokens": 60}
@@ -58,6 +62,27 @@ def counts(url: str) -> dict[str, float]:
         name + "".join(re.findall(r'(?:position|le)="(.*?)"', labels)): float(value)
         for name, labels, value in found
     }
+
+
+def test_the_page_shades_accepted_drafts(house, browser, tmp_path):
+    """A token is a letter of the text that the model repeats, and an n-gram drafts it from the
+    second time on."""
+    model = recite("abcdefghijklmnopqrst", tmp_path / "reciter")
+    served = house("--model", str(model), "--speculate", "ngram", *FEW_BLOCKS)
+    page = Page(browser, served.url)
+    page.ask(max_tokens="60")
+    (text,) = page.texts()
+    drafts = page.run("return [...document.querySelectorAll('.draft')].map(e => e.textContent)")
+    plain = page.run(
+        "return [...document.querySelector('.answer').childNodes]"
+        ".filter(n => !n.className).map(n => n.textContent)"
+    )
+    assert len(text) == 60 and text in 4 * "abcdefghijklmnopqrst"
+    assert sum(map(len, drafts)) == counts(served.url)["spec_decode_num_accepted_tokens_total"] > 20
+    assert sum(map(len, drafts + plain)) == 60 and len(plain[0]) > 20
+    assert "shaded: accepted drafts" in page["answers"].text
+    assert page.run("return getComputedStyle(document.querySelector('.draft')).backgroundColor")
+    assert page.errors() == []
 
 
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("ngram", "draft")]

@@ -19,6 +19,7 @@ import torch
 
 from shared import cli
 from shared.errors import UserError
+from stage01_forward.offer import add_options
 from stage04_continuous.request import Request
 from stage05_paged.make import make
 
@@ -92,15 +93,18 @@ def compare(job: Job, load: Load, threads: int) -> dict[str, dict[str, Any]]:
     with disaggregated(half) as engine:
         model, apart = engine.engine.runner.model, run(engine, load)
     torch.set_num_threads(threads)
-    return {TOGETHER: run(make(model, contexts=job.decode), load), APART: apart}
+    together = make(model, contexts=job.decode, **cli.cache_options(job.kv_dtype))
+    return {TOGETHER: run(together, load), APART: apart}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser("stage12_distributed disaggregated", ABOUT, EXAMPLE)
     cli.add_model_options(parser)
+    add_options(parser)
     options = parser.parse_args(argv)
     dtype = str(cli.choose_dtype(options.dtype, torch.device("cpu"))).removeprefix("torch.")
-    job = Job(options.model, options.random_weights, dtype)
+    formats = {"weights": options.weights, "kv_dtype": options.kv_dtype}
+    job = Job(options.model, options.random_weights, dtype, **formats)
     results = compare(job, Load(), options.threads or torch.get_num_threads())
     print(f"{'':10} {'ITL p50':>10} {'ITL p99':>10} {'tok/s':>10}")
     for name, result in results.items():

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from shared import linear
+from shared.cli import cache_options
 from shared.errors import UserError
 from stage01_forward import families
 from stage05_paged.make import make
@@ -40,20 +41,23 @@ class Job:
     decode: int = 8
     folder: str = ""  # of the memory
     threads: int = 1
+    weights: str = "auto"  # --weights, of both processes
+    kv_dtype: str = "auto"  # --kv-dtype, of both: blocks are copied as they are
 
 
 def build(job: Job, decode: bool) -> Any:
     """Stage 05's engine over a job's memory. Its process uses only the job's threads."""
     torch.set_num_threads(job.threads)
     dtype = getattr(torch, job.dtype)
-    weights = families.load(job.model, random_weights=job.random_weights)
-    model = families.load_model(weights, dtype=dtype)
+    loaded = families.load(job.model, random_weights=job.random_weights, weights=job.weights)
+    model = families.load_model(loaded, dtype=dtype)
     linear.optimize(model, job.linear)
     size = 16
     context = -(-model.config.n_positions // size)
     memory = Memory(Path(job.folder), context * job.prefill, context * job.decode)
     cache = partial(MappedCache, memory)
-    return make(model, pool=memory.pool(decode, size), block_size=size, make_cache=cache)
+    kv = cache_options(job.kv_dtype)
+    return make(model, pool=memory.pool(decode, size), block_size=size, make_cache=cache, **kv)
 
 
 def prefill(job: Job, connection: Connection) -> None:

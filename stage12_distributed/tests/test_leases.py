@@ -213,10 +213,13 @@ def test_two_processes_answer_as_one_and_an_end_is_noticed(monkeypatch: pytest.M
     """The only test in which two processes share the memory: a process takes seconds to start.
     Prompts for a process that stands still fill its pipe, and nothing waits for that."""
     asked = prompts(4)
-    job = Job("tiny", True, "float64", prefill=2, decode=2)
+    formats = {"weights": "int8", "kv_dtype": "int8"}
+    job = Job("tiny", True, "float64", prefill=2, decode=2, **formats)
     with disaggregated(job) as engine:
         answers = engine.generate(asked, greedy(5))
-        assert answers == make(tiny(), contexts=4).generate(asked, greedy(5))
+        together = make(tiny("int8"), contexts=4, dtype=torch.int8)
+        assert answers == together.generate(asked, greedy(5))
+        assert engine.engine.runner.cache.dtype == torch.int8
         if hasattr(signal, "SIGSTOP"):
             (process,) = multiprocessing.active_children()
             os.kill(int(process.pid or 0), signal.SIGSTOP)
