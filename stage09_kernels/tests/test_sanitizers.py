@@ -17,12 +17,13 @@ from stage09_kernels.cache import FAST, FOLDER
 
 pytestmark = pytest.mark.slow
 # Other tests, in a process that has the sanitizer's library before all others: FAST of a module is
-# another file.
+# another file. Checked copies of a function for each of its constants take minutes to compile.
 PROGRAM = """
 import importlib, pathlib, pytest, sys
 from stage09_kernels import library
 importlib.import_module(sys.argv[1]).FAST = pathlib.Path(sys.argv[2])
 library.FLAGS += ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+library.FLAGS += ("-Dalways_inline=noinline",)
 sys.exit(pytest.main(["-n", "0", "-s", "-x", "-p", "no:cacheprovider", *sys.argv[3:]]))
 """
 CACHE = "stage09_kernels.cache"

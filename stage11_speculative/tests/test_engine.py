@@ -82,9 +82,10 @@ def test_drafts_take_only_what_the_budget_leaves():
 
 
 def test_drafts_take_only_free_blocks():
-    """With the memory of two requests taken, neither is preempted for a draft's sake."""
+    """7 of 8 blocks are taken, and the second request has a place for 7 drafts, not for 8."""
     engine = drafting(1.0, most=8, blocks=8, size=4, prefix_caching=False)
-    requests = [ask(engine, 13, 4), ask(engine, 13, 4)]  # 4 blocks each
+    requests = [ask(engine, 13, 4), ask(engine, 9, 20)]
+    assert len(engine.step()) == 4 + 8
     finish(engine)
     assert engine.scheduler.counts.preemptions == 0
     assert_answered(*requests)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -126,10 +127,12 @@ def test_no_other_choice_is_expected_to_be_faster(rows):
 
 def test_a_rate_is_learned_and_a_hopeless_request_tries_again():
     adaptive, rng = Adaptive(PassTimes((1, 64), (1.0, 30.0))), random.Random(0)
-    good, bad = request_of([1]), request_of([2])
+    good, bad, even = map(request_of, ([1], [2], [3]))
     for _ in range(60):
+        adaptive.note(even, 4, 1)  # the two behind the refused one say nothing
         adaptive.note(good, 4, 4 if rng.random() < 0.8 else 1)
         adaptive.note(bad, 4, 0)
+    assert adaptive.rates[even] == pytest.approx(0.5, abs=0.05)
     assert adaptive.rates[good] > 0.8 > PRIOR > 0.05 > adaptive.rates[bad]
     tried = [adaptive.choose([good, bad], [4, 4], 2) for _ in range(2 * PATIENCE)]
     assert all(lengths[0] for lengths in tried)
