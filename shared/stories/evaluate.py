@@ -251,15 +251,15 @@ def write_card(
     held, far, drawn, floor = (
         evaluation[name] for name in ("held_out", "far_out", "sampled", "entropy")
     )
-    chat = config.model_type == "llama"
+    chat, draft = config.model_type == "llama", config.num_hidden_layers == 1
     text = CARD.format(
-        name="stories-chat" if chat else "stories",
+        name="stories" + "-chat" * chat + "-draft" * draft,
         family=config.model_type,
         architecture="Llama" if chat else "GPT-2",
         purpose="answers requests for children's stories"
         if chat
         else "continues children's stories",
-        flags=" --chat" * chat,
+        flags=" --chat" * chat + " --draft" * draft,
         chat=chat_evaluation.section(evaluation) if chat else "",
         layers=config.num_hidden_layers,
         width=config.hidden_size,
@@ -306,9 +306,11 @@ def main(argv: list[str] | None = None) -> None:
         "  python -m shared.stories.evaluate\n  python -m shared.stories.evaluate --folder "
         "my-model --stories 100",
     )
-    parser.add_argument(
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
         "--chat", action="store_true", help="judge stories-chat; default: stories, a GPT-2"
     )
+    kind.add_argument("--draft", action="store_true", help="judge stories-draft")
     parser.add_argument(
         "--folder", type=Path, help="the checkpoint; default: the embedded one of its kind"
     )
@@ -316,7 +318,8 @@ def main(argv: list[str] | None = None) -> None:
         "--stories", type=cli.whole_number(10, 100_000), default=1000, help="held-out stories"
     )
     options = parser.parse_args(argv)
-    folder = options.folder or (train.Chat if options.chat else train.Stories).folder
+    recipe = train.Chat if options.chat else train.Draft if options.draft else train.Stories
+    folder = options.folder or recipe.folder
     if not (folder / "training.json").exists():
         raise UserError(
             f"{folder} has no training.json: train a model there with python -m "

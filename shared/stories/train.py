@@ -77,6 +77,8 @@ class Stories:
 
     folder = grammar.FOLDER / "model"
     steps = 6000
+    size = 192, 4, 3  # width, layers, heads
+    copying_steps = COPYING_STEPS
     control = (END_OF_TEXT,)
     full_window_share = 0.15  # of the steps, at the end
 
@@ -128,6 +130,16 @@ class Stories:
         )
 
 
+class Draft(Stories):
+    """What is particular to `stories-draft`, which drafts for `stories`: its tokens, and one layer,
+    which learns no copying. That takes two."""
+
+    folder = grammar.FOLDER / "draft-model"
+    steps = 1000
+    size = 96, 1, 3
+    copying_steps = 0
+
+
 class Chat:
     """What is particular to `stories-chat`: a Llama that answers requests for stories.
 
@@ -136,6 +148,7 @@ class Chat:
 
     folder = grammar.FOLDER / "chat-model"
     steps = 14_000
+    size, copying_steps = Stories.size, COPYING_STEPS
     control = (TURN, END_OF_TURN, END_OF_TEXT)
     full_window_share = 0.35  # a second answer often lies beyond 512 tokens
 
@@ -372,7 +385,8 @@ def train(
     peak, before = PEAK_LEARNING_RATE, None
     if start is None:
         model = build_model(recipe, width, layers, heads, seed)
-        tokenizer = train_tokenizer(recipe)
+        drafts = recipe is Draft
+        tokenizer = recipe.load_tokenizer(Stories.folder) if drafts else train_tokenizer(recipe)
     else:
         model, tokenizer, before = load_start(recipe, start)
         peak *= SECOND_LEARNING_RATE_SHARE
@@ -380,7 +394,7 @@ def train(
     recipe.save_tokenizer(tokenizer, out)
     model.train()
     forward = torch.compile(model) if compiled else model
-    copying_steps = COPYING_STEPS if start is None else 0
+    copying_steps = recipe.copying_steps if start is None else 0
     rng = random.Random(seed)
     documents = recipe.documents(
         tokenizer, f"training {seed}" if start is None else f"training {seed} on"
@@ -425,6 +439,7 @@ def train(
     return {
         "command": f"python -m shared.stories.train --seed {seed} --steps {steps}"
         + " --chat" * (recipe is Chat)
+        + " --draft" * (recipe is Draft)
         + " --compile" * compiled
         + f" --threads {torch.get_num_threads()}"
         + " --start BEFORE" * (start is not None),
@@ -450,8 +465,12 @@ def main(argv: list[str] | None = None) -> None:
     )
     steps = cli.whole_number(1, 1_000_000)
     small = cli.whole_number(1, 4096)
-    parser.add_argument(
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
         "--chat", action="store_true", help="train stories-chat, a Llama; default: stories, a GPT-2"
+    )
+    kind.add_argument(
+        "--draft", action="store_true", help="train stories-draft, one layer that drafts for it"
     )
     parser.add_argument(
         "--out", type=Path, help="folder for the checkpoint; default: the embedded one"
@@ -459,8 +478,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--steps",
         type=steps,
-        help=f"optimizer steps of 4,096 tokens; default: {Stories.steps:,}, or {Chat.steps:,} with "
-        "--chat",
+        help=f"optimizer steps of 4,096 tokens; default: {Stories.steps:,}, {Chat.steps:,} with "
+        f"--chat, {Draft.steps:,} with --draft",
     )
     parser.add_argument(
         "--start",
@@ -476,26 +495,27 @@ def main(argv: list[str] | None = None) -> None:
         action="store_true",
         help="a third faster, and needs a C++ compiler; off by default",
     )
-    parser.add_argument("--width", type=small, default=192, help="width of the model")
-    parser.add_argument("--layers", type=small, default=4, help="layers")
-    parser.add_argument("--heads", type=small, default=3, help="attention heads")
-    options = parser.parse_args(argv)
-    if options.width % options.heads:
-        raise UserError(
-            f"A width of {options.width} cannot be shared by {options.heads} heads: choose a "
-            "multiple."
+    for place, name in enumerate(("width", "layers", "heads")):
+        about = (
+            f"{name} of the model; default: {Stories.size[place]}, {Draft.size[place]} of a draft"
         )
+        parser.add_argument(f"--{name}", type=small, help=about)
+    options = parser.parse_args(argv)
+    recipe: Recipe = Chat if options.chat else Draft if options.draft else Stories
+    sizes = zip((options.width, options.layers, options.heads), recipe.size, strict=True)
+    width, layers, heads = (size or default for size, default in sizes)
+    if width % heads:
+        raise UserError(f"A width of {width} cannot be shared by {heads} heads: choose a multiple.")
     torch.set_num_threads(options.threads)
-    recipe: Recipe = Chat if options.chat else Stories
     out = options.out or recipe.folder
     facts = train(
         recipe,
         out,
         options.steps or recipe.steps,
         options.seed,
-        options.width,
-        options.layers,
-        options.heads,
+        width,
+        layers,
+        heads,
         options.start,
         options.compile,
     )

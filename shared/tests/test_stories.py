@@ -22,7 +22,7 @@ from shared.peers import transformers_greedy
 from shared.stories import conversations, grammar
 from shared.stories.conversations import KEPT, request, sequels
 from shared.stories.evaluate import runs_of, write_card
-from shared.stories.train import COPY_WEIGHT, Chat, Stories, load_start, train
+from shared.stories.train import COPY_WEIGHT, Chat, Draft, Stories, load_start, train
 from shared.tokenizer import Tokenizer, load_tokenizer
 
 GRAMMAR = grammar.load()
@@ -240,6 +240,14 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_training(tmp_path
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written .* name another --out"):
         train(Stories, tmp_path / "file" / "out", 1, 0, 48, 2, 2)
+
+
+@pytest.mark.slow
+def test_a_draft_model_has_the_tokens_of_stories_in_2_mb(tmp_path):
+    train(Draft, tmp_path, 1, 0, *Draft.size)
+    for name in ("vocab.json", "merges.txt"):
+        assert (tmp_path / name).read_bytes() == (Stories.folder / name).read_bytes()
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 2_000_000
 
 
 @pytest.mark.slow
