@@ -22,6 +22,7 @@ from shared import charts, cli, linear, measure, tokenizer
 from shared.bench import kit, rows
 from shared.bench.claims import Claim, closing
 from shared.bench.kit import Case, Group, Subject
+from shared.bench.peers import scorer
 from shared.bench.rows import Results, Row
 from shared.errors import UserError
 from shared.paths import ROOT
@@ -60,7 +61,8 @@ QUALITY = {  # what is rounded, of each model
     ),
     "stories-chat": (INT8, "int4, nearest", "int4, GPTQ", KEYS),
     "smollm2": (  # whose file is in int4: what its weights still lose is in the table of tokens
-        INT8, "int8, SmoothQuant", "int8, weights only", "int4, nearest", "int4, weights only", KEYS
+        INT8, "int8, SmoothQuant", "int8, weights only", "int4, nearest", "int4, weights only",
+        "int4, GPTQ", "int4, GPTQ, weights only", KEYS, "llama.cpp, q8_0", "llama.cpp, q4_K_M",
     ),
 }  # fmt: skip
 
@@ -178,6 +180,9 @@ def judged(subject: Subject, plan: Any) -> Iterator[Group]:
         starts = range(0, min(len(ids), 10 * quality.WINDOW), quality.WINDOW)
         prompts = [ids[start : start + 20] for start in starts]
         for how in tqdm(changes, desc=name, unit="format", leave=False):
+            if how.startswith(scorer.NAME):
+                yield from peer(name, shape, how, reference, ids)
+                continue
             model = families.load_model(shape, dtype=torch.float32)
             change(model, how, windows_of(learning, plan.calibration))
             engine = quality.engine_of(model, dtype=torch.int8 if how == KEYS else None)
@@ -189,17 +194,28 @@ def judged(subject: Subject, plan: Any) -> Iterator[Group]:
             yield group | {"first": places}
 
 
+def peer(name: str, shape: Any, how: str, reference: Any, ids: list[int]) -> Iterator[Group]:
+    """What the same weights lose in llama.cpp's format, if it is installed."""
+    try:
+        with scorer.scorer(shape, how.partition(", ")[2]) as engine:
+            kl = asdict(quality.divergence(reference, engine, ids))
+    except UserError as error:
+        tqdm.write(f"{how}, {name}, is not judged: {error}", file=sys.stderr)
+        return
+    yield {"model": name, "how": how, "divergence": kl, "first": []}
+
+
 def change(model: Any, how: str, windows: list[Any]) -> None:
     """Make of a float `model` what one of QUALITY names."""
-    weights = how.partition(",")[0]
+    weights, activations = how.partition(",")[0], "float" if WEIGHT_ONLY in how else "int8"
     if "outliers" in how:
         plant(model, [1, 2], 2.0**7)
     if "SmoothQuant" in how:
         smooth(model, windows)
     if "GPTQ" in how:
-        calibrate(model, windows, weights)
+        calibrate(model, windows, weights, activations)
     elif how != KEYS:
-        linear.convert(model, Quantize(weights, "float" if WEIGHT_ONLY in how else "int8"), {})
+        linear.convert(model, Quantize(weights, activations), {})
 
 
 # ---- tables and charts --------------------------------------------------------------------------
@@ -310,6 +326,8 @@ def millinats(row: Row) -> str:
 def differs(row: Row) -> str:
     """The first token that differs, by the median of the greedy answers that differ, and how many
     do not."""
+    if not row["first"]:
+        return ""
     places = [place for place in row["first"] if place is not None]
     alike = f"{len(row['first']) - len(places)} of {len(row['first'])} alike"
     return f"{rows.median(places):.0f}; {alike}" if places else alike
