@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -227,16 +226,6 @@ class GGUFModel:
         if divisors.shape != expected.shape or not torch.allclose(divisors.float(), expected):
             raise self.file.error(f"the tensor {ROPE!r} is none of Llama 3's")
         return rope
-
-    # ---- the tokenizer ----
-
-    @cached_property
-    def tokens(self) -> list[str]:
-        """The vocabulary, by id."""
-        tokens = self.metadata.get("tokenizer.ggml.tokens")
-        if not isinstance(tokens, list) or len(tokens) != self.config.vocab_size:
-            raise self.file.error(f"it has no tokenizer of {self.config.vocab_size} tokens")
-        return tokens
 
 
 def in_halves(heads: int, head_dim: int) -> Tensor:

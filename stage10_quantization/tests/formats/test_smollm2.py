@@ -70,7 +70,8 @@ def test_the_config_is_the_published_one(model):
     published = families.presets()["HuggingFaceTB/SmolLM2-135M"]
     ours = {k: v for k, v in vars(model.config).items() if k not in ("name", "eos_ids")}
     assert ours == {k: vars(published)[k] for k in ours}
-    assert [model.tokens[token] for token in model.config.eos_ids] == ["<|im_end|>"]
+    tokens = model.metadata["tokenizer.ggml.tokens"]
+    assert [tokens[token] for token in model.config.eos_ids] == ["<|im_end|>"]
 
 
 def test_all_tensors_are_those_of_gguf(model, tensors):

@@ -171,9 +171,9 @@ def test_a_vocabulary_is_read_as_it_was_written(tmp_path, monkeypatch):
     write_gguf(tmp_path / "m.gguf", loaded.config, loaded.tensors.items(), metadata)
     model = GGUFModel(tmp_path / "m.gguf")
     vocabulary = json.loads((STORIES / "vocab.json").read_text(encoding="utf-8"))
-    assert model.tokens == sorted(vocabulary, key=vocabulary.__getitem__)
-    kinds = model.metadata["tokenizer.ggml.token_type"]
-    assert kinds.tolist() == [1 if token != "<|endoftext|>" else 3 for token in model.tokens]
+    kinds, tokens = (model.metadata[f"tokenizer.ggml.{name}"] for name in ("token_type", "tokens"))
+    assert tokens == sorted(vocabulary, key=vocabulary.__getitem__)
+    assert kinds.tolist() == [1 if token != "<|endoftext|>" else 3 for token in tokens]
     assert model.metadata["tokenizer.ggml.merges"] == metadata["tokenizer.ggml.merges"]
     assert model.config.eos_ids == loaded.config.eos_ids
     text = "Once upon a time, there were 123 dogs!"
