@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     add_options(parser)
     options = parser.parse_args(argv)
     dtype = str(cli.choose_dtype(options.dtype, torch.device("cpu"))).removeprefix("torch.")
-    formats = {"weights": options.weights, "kv_dtype": options.kv_dtype}
+    formats: Any = {"weights": options.weights, "kv_dtype": options.kv_dtype}
     job = Job(options.model, options.random_weights, dtype, **formats)
     results = compare(job, Load(), options.threads or torch.get_num_threads())
     print(f"{'':10} {'ITL p50':>10} {'ITL p99':>10} {'tok/s':>10}")

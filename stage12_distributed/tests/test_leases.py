@@ -213,7 +213,7 @@ def test_two_processes_answer_as_one_and_an_end_is_noticed(monkeypatch: pytest.M
     """The only test in which two processes share the memory: a process takes seconds to start.
     Prompts for a process that stands still fill its pipe, and nothing waits for that."""
     asked = prompts(4)
-    formats = {"weights": "int8", "kv_dtype": "int8"}
+    formats: Any = {"weights": "int8", "kv_dtype": "int8"}
     job = Job("tiny", True, "float64", prefill=2, decode=2, **formats)
     with disaggregated(job) as engine:
         answers = engine.generate(asked, greedy(5))

@@ -33,15 +33,17 @@ def scorer(shape: Checkpoint, weights: str) -> Iterator[Any]:
     command = [str(python), str(HERE / "logits.py"), str(place), weights, str(threads)]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, env=engine.environment(threads), **pipes) as process:
+        texts, logits = process.stdin, process.stdout
+        assert texts is not None and logits is not None
 
         def run(ids: Sequence[int], shares: Any, rows: range) -> torch.Tensor:
             """Logits (rows, V) in float32. rows: from one place to the end."""
-            process.stdin.write(json.dumps({"ids": list(ids), "first": rows[0]}).encode() + b"\n")
-            process.stdin.flush()
-            data = process.stdout.read(4 * len(rows) * config.vocab_size)
+            texts.write(json.dumps({"ids": list(ids), "first": rows[0]}).encode() + b"\n")
+            texts.flush()
+            data = logits.read(4 * len(rows) * config.vocab_size)
             if len(data) < 4 * len(rows) * config.vocab_size:
                 raise UserError(f"{NAME} has ended while it read a text.")
             return torch.frombuffer(bytearray(data), dtype=torch.float32).view(len(rows), -1)
 
         yield SimpleNamespace(runner=SimpleNamespace(run=run))
-        process.stdin.close()
+        texts.close()
