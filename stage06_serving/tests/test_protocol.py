@@ -30,7 +30,14 @@ NUMBERS: dict[str, Any] = {**PENALTIES, "top_p": (5e-324, 1), "min_p": (0, 1)}
 NUMBERS |= {"temperature": (0, 2), "repetition_penalty": (0.01, 100)}
 INTEGERS = {**dict.fromkeys(("max_tokens", "min_tokens"), (0, 1_000_000)), "top_k": (-1, 1_000_000)}
 INTEGERS |= {"seed": (-(2**63), 2**63 - 1), "n": (1, 16), "logprobs": (0, 20)}
-BOOLEANS = "stream echo ignore_eos include_stop_str_in_output return_token_ids mark_drafts".split()
+BOOLEANS = [
+    "stream",
+    "echo",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "return_token_ids",
+    "mark_drafts",
+]
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
 VALUES = PLAIN | st.lists(PLAIN, max_size=5) | st.dictionaries(st.text(max_size=5), PLAIN)
 KINDS = [CompletionBody, ChatBody, GenerateBody, TokenizeBody, protocol.DetokenizeBody]
