@@ -61,8 +61,8 @@ QUALITY = {  # what is rounded, of each model
     ),
     "stories-chat": (INT8, "int4, nearest", "int4, GPTQ", KEYS),
     "smollm2": (  # whose file is in int4: what its weights still lose is in the table of tokens
-        INT8, "int8, SmoothQuant", "int8, weights only", "int4, nearest", "int4, weights only",
-        "int4, GPTQ", "int4, GPTQ, weights only", KEYS, "llama.cpp, q8_0", "llama.cpp, q4_K_M",
+        INT8, "int8, SmoothQuant", "int8, weights only", "int4, nearest", "int4, weights only", KEYS,
+        "llama.cpp, q8_0", "llama.cpp, q4_K_M",
     ),
 }  # fmt: skip
 
@@ -207,15 +207,15 @@ def peer(name: str, shape: Any, how: str, reference: Any, ids: list[int]) -> Ite
 
 def change(model: Any, how: str, windows: list[Any]) -> None:
     """Make of a float `model` what one of QUALITY names."""
-    weights, activations = how.partition(",")[0], "float" if WEIGHT_ONLY in how else "int8"
+    weights = how.partition(",")[0]
     if "outliers" in how:
         plant(model, [1, 2], 2.0**7)
     if "SmoothQuant" in how:
         smooth(model, windows)
     if "GPTQ" in how:
-        calibrate(model, windows, weights, activations)
+        calibrate(model, windows, weights)
     elif how != KEYS:
-        linear.convert(model, Quantize(weights, activations), {})
+        linear.convert(model, Quantize(weights, "float" if WEIGHT_ONLY in how else "int8"), {})
 
 
 # ---- tables and charts --------------------------------------------------------------------------
