@@ -61,8 +61,8 @@ QUALITY = {  # what is rounded, of each model
     ),
     "stories-chat": (INT8, "int4, nearest", "int4, GPTQ", KEYS),
     "smollm2": (  # whose file is in int4: what its weights still lose is in the table of tokens
-        INT8, "int8, SmoothQuant", "int8, weights only", "int4, nearest", "int4, weights only", KEYS,
-        "llama.cpp, q8_0", "llama.cpp, q4_K_M",
+        INT8, "int8, SmoothQuant", "int8, weights only", "int4, nearest", "int4, weights only",
+        KEYS, "llama.cpp, q8_0", "llama.cpp, q4_K_M",
     ),
 }  # fmt: skip
 
