@@ -76,11 +76,11 @@ GPT2_SIZES = {
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
 }
 SCALING = {
-    "factor": "factor",
-    "original_context_length": "original_max_position_embeddings",
-    "attn_factor": "attention_factor",
-    "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow",
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.attn_factor": "attention_factor",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
 }
 REPEATED = ("attention.value_length", "rope.dimension_count")  # must be the heads' width
 HARMLESS = ("vocab_size", "rope.scaling.finetuned", "rope.scaling.type", "tensor_data_layout")
@@ -194,16 +194,12 @@ class GGUFModel:
         }
         names = GPT2_SIZES if self.architecture == "gpt2" else SIZES
         fields = {names[key]: value for key, value in options.items() if key in names}
-        scaling = {
-            SCALING[key.removeprefix("rope.scaling.")]: value
-            for key, value in options.items()
-            if key.removeprefix("rope.scaling.") in SCALING and key.startswith("rope.scaling.")
-        }
+        scaling = {SCALING[key]: value for key, value in options.items() if key in SCALING}
         kind = options.get("rope.scaling.type", "none")
         if kind != "none":
             fields["rope_scaling"] = scaling | {"rope_type": kind}
         for key, value in options.items():
-            known = key in names or key in REPEATED or key in HARMLESS or "rope.scaling." in key
+            known = any(key in table for table in (names, SCALING, REPEATED, HARMLESS))
             if not known and not (type(value) is int and value == 0):
                 name = f"{prefix}{key}"[:99]
                 raise self.file.error(f"it sets {name!r}, which our model does not implement")

@@ -277,6 +277,19 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path, change, reason):
         GGUFModel(changed(tmp_path / "m.gguf", change))
 
 
+def test_stretched_positions_of_the_metadata(tmp_path):
+    path, prefix = tmp_path / "m.gguf", "llama.rope.scaling."
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 16, "yarn_beta_fast": 16.0}
+    metadata = {prefix + name: value for name, value in scaling.items()}
+    write_gguf(path, LLAMA, quantized(LLAMA).items(), metadata)
+    rope = GGUFModel(path).config.rope
+    assert (rope.kind, rope.factor, rope.trained, rope.fast) == ("yarn", 4.0, 16, 16.0)
+    metadata[f"{prefix}yarn_log_multiplier"] = 0.1
+    write_gguf(path, LLAMA, quantized(LLAMA).items(), metadata)
+    with pytest.raises(UserError, match="it sets 'llama.rope.scaling.yarn_log_multiplier'"):
+        GGUFModel(path)
+
+
 def test_stretched_positions_must_be_those_of_llama3(tmp_path):
     config = MODELS["llama3"]
     write_gguf(tmp_path / "m.gguf", config, quantized(config).items())
