@@ -11,13 +11,15 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-import llama  # beside this file, which is run by its path
 import llama_cpp as c
 import numpy as np
 
 LONGEST = 1024  # tokens
+llama: Any = import_module("llama")  # beside this file, which is run by its path
 
 
 def main(folder: str, weights: str, threads: str) -> None:

@@ -7,6 +7,7 @@ import re
 import struct
 import tracemalloc
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -282,7 +283,8 @@ def test_stretched_positions_of_the_metadata(tmp_path):
     scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 16, "yarn_beta_fast": 16.0}
     metadata = {prefix + name: value for name, value in scaling.items()}
     write_gguf(path, LLAMA, quantized(LLAMA).items(), metadata)
-    rope = GGUFModel(path).config.rope
+    config: Any = GGUFModel(path).config
+    rope = config.rope
     assert (rope.kind, rope.factor, rope.trained, rope.fast) == ("yarn", 4.0, 16, 16.0)
     metadata[f"{prefix}yarn_log_multiplier"] = 0.1
     write_gguf(path, LLAMA, quantized(LLAMA).items(), metadata)
