@@ -188,6 +188,8 @@ def test_a_click_on_a_prompt_starts_it_and_samples_share_theirs(page):
     """Times of tokens are shown while a sequence runs; the line of token rates moves."""
     page.until(lambda: page["ttft"].text == page["itl"].text == "–")  # no times without tokens
     before, button = page.picture("rates"), page["prompts"].find_element(By.TAG_NAME, "button")
+    page["max-tokens"].clear()
+    page["max-tokens"].send_keys("60")
     button.click()
     page.shows("itl", " ms")
     page.shows("status", "Done")
