@@ -8,16 +8,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import subprocess
-import sys
-import tempfile
-import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -28,12 +21,10 @@ from . import mine, wrong
 from .museum import trials
 
 LONGEST_LINE = 100
-# Only the exception of a failed test is read.
-QUICK = ("-p", "no:cacheprovider", "--assert=plain", "--tb=native", "--hypothesis-profile=any")
-LONGEST_TASK = 120.0  # seconds for a run with wrong solutions
-Copies = Mapping[str, Mapping[str, str]]  # stage -> file -> its source
-Job = tuple[tuple[wrong.Wrong, ...], dict[str, Any]]  # its wrong solutions, and what to run
-Outcomes = dict[tuple[str, str], str]  # (stage, pytest id in it) -> its error; "" for success
+LONGEST_TASK, LONGEST_RUN = 120.0, 3600.0  # seconds with wrong solutions; for all tasks
+Copies = Mapping[str, str]  # source by path, "stage02_kv_cache/cache.py"
+Job = tuple[str, tuple[wrong.Wrong, ...], dict[str, Any]]  # stage, wrong solutions, what to run
+Outcomes = Mapping[str, str]  # errors by pytest id; "" for success
 
 
 def check(stage: str) -> Iterator[str]:
@@ -80,10 +71,10 @@ def prove(chosen: Sequence[str]) -> Iterator[str]:
     most = max(len(mine.tasks(stage)) for stage in chosen)
     jobs = [job for stage in chosen for job in wrong_jobs(stage)]
     with tqdm(total=1 + most + len(jobs), unit="run", disable=None) as bar:
-        yield from failures(run(copies(chosen, None)), "the reference")
+        yield from failures(run(chosen, copies(chosen, None)), "the reference")
         bar.update()
         for number in range(1, most + 1):
-            yield from judge_empty(run(copies(chosen, number)), number)
+            yield from judge_empty(run(chosen, copies(chosen, number)), number)
             bar.update()
         for problem in judge_wrong(jobs):
             yield from problem
@@ -92,12 +83,12 @@ def prove(chosen: Sequence[str]) -> Iterator[str]:
 
 def copies(chosen: Sequence[str], number: int | None) -> Copies:
     """Copies of some stages with everything written but the task of this number, if any."""
-    copied: dict[str, dict[str, str]] = {}
+    names = [f"{stage}/{file}" for stage in chosen for file in mine.files(stage)]
+    copied = {name: mine.read(paths.ROOT / name) for name in names}
     for stage in chosen:
-        copied[stage] = {name: mine.read(paths.ROOT / stage / name) for name in mine.files(stage)}
-        for task in mine.tasks(stage):
-            if task.number == number:
-                copied[stage][task.file] = mine.emptied(copied[stage][task.file], stage, task)
+        for task in [task for task in mine.tasks(stage) if task.number == number]:
+            name = f"{stage}/{task.file}"
+            copied[name] = mine.emptied(copied[name], stage, task)
     return copied
 
 
@@ -122,15 +113,15 @@ def _job(stage: str, crowd: Sequence[wrong.Wrong], tests: Sequence[str], *option
         file = solution.task.file
         source = files.get(file) or mine.read(paths.ROOT / stage / file)
         files[file] = wrong.applied(source, stage, solution)
-    job = {"stage": stage, "files": files, "tests": list(tests), "options": ["--alone", *options]}
-    return tuple(crowd), job
+    job = trials.job(stage, files, tests) | {"options": ["--alone", *options]}
+    return stage, tuple(crowd), job
 
 
 def judge_wrong(jobs: Sequence[Job]) -> Iterator[list[str]]:
     """For each job, its problems: a wrong solution must fail its own task, and no other."""
-    results = trials.each([job for _, job in jobs], LONGEST_TASK)
-    for (crowd, job), errors in zip(jobs, results, strict=True):
-        problems, stage = [], job["stage"]
+    results = trials.each([job for *_, job in jobs], LONGEST_TASK)
+    for (stage, crowd, _), errors in zip(jobs, results, strict=True):
+        problems = []
         failed = [name.partition("/")[2] for name, error in errors.items() if error]
         for task in mine.tasks(stage):
             of_task = [solution for solution in crowd if solution.task == task]
@@ -144,81 +135,32 @@ def judge_wrong(jobs: Sequence[Job]) -> Iterator[list[str]]:
         yield problems
 
 
-def run(copied: Copies, most: int | None = None) -> Outcomes:
+def run(chosen: Sequence[str], copied: Copies, most: int | None = None) -> Outcomes:
     """Run the tests of all tasks of some stages against copies of them; at most `most` a task.
 
     Raises RuntimeError if pytest itself fails.
     """
-    chosen = [(stage, task) for stage in copied for task in mine.tasks(stage)]
-    tests = [f"{stage}/{test}" for stage, task in chosen for test in task.tests[:most]]
-    with laid_out(copied) as home:
-        done = _pytest(home, tests, f"--junit-xml={home / 'out.xml'}")
-        if done.returncode not in (0, 1):
-            output = done.stdout[-2000:] + done.stderr[-2000:]
-            raise RuntimeError(f"pytest ended with {done.returncode}:\n{output}")
-        return read_outcomes(home / "out.xml")
-
-
-@contextlib.contextmanager
-def laid_out(copied: Copies) -> Iterator[Path]:
-    """A folder with these copies below "mine", for as long as the block lasts."""
-    with tempfile.TemporaryDirectory(prefix="staircase-", ignore_cleanup_errors=True) as temporary:
-        for stage, sources in copied.items():
-            folder = Path(temporary) / "mine" / stage
-            folder.mkdir(parents=True)
-            for name, source in sources.items():
-                mine.write(folder / name, source)
-        yield Path(temporary)
-
-
-def _pytest(home: Path, tests: Sequence[str], *options: str) -> subprocess.CompletedProcess[str]:
-    places = {
-        "STAIRCASE_MINE": str(home / "mine"),
-        "HYPOTHESIS_STORAGE_DIRECTORY": str(home / "hypothesis"),
-    }
-    # What an empty task leaves unfinished is found when memory is freed, in some later test.
-    leftovers = ("-p", "no:unraisableexception")
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "--mine", "-q", *QUICK, *leftovers, *options, *tests],
-        cwd=paths.ROOT,
-        env=os.environ | places,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        errors="replace",
-    )
-
-
-def read_outcomes(path: Path) -> Outcomes:
-    """The outcomes in a JUnit XML file of pytest's."""
-    outcomes: Outcomes = {}
-    for case in ET.parse(path).getroot().iter("testcase"):
-        # stage.tests.test_x.TestClass: classes follow the module.
-        stage, *rest = case.attrib["classname"].split(".")
-        end = next(place for place, part in enumerate(rest, 1) if part.startswith("test_"))
-        test = "::".join([f"{'/'.join(rest[:end])}.py", *rest[end:], case.attrib["name"]])
-        bad = [*case.findall("failure"), *case.findall("error")]
-        text = "".join(f"{node.attrib.get('message', '')}\n{node.text or ''}" for node in bad)
-        outcomes[stage, test] = text
-    return outcomes
+    listed = [(stage, task) for stage in chosen for task in mine.tasks(stage)]
+    tests = [f"{stage}/{test}" for stage, task in listed for test in task.tests[:most]]
+    (errors,) = trials.outcomes([{"files": dict(copied), "tests": tests}], LONGEST_RUN)
+    return {test: error.removeprefix(trials.SKIPPED) for test, error in errors.items()}
 
 
 def failures(outcomes: Outcomes, whose: str) -> Iterator[str]:
     """Every test that failed."""
-    for (stage, test), error in outcomes.items():
+    for test, error in outcomes.items():
         if error:
-            yield f"{stage}: {test} fails with {whose}: {error[:200]}"
+            yield f"{test} fails with {whose}: {error[-200:]}"
 
 
 def judge_empty(outcomes: Outcomes, number: int | None, most: int | None = None) -> Iterator[str]:
     """The problems where the task of this number in each stage, or each task, was empty; `most` as
     for `run`."""
-    for stage in sorted({stage for stage, _ in outcomes}):
+    for stage in sorted({test.partition("/")[0] for test in outcomes}):
         for task in mine.tasks(stage):
             empty = number in (None, task.number)
             for test in task.tests[:most]:
-                errors = _of(outcomes, stage, test)
+                errors = _of(outcomes, f"{stage}/{test}")
                 name = f"{mine.label(stage, task)}: {test}"
                 if not errors:
                     yield f"{name} was not run"
@@ -226,16 +168,12 @@ def judge_empty(outcomes: Outcomes, number: int | None, most: int | None = None)
                     yield f"{name} passes though the task is empty"
                 for error in filter(None, errors):
                     if not empty:
-                        yield f"{name} fails because task {number} is empty: {error[:200]}"
+                        yield f"{name} fails because task {number} is empty: {error[-200:]}"
                     elif mine.message(stage, task) not in error:
-                        yield f"{name} fails with another message than the task's: {error[:200]}"
+                        yield f"{name} fails with another message than the task's: {error[-200:]}"
 
 
-def _of(outcomes: Outcomes, stage: str, test: str) -> list[str]:
+def _of(outcomes: Outcomes, test: str) -> list[str]:
     """The errors of one test, an entry for each of its parameters."""
     wanted = Task(0, "", (), "", "", 0, (), (test,))
-    return [
-        error
-        for (where, name), error in outcomes.items()
-        if where == stage and wanted.judged_by(name)
-    ]
+    return [error for name, error in outcomes.items() if wanted.judged_by(name)]

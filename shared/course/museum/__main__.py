@@ -24,6 +24,7 @@ from .show import show
 
 WIDTH = 100
 SECONDS = 120.0  # for the tests of one exhibit
+LINES = 12  # of an error
 EXAMPLES = """  python -m shared.course.museum list
   python -m shared.course.museum plant 07
   python -m shared.course.museum hint 07
@@ -114,7 +115,7 @@ def check(options: argparse.Namespace) -> int:
         raise UserError(
             f"There is a syntax error in {where} ({error.msg}): fix it first."
         ) from None
-    job = {"stage": exhibit.stage, "files": {exhibit.file: source}, "tests": exhibit.tests}
+    job = trials.job(exhibit.stage, {exhibit.file: source}, exhibit.tests)
     same = planting.edit(source, exhibit.new, exhibit.old) is not None
     verdict = (
         "The bug is still there" if same else "The planted code has changed, and is still wrong"
@@ -133,7 +134,7 @@ def check(options: argparse.Namespace) -> int:
     for name, text in failed.items():
         print(f"  {name}")
         if "::" not in name:  # the file cannot be loaded; the error of a test would tell too much
-            print(textwrap.indent(text, "    "))
+            print(textwrap.indent("\n".join(text.splitlines()[-LINES:]), "    "))
     first = next(iter(failed), exhibit.stage)
     print(f"\nWhy they do: python -m pytest {first.partition('::')[0]} --mine")
     return 1

@@ -1,8 +1,9 @@
 """Runs the tests of exhibits against copies, in another process.
 
 `python -m shared.course.museum.trials FILE SECONDS` reads jobs from a JSON file, a list of
-{"stage", "files", "tests", "options"}, and writes the outcomes of their tests to outcomes.json
-beside it. One process serves many jobs, because importing PyTorch takes longer than most tests.
+{"files", "tests", "options"} with files by path and tests by id, and writes the outcomes of their
+tests to outcomes.json beside it. One process serves many jobs, because importing PyTorch takes
+longer than most tests.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,13 @@ from shared.course import mine
 LONGEST = 300.0  # seconds of one job
 LATE = 75  # exit status
 WRITTEN = "outcomes.json"
-LINES = 12  # of the error of a failed test
+SKIPPED = "skipped"  # in place of an error
+
+
+def job(stage: str, files: Mapping[str, str], tests: Sequence[str]) -> dict[str, Any]:
+    """Tests of one stage against its files, both by their names in it."""
+    sources = {f"{stage}/{name}": source for name, source in files.items()}
+    return {"files": sources, "tests": [f"{stage}/{test}" for test in tests]}
 
 
 def outcomes(jobs: Sequence[dict[str, Any]], seconds: float = LONGEST) -> list[dict[str, str]]:
@@ -87,18 +94,14 @@ class _Outcomes:
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
-            self.errors[report.nodeid] = _end(report)
+            self.errors[report.nodeid] = str(report.longrepr) or "failed"
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.errors.setdefault(report.nodeid, "")
         if report.failed:
-            self.errors[report.nodeid] = _end(report)
+            self.errors[report.nodeid] = str(report.longrepr) or "failed"
         elif report.skipped:
-            self.errors[report.nodeid] = "skipped"
-
-
-def _end(report: Any) -> str:
-    return "\n".join(str(report.longrepr).splitlines()[-LINES:]) or "failed"
+            self.errors[report.nodeid] = SKIPPED
 
 
 def again(arguments: Sequence[str], home: Path, plugins: Sequence[object] = ()) -> int:
@@ -120,12 +123,10 @@ def again(arguments: Sequence[str], home: Path, plugins: Sequence[object] = ()) 
 
 def run(job: dict[str, Any], folder: Path) -> dict[str, str]:
     """Run one job in this process."""
-    (folder / job["stage"]).mkdir(parents=True)
     for name, source in job["files"].items():
-        mine.write(folder / job["stage"] / name, source)
-    plugin, tests = _Outcomes(), [f"{job['stage']}/{test}" for test in job["tests"]]
-    options = ["--tb=native", "--hypothesis-profile=any", *job.get("options", ())]
-    again([*options, *tests], folder, [plugin])
+        mine.write(folder / name, source)
+    plugin, options = _Outcomes(), ["--tb=native", "--hypothesis-profile=any"]
+    again([*options, *job.get("options", ()), *job["tests"]], folder, [plugin])
     return plugin.errors
 
 

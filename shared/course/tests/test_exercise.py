@@ -95,10 +95,8 @@ def test_tasks_are_well_formed(stage):
 
 def test_an_empty_task_fails_with_its_own_message():
     """One test of each task, in all stages; the rest takes minutes and is below."""
-    fresh = {
-        stage: {file: mine.fresh(stage, file) for file in mine.files(stage)} for stage in WITH_TASKS
-    }
-    assert list(proof.judge_empty(proof.run(fresh, most=1), None, most=1)) == []
+    fresh = {f"{s}/{file}": mine.fresh(s, file) for s in WITH_TASKS for file in mine.files(s)}
+    assert list(proof.judge_empty(proof.run(WITH_TASKS, fresh, most=1), None, most=1)) == []
 
 
 @pytest.mark.slow
@@ -115,7 +113,7 @@ def test_a_wrong_solution_fails_its_own_task_alone(monkeypatch):
     jobs.append(proof._job(STAGE, [good], task.tests))
     passes = "stage02 task 1 passes with a wrong solution: "
     assert list(itertools.chain(*proof.judge_wrong(jobs))) == [f"{passes}right"]
-    other = jobs[0][0], jobs[-1][1]  # the tests of the right one are said to be another's
+    other = *jobs[0][:2], jobs[-1][2]  # the tests of the right one are said to be another's
     monkeypatch.setattr(trials, "each", lambda jobs, seconds: [{f"{STAGE}/{TEST_OF_4}": "failed"}])
     first = "memory for all query heads"
     fails = f"stage02 task 4 fails because of tasks 1 ({first})"
@@ -188,10 +186,10 @@ def test_outcomes_of_bad_tasks_are_found(monkeypatch):
         (1, good | {"b": "AssertionError"}, "test_b fails with another message"),
         (1, good | {"c": own}, "task 2: a.py::test_c fails because task 1 is empty"),
     ):
-        outcomes = {(STAGE, f"a.py::test_{name}"): error for name, error in errors.items()}
+        outcomes = {f"{STAGE}/a.py::test_{name}": error for name, error in errors.items()}
         found = "".join(proof.judge_empty(outcomes, number))
         assert problem in found and bool(problem) == bool(found)
-    failed = "".join(proof.failures({(STAGE, "test_c"): own}, "the reference"))
+    failed = "".join(proof.failures({f"{STAGE}/test_c": own}, "the reference"))
     assert "test_c fails with the reference" in failed
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 
@@ -43,18 +42,17 @@ def test_an_exhibit_has_its_texts_and_its_edit_fits_once_and_can_be_undone(exhib
 @pytest.mark.parametrize("most", [1, pytest.param(None, marks=pytest.mark.slow)])
 def test_each_is_caught_by_its_tests(most):
     """By the first of them, or by all. Without the bug they pass: they are tests of the stage."""
-    jobs: list[dict[str, Any]] = [
-        {"stage": each.stage, "files": {each.file: planting.with_bug(each)}, "tests": tests}
+    jobs = [
+        trials.job(each.stage, {each.file: planting.with_bug(each)}, tests)
         for each in EXHIBITS
         if (tests := each.tests[:most]) and NEEDS.get(each.stage, True)
     ]
     survived = []
     for job, outcomes in zip(jobs, trials.outcomes(jobs), strict=True):
         for test in job["tests"]:
-            ran = [name for name in outcomes if name.partition("[")[0] == f"{job['stage']}/{test}"]
-            errors = [outcomes[name] for name in ran]
-            if not any(errors) or "skipped" in errors:  # it passes with the bug, or was not run
-                survived.append(f"{job['stage']}/{test}")
+            errors = [error for name, error in outcomes.items() if name.partition("[")[0] == test]
+            if not any(errors) or trials.SKIPPED in errors:  # it passes, or was not run
+                survived.append(test)
     assert survived == []
 
 
