@@ -90,6 +90,14 @@ def cells(
                 box(axes, *corner, *size, label(key), fill=fill, hatch=hatch)
 
 
+def legend(axes: Any, y: float, *entries: tuple[float, Look, str], size: float = 2.2) -> None:
+    """Keys of a picture in a line at height `y`, each a box of `size` and its words: (x, look,
+    words)."""
+    for x, (fill, hatch), text in entries:
+        box(axes, x, y, size, size, fill=fill, hatch=hatch)
+        words(axes, x + size + 0.8, y + size / 2, text, ha="left")
+
+
 def arrow(
     axes: Any, start: Point, end: Point, *, colour: str = INK, bend: float = 0.0,
     dashed: bool = False, both: bool = False, width: float = 1.2,

@@ -17,6 +17,7 @@ from . import (
     box,
     canvas,
     cells,
+    legend,
     words,
 )
 
@@ -49,17 +50,9 @@ def static_continuous() -> Figure:
         places = 2 * len(rows[0])
         text = f"{used} of {places} places\nin use: {used / places:.1%}"
         words(axes, 51, top + 6.8, text, ha="left", weight="bold")
-    for place, (key, name) in enumerate(
-        (
-            ("P", "a token for request P"),
-            ("-", "computed in vain: its answer has ended"),
-            (".", "empty"),
-        )
-    ):
-        fill, hatch = owner(key)
-        left = 1 + (0, 20, 54)[place]
-        box(axes, left, 26, 2.2, 2.2, fill=fill, hatch=hatch)
-        words(axes, left + 3, 27.1, name, ha="left")
+    ended, empty = owner("-"), owner(".")
+    legend(axes, 26, (1, owner("P"), "a token for request P"), (55, empty, "empty"),
+           (21, ended, "computed in vain: its answer has ended"))  # fmt: skip
     return figure
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from . import ORANGE, PALE, TEAL, VIOLET, WASTE, YELLOW, arrow, box, canvas, words
+from . import ORANGE, PALE, TEAL, VIOLET, WASTE, YELLOW, arrow, box, canvas, legend, words
 
 SIZE = 4
 # After step 2 of the lesson: whose tokens each block holds ("s": shared), and the tables.
@@ -39,18 +39,11 @@ def tables() -> Figure:
     words(axes, 44, 19.2, "number of the block: in how many tables (references)", ha="left")
     sample = "position 9 of B: 9 // 4 = 2, and table[2] = 3;\n9 % 4 = 1, so slot 3 * 4 + 1 = 13"
     words(axes, 32, 24, sample, ha="left")
-    for place, (fill, hatch, name) in enumerate(
-        (
-            (VIOLET, "", "positions in both tables"),
-            (ORANGE, "", "of A"),
-            (TEAL, "", "of B"),
-            (*WASTE, "reserved, waits for a token"),
-            ("#ffffff", "", "free"),
-        )
-    ):
-        x = 1 + (0, 26, 34, 42, 66)[place]
-        box(axes, x, 30.5, 2.2, 2.2, fill=fill, hatch=hatch)
-        words(axes, x + 3, 31.6, name, ha="left")
+    legend(
+        axes, 30.5, (1, (VIOLET, ""), "positions in both tables"), (27, (ORANGE, ""), "of A"),
+        (35, (TEAL, ""), "of B"), (43, WASTE, "reserved, waits for a token"),
+        (67, ("#ffffff", ""), "free"),
+    )  # fmt: skip
     return figure
 
 

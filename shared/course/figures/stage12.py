@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from . import NAVY, ORANGE, PALE, TEAL, VIOLET, WHITE, arrow, box, canvas, cells, words
+from . import NAVY, ORANGE, PALE, TEAL, VIOLET, WHITE, arrow, box, canvas, cells, legend, words
 
 FILLS = {"S": NAVY, "T": TEAL, "a": VIOLET, "?": WHITE}
 
@@ -38,12 +38,10 @@ def routing() -> Figure:
         best = number == 0
         text = f"{compute + flight}{', the least' if best else ''}"
         words(axes, 61, y + 1.5, text, ha="left", color=ORANGE if best else "black")
-    for left, key, text in (
-        (0, "S", "system prompt"), (18, "a", "the chat's"), (33, "T", "other prompts"),
-        (51, "?", "in no replica yet"),
-    ):  # fmt: skip
-        box(axes, left, 31, 2, 2, fill=FILLS[key])
-        words(axes, left + 2.8, 32, text, ha="left")
+    legend(
+        axes, 31, (0, (NAVY, ""), "system prompt"), (18, (VIOLET, ""), "the chat's"),
+        (33, (TEAL, ""), "other prompts"), (51, (WHITE, ""), "in no replica yet"), size=2,
+    )  # fmt: skip
     words(
         axes,
         0,
