@@ -36,6 +36,7 @@ LINES: tuple[Any, ...] = (
 # No dots: each would be an outline of its own, 200 kB in all.
 HATCHES = ("", "////", "|||", "\\\\\\\\", "xxxx")
 INK, FAINT = "#222222", "#d9d9d9"
+CLEAR = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # behind words on a mark or line
 
 STYLE: dict[str, Any] = {
     "svg.hashsalt": "staircase",  # ids inside the file would be random
@@ -152,14 +153,7 @@ def lines(
             ends.append((*drawn[-1], name, colour))
         for name, value in (limits or {}).items():
             axes.axhline(value, color=INK, linewidth=1.0, linestyle=(0, (8, 3)))
-            axes.annotate(
-                name,
-                (0, value),
-                (4, 4),
-                xycoords=("axes fraction", "data"),
-                textcoords="offset points",
-                fontsize=9,
-            )
+            _note(axes, name, (0, value), (4, 4), xycoords=("axes fraction", "data"))
         if not log_y:
             axes.set_ylim(bottom=0)
         _label_ends(figure, axes, ends)
@@ -215,47 +209,20 @@ def bars(
                 end = value
                 if spread and name in spread:
                     low, high = spread[name][group]
-                    axes.plot(
-                        [low, high],
-                        [at[group]] * 2,
-                        color="white",
-                        linewidth=3.2,
-                        solid_capstyle="butt",
-                    )
-                    axes.plot(
-                        [low, high],
-                        [at[group]] * 2,
-                        color=INK,
-                        linewidth=1.2,
-                        solid_capstyle="butt",
-                    )
+                    for colour, width in (("white", 3.2), (INK, 1.2)):
+                        look = {"color": colour, "linewidth": width, "solid_capstyle": "butt"}
+                        axes.plot([low, high], [at[group]] * 2, **look)
                     end = max(end, high)
                 text = f"{value:,.{digits}f}" + (
                     f"  {name}" if group == first and len(series) > 1 else ""
                 )
-                axes.annotate(
-                    text,
-                    (end, at[group]),
-                    (5, 0),
-                    textcoords="offset points",
-                    va="center",
-                    fontsize=9,
-                    zorder=5,
-                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
-                )
+                _note(axes, text, (end, at[group]), (5, 0), va="center", zorder=5, bbox=CLEAR)
         for name, value in (limits or {}).items():
             outlined = [withStroke(linewidth=3, foreground="white")]  # it crosses dark bars
-            look: dict[str, Any] = {"linestyle": (0, (8, 3)), "path_effects": outlined}
-            axes.axvline(value, color=INK, linewidth=1.0, **look)
-            axes.annotate(
-                name,
-                (value, 0),
-                (-4, 4),
-                xycoords=("data", "axes fraction"),
-                textcoords="offset points",
-                ha="right",
-                fontsize=9,
-            )
+            dashes: dict[str, Any] = {"linestyle": (0, (8, 3)), "path_effects": outlined}
+            axes.axvline(value, color=INK, linewidth=1.0, **dashes)
+            beside = {"xycoords": ("data", "axes fraction"), "ha": "right"}
+            _note(axes, name, (value, 0), (-4, 4), **beside)
             most = max(most, value)
         axes.set_yticks(range(len(groups)), groups)
         axes.set_ylim(len(groups) - 0.5 + (0.3 if limits else 0), -0.5)
@@ -284,7 +251,7 @@ def bands(title: str, xlabel: str, ylabel: str, drawn: Mapping[str, Band]) -> Fi
             axes.fill_between([0, edges[-1]], floor, floor + room, **whole)
             look = {"step": "post", "facecolor": COLOURS[number], "linewidth": 0}
             axes.fill_between(edges, floor, [*values, values[-1]], **look)
-            axes.annotate(name, (0, floor + room), (4, 4), textcoords="offset points", fontsize=9)
+            _note(axes, name, (0, floor + room), (4, 4))
             ticks |= {floor: "0", floor + room: f"{room:g}"}
             floor += room + gap
         axes.set_yticks(list(ticks), list(ticks.values()))
@@ -316,16 +283,14 @@ def panels(
         for axes, (quantity, panel) in zip(grid, values.items(), strict=False):
             axes.set_title(quantity, fontsize=9, fontweight="normal", pad=4)
             for at, name in enumerate(names):
-                text = {"textcoords": "offset points", "va": "center", "fontsize": 9}
                 if name not in panel:
-                    axes.annotate("none", (0, at), (4, 0), **text)
+                    _note(axes, "none", (0, at), (4, 0), va="center")
                     continue
                 value, low, high = panel[name]
                 colour = COLOURS[0] if name in ours else COLOURS[3]
                 axes.barh(at, value, 0.75, color=colour)
                 axes.plot([low, high], [at] * 2, color=COLOURS[4], linewidth=1.6)
-                place, offset = (max(value, high), at), (4, 0)
-                axes.annotate(f"{value:,.0f}", place, offset, **text)
+                _note(axes, f"{value:,.0f}", (max(value, high), at), (4, 0), va="center")
             most = max((high for *_, high in panel.values()), default=1.0)
             axes.set_xlim(0, most * 1.45)  # room for the numbers
             axes.set_xticks([])
@@ -375,38 +340,14 @@ def roofline(
             ends.append((right, peak, f"{name}: {peak:,.0f} GFLOP/s", colour))
             for at, rate, label in points.get(name, ()):
                 # Points of two names may coincide, so the later name's is larger and lies behind.
-                axes.plot(
-                    at,
-                    rate,
-                    color=colour,
-                    marker=MARKERS[number],
-                    markersize=6 + 2 * number,
-                    markeredgecolor="white",
-                    zorder=3 - 0.1 * number,
-                )
-                axes.annotate(
-                    label,
-                    (at, rate),
-                    (-4, 6) if above else (4, -6),
-                    textcoords="offset points",
-                    fontsize=9,
-                    color=colour,
-                    ha="right" if above else "left",
-                    va="bottom" if above else "top",
-                    bbox={
-                        "facecolor": "white",
-                        "edgecolor": "none",
-                        "pad": 0.5,
-                    },  # the roof may pass behind
-                )
-        axes.annotate(
-            f"memory: {bandwidth:,.0f} GB/s",
-            (left, left * bandwidth),
-            (10, 0),
-            textcoords="offset points",
-            fontsize=9,
-            va="top",
-        )
+                mark = {"marker": MARKERS[number], "markersize": 6 + 2 * number}
+                behind = {"markeredgecolor": "white", "zorder": 3 - 0.1 * number}
+                axes.plot(at, rate, color=colour, **mark, **behind)
+                side = {"ha": "right", "va": "bottom"} if above else {"ha": "left", "va": "top"}
+                offset = (-4, 6) if above else (4, -6)
+                _note(axes, label, (at, rate), offset, color=colour, bbox=CLEAR, **side)
+        words = f"memory: {bandwidth:,.0f} GB/s"
+        _note(axes, words, (left, left * bandwidth), (10, 0), va="top")
         axes.set_xlim(left, right)
         _label_ends(figure, axes, ends)
     return figure
@@ -481,22 +422,14 @@ def _label_ends(figure: Figure, axes: Any, ends: Sequence[tuple[float, float, st
     for height, (middle, (x, y, name, colour)) in zip(heights, wanted, strict=True):
         start = axes.transData.transform((x, y))[0]
         offset = (right - start + 8, height - shift - middle)
-        points = tuple(value * 72 / figure.dpi for value in offset)
-        axes.annotate(
-            name,
-            (x, y),
-            points,
-            textcoords="offset points",
-            va="center",
-            color=INK,
-            fontsize=9,
-            annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": colour,
-                "linewidth": 0.8,
-                "relpos": (0, 0.5),
-                "shrinkA": 0,
-                "shrinkB": 6,
-            },
-        )
+        points = offset[0] * 72 / figure.dpi, offset[1] * 72 / figure.dpi
+        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.8, "relpos": (0, 0.5)}
+        look = {"va": "center", "color": INK, "annotation_clip": False}
+        _note(axes, name, (x, y), points, arrowprops=line | {"shrinkA": 0, "shrinkB": 6}, **look)
+
+
+def _note(
+    axes: Any, text: str, at: tuple[float, float], offset: tuple[float, float], **look: Any
+) -> None:
+    """Words beside a point of the data, `offset` in points from it."""
+    axes.annotate(text, at, offset, textcoords="offset points", fontsize=9, **look)
