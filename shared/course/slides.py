@@ -27,29 +27,6 @@ EXAMPLES = """\
   python -m shared.course.slides stage05 stage06 --out week5.html"""
 TRACE, CLOSING = "Before and after", "prediction"  # a heading; the first cell of a closing table
 MEASURED = "Predicted, and measured"
-STYLE = """\
-html { scroll-snap-type: y mandatory }
-body { margin: 0; font: 2.6vh/1.4 system-ui, sans-serif; color: #16213e; background: #fff }
-section { box-sizing: border-box; height: 100vh; padding: 5vh 6vw; scroll-snap-align: start;
-  display: flex; flex-direction: column; overflow: hidden }
-h1 { font-size: 6.5vh; margin: auto 0 0 } h2 { font-size: 4.2vh; margin: 0 0 2vh }
-.first p { font-size: 3.6vh; max-width: 46em } .first p:last-child { margin-bottom: auto }
-figure { flex: 1; min-height: 0; margin: 0; display: flex; flex-direction: column }
-img { flex: 1; min-height: 0; object-fit: contain } figcaption { text-align: center }
-pre { font-size: min(2.5vh, 1.05vw); line-height: 1.3; margin: auto }
-table { border-collapse: collapse; font-size: 2.3vh; margin: auto 0; width: 100% }
-th, td { padding: 0.7vh 1vw; border-bottom: 1px solid #ccd; text-align: left }
-footer { margin-top: 1.5vh; font-size: 1.8vh; color: #667 }
-@page { size: 13.33in 7.5in; margin: 0 }
-@media print { section { break-after: page } }"""
-KEYS = """\
-addEventListener("keydown", event => {
-  const step = {ArrowRight: 1, ArrowDown: 1, PageDown: 1, " ": 1,
-                ArrowLeft: -1, ArrowUp: -1, PageUp: -1}[event.key];
-  if (!step) return;
-  event.preventDefault();
-  scrollTo(0, (Math.round(scrollY / innerHeight) + step) * innerHeight);
-});"""
 
 
 def slides(lesson: Path) -> Iterator[str]:
@@ -107,10 +84,11 @@ def deck(stages: Sequence[str]) -> str:
     lessons = [paths.ROOT / stage / "README.md" for stage in stages]
     sections = "\n".join(section for lesson in lessons for section in slides(lesson))
     title = "Staircase: " + ", ".join(stages)
-    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
+    style, keys = (mine.read(Path(__file__).with_suffix(end)).strip() for end in (".css", ".js"))
+    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{style}</style>'
     return (
         f'<!doctype html>\n<html lang="en"><head>{head}</head>\n'
-        f"<body>{sections}<script>{KEYS}</script></body></html>\n"
+        f"<body>{sections}<script>{keys}</script></body></html>\n"
     )
 
 

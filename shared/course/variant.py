@@ -41,45 +41,13 @@ TIES = {
     "may still get the most tokens": "each.answer",
 }
 
-TEXT = """\
-# Variant $name of stage 05
 
-Four rules of `blocks.py` and `scheduler.py` are different here. Write them in `variant.py`, in
-classes made from the reference's: replace the methods that you need to. All else stays as it is.
-
-1. **Eviction.** If no block is free, `VariantPool.take` evicts a cached one:
-   $eviction.
-2. **Block size.** `VariantPool(count)` has blocks of $size tokens, unless another size is given.
-3. **Watermark.** Unless another share is given, a `VariantScheduler` that admits a request beside
-   others keeps $share of all blocks free, rounded $rounding.
-4. **Preemption.** Of the running requests with the lowest priority (all of them, with the policy
-   "fcfs"), the one is preempted that $tie.
-   Of those that are equal in this too, it is the latest arrival.
-
-Test them with `python -m pytest $folder`.
-`grade` generates these tests again, and gives $points points if all of them pass.
-"""
-SOURCE = '''\
-"""The rules of VARIANT.md."""
-
-from typing import Any
-
-from stage04_continuous.plan import Plan
-from stage04_continuous.request import Request
-from stage05_paged.blocks import BlockPool
-from stage05_paged.scheduler import Scheduler
+def source(name: str) -> str:
+    """A file of variants: "rules" in words, what students "start" with, or the "test"."""
+    return mine.read(Path(__file__).with_name(f"variant_{name}.txt")).replace("\r\n", "\n")
 
 
-class VariantPool(BlockPool):
-    def __init__(self, count: int, block_size: int = 16) -> None:
-        super().__init__(count, block_size)
-
-
-class VariantScheduler(Scheduler):
-    def __init__(self, pool: BlockPool, **options: Any) -> None:
-        super().__init__(pool, **options)
-'''
-
+SOURCE = source("start")
 # A solution of each rule, in the order of the tables.
 POOL = """
         self.shares = [0] * count
@@ -136,24 +104,25 @@ class Variant:
         folder = mine.folder(STAGE) / FOLDER
         inside = folder.is_relative_to(paths.ROOT)
         shown = folder.relative_to(paths.ROOT) if inside else folder
-        return Template(TEXT).substitute(vars(self), folder=shown.as_posix(), points=POINTS)
+        return Template(source("rules")).substitute(
+            vars(self), folder=shown.as_posix(), points=POINTS
+        )
 
     def tests(self) -> str:
         """The source of the tests."""
         rules = {"eviction": EVICTIONS[self.eviction], "tie": TIES[self.tie]}
         rules |= {"share": str(SHARES[self.share]), "rounding": ROUNDINGS[self.rounding]}
-        source = mine.read(Path(__file__).with_name("variant_test.txt")).replace("\r\n", "\n")
-        return Template(source).substitute(vars(self) | rules)
+        return Template(source("test")).substitute(vars(self) | rules)
 
     def solution(self) -> str:
         """The source of right classes, for the judge."""
         victim = dict(zip(EVICTIONS, VICTIMS, strict=True))[self.eviction]
         rank = dict(zip(TIES, RANKS, strict=True))[self.tie]
         first = "super().__init__(count, block_size)\n"
-        source = SOURCE.replace("size: int = 16", f"size: int = {self.size}")
-        source = source.replace(first, first + POOL.format(victim))
+        pool = SOURCE.replace("size: int = 16", f"size: int = {self.size}")
+        pool = pool.replace(first, first + POOL.format(victim))
         rules = SCHEDULER.format(SHARES[self.share], ROUNDED[self.rounding], rank)
-        return source.replace("(pool, **options)\n", f"(pool, **options)\n{rules}")
+        return pool.replace("(pool, **options)\n", f"(pool, **options)\n{rules}")
 
     def extra(self) -> Extra:
         """The task, for grading."""
@@ -196,6 +165,6 @@ def start(variant: Variant) -> Path:
         raise UserError(f"There is a variant in {target} already: move it away to begin another.")
     target.mkdir()
     files = {"VARIANT.md": variant.text(), FILE: SOURCE, "test_variant.py": variant.tests()}
-    for name, source in files.items():
-        mine.write(target / name, source)
+    for name, text in files.items():
+        mine.write(target / name, text)
     return target
