@@ -374,18 +374,10 @@ def add_prompt_ids(parser: argparse.ArgumentParser) -> None:
     """--prompt-ids, which `read_prompt` and `load_model_from` read."""
     parser.add_argument(
         "--prompt-ids",
-        type=_ids,
+        type=checked(IdTokenizer(None).encode),
         metavar="1,2,3",
         help="the prompt as token ids; a model without a tokenizer answers in ids too",
     )
-
-
-def _ids(text: str) -> str:
-    """An argparse type: whole numbers, separated by commas."""
-    try:
-        return IdTokenizer.join(IdTokenizer(None).encode(text))
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
 
 
 def add_prompts(parser: argparse._ActionsContainer) -> None:
@@ -476,17 +468,24 @@ def _given(options: argparse.Namespace) -> str | None:
             f"The prompt is over {MOST_PROMPT_BYTES // 1024} KiB, more than any model here can "
             "read: shorten it."
         )
-    try:
-        text = data.decode("utf-8-sig")  # PowerShell puts a byte order mark first
-    except UnicodeDecodeError:
+    text = _decoded(data)
+    if text is None:
         raise UserError(
             "The prompt on standard input is not UTF-8 text: save or convert it as UTF-8."
-        ) from None
+        )
     if options.prompt in (None, "-"):
         text = text.removesuffix("\n").removesuffix("\r")
     if not text:
         raise UserError(f'The prompt is empty: give some text, such as "{PROMPT}".')
     return text
+
+
+def _decoded(data: bytes) -> str | None:
+    """UTF-8 as text, without the byte order mark that PowerShell puts first; None if it is not."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return None
 
 
 def _more(stream: Any) -> bool:
@@ -507,11 +506,8 @@ def _lines(name: str) -> list[str]:
         raise UserError(
             f"--prompts {name} is over {MOST_FILE_BYTES // 2**20} MiB: split it into several files."
         )
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        text = "\0"
-    if "\0" in text:
+    text = _decoded(data)
+    if text is None or "\0" in text:
         raise UserError(
             f"--prompts {name} is not UTF-8 text: save or convert it as UTF-8, one prompt a line."
         )
@@ -553,9 +549,7 @@ def output_file(name: str, suffix: str) -> Path:
         else:
             tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}): name another place."
-        ) from None
+        raise _unwritable(path, error) from None
     return path
 
 
@@ -564,10 +558,12 @@ def write_file(path: Path, data: bytes) -> None:
     try:
         path.write_bytes(data)
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}): name another place."
-        ) from None
+        raise _unwritable(path, error) from None
     print(f"[written: {path}]", file=sys.stderr)
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path} cannot be written ({error.strerror}): name another place.")
 
 
 def choose_device(name: str) -> torch.device:

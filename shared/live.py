@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
@@ -329,11 +329,9 @@ class Screen:
 
     def __init__(self, draw: Draw) -> None:
         self.shown = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-        self._next = 0.0
-        terminal = Console(force_terminal=True, highlight=False)
+        self._draw, self._next = draw, 0.0
         self._live = Live(
-            _View(draw),
-            console=terminal if self.shown else Console(quiet=True),
+            console=Console(force_terminal=True, highlight=False),
             auto_refresh=False,  # a drawing thread would take its time from a running step
             transient=True,
             redirect_stdout=False,
@@ -355,20 +353,15 @@ class Screen:
     def refresh(self) -> None:
         """Redraw if the last frame is old enough. Cheap: call it after every token."""
         if self.shown and (now := time.perf_counter()) >= self._next:
-            self._live.refresh()
+            self._live.update(frame(self._draw, *self._live.console.size), refresh=True)
             self._next = now + 1 / FRAMES
 
 
-class _View:
-    """Asks for the lines only when it draws, because the terminal's size may have changed."""
-
-    def __init__(self, draw: Draw) -> None:
-        self.draw = draw
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        # The cursor is below the last line, and must not make the screen scroll.
-        height = max(1, console.size.height - 1)
-        yield Group(*self.draw(options.max_width, height)[:height])
+def frame(draw: Draw, width: int, height: int) -> Group:
+    """What is drawn on a terminal of this size: at most one line less than it has, because the
+    cursor is below the last one and must not make the screen scroll."""
+    height = max(1, height - 1)
+    return Group(*draw(width, height)[:height])
 
 
 def line(width: int, *cells: tuple[str, int, str], text: str = "", style: str = "") -> Text:

@@ -94,7 +94,7 @@ def test_a_view_is_lower_than_the_terminal():
 
     for height, room in ((1, 1), (2, 1), (7, 6)):
         console = Console(file=io.StringIO(), force_terminal=True, width=20, height=height)
-        lines = console.render_lines(live._View(draw), pad=False)
+        lines = console.render_lines(live.frame(draw, 20, height), pad=False)
         assert sizes.pop() == (20, room) and len(lines) == room and not sizes
         assert all(cell_len("".join(segment.text for segment in line)) <= 20 for line in lines)
 
@@ -124,7 +124,7 @@ def test_a_terminal_is_cleared_and_its_cursor_comes_back(monkeypatch, capsys):
     monkeypatch.undo()  # back to no terminal: nothing is drawn
     with live.Screen(draw) as screen:
         screen.refresh()
-    assert not screen.shown and capsys.readouterr() == ("", "") and next(drawn) == 4
+    assert not screen.shown and capsys.readouterr() == ("", "") and next(drawn) == 3
 
 
 def read(prompts: str | None, prompt: str | None = None) -> str | list[str] | None:
