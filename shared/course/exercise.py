@@ -176,9 +176,8 @@ def _confirmed(question: str) -> bool:
 
 
 def grade(options: argparse.Namespace) -> None:
-    out = None if options.out is None else cli.output_file(options.out, ".json")
-    junit = None if options.junit is None else cli.output_file(options.junit, ".xml")
-    submission = mine.HOME if options.submission is None else Path(options.submission)
+    out, junit = _output(options.out, ".json"), _output(options.junit, ".xml")
+    submission = _submission(options)
     chosen = list(dict.fromkeys(mine.find_stage(name) for name in options.stages))
     if not chosen:
         known = [s for s in paths.discover() if (paths.ROOT / s / "drivers.py").is_file()]
@@ -228,10 +227,17 @@ def line(options: argparse.Namespace) -> None:
     from .design import line
 
     stage = mine.find_stage(options.stage)
-    submission = mine.HOME if options.submission is None else Path(options.submission)
     plan = staircase.BENCHMARK.quick if options.quick else staircase.FULL
     with _judge(options) as judge:
-        print(line(judge, submission, stage, plan, 1 if options.quick else ROUNDS))
+        print(line(judge, _submission(options), stage, plan, 1 if options.quick else ROUNDS))
+
+
+def _output(name: str | None, suffix: str) -> Path | None:
+    return None if name is None else cli.output_file(name, suffix)
+
+
+def _submission(options: argparse.Namespace) -> Path:
+    return mine.HOME if options.submission is None else Path(options.submission)
 
 
 def _judge(options: argparse.Namespace) -> Judge:
@@ -242,11 +248,11 @@ def capstone(options: argparse.Namespace) -> int:
     from ..bench import staircase  # it needs the stages, and no other command does
     from .capstone import ROUNDS, capstone
 
-    out = None if options.out is None else cli.output_file(options.out, ".json")
+    out = _output(options.out, ".json")
     if options.submission is None:
         for stage in paths.discover():
             _without_exhibit(stage)
-    submission = mine.HOME if options.submission is None else Path(options.submission)
+    submission = _submission(options)
     plan = staircase.BENCHMARK.quick if options.quick else staircase.FULL
     with _judge(options) as judge:
         result = capstone(judge, submission, plan, 1 if options.quick else ROUNDS)
