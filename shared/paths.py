@@ -7,6 +7,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
+def shown(path: Path) -> str:
+    """A path as a user types it in the project's folder."""
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
+
+
 def discover(root: Path | None = None) -> list[str]:
     """The stage packages in reading order: ["stage01_forward", "stage02_kv_cache", ...]."""
     return sorted(

@@ -41,7 +41,6 @@ SHIM = "https://unpkg.com/iframe-worker/shim"
 HEADING = re.compile(r"^# (.+)$", re.MULTILINE)
 PICTURE = re.compile(r"^!\[[^\]]*\]\([^)\s]*/(\w+)\.svg\)$")
 SUFFIXES = {".py": "python", ".c": "c", ".h": "c", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
-PAGES = (".md", ".ipynb")
 NEEDED = ("mkdocs", "material", "mkdocstrings", "mkdocs_print_site_plugin", "latex2mathml")
 
 

@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 from .. import cli, paths
 from ..errors import UserError
+from . import links
 
 KILLED, SURVIVED = "killed", "survived"
 SECONDS = 120.0  # for the tests of a fault; they have killed it if they take longer
@@ -74,16 +75,8 @@ def problems(faults: Sequence[Fault]) -> Iterator[str]:
             yield f"{name}: its old text occurs {count} times in {fault.file}"
         if fault.old == fault.new:
             yield f"{name}: it changes nothing"
-        for test in fault.tests:
-            file, *inner = test.split("::")
-            place = paths.ROOT / file
-            lacks = [word for word in inner if f" {word.split('[')[0]}(" not in text_of(place)]
-            if not place.exists() or lacks:
-                yield f"{name}: there is no test {test}"
-
-
-def text_of(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+        absent = [test for test in fault.tests if not links.is_test(test)]
+        yield from (f"{name}: there is no test {test}" for test in absent)
 
 
 class Copy:

@@ -69,7 +69,7 @@ class Block:
     lines: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.path.relative_to(paths.ROOT).as_posix()}:{self.line}"
+        return f"{paths.shown(self.path)}:{self.line}"
 
 
 def lessons() -> list[Path]:
@@ -343,8 +343,7 @@ def main(argv: list[str] | None = None) -> int:
             path.write_text(text, encoding="utf-8", newline="\n")
         elif text != path.read_text(encoding="utf-8"):
             wrong += 1
-            name = path.relative_to(paths.ROOT).as_posix()
-            print(f"{name}: stale tasks or hours: update them with --write")
+            print(f"{paths.shown(path)}: stale tasks or hours: update them with --write")
     chosen = [block for block in checked() if options.slow or SLOW not in block.words]
     with contextlib.ExitStack() as stack:
         needed = any(SERVER in block.words for block in chosen)

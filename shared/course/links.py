@@ -123,7 +123,7 @@ def _check_code(code: str, path: Path, root: Path) -> Iterator[str]:
         existing = [folder / name for folder in places if _exists(folder / name, root)]
         if not existing:
             yield f"`{name}` does not exist"
-        elif test and not _has_test(existing[0], test):
+        elif test and not has_test(existing[0], test):
             yield f"`{name}` has no {test}"
 
 
@@ -137,13 +137,22 @@ def _exists(place: Path, root: Path) -> bool:
     return place.exists()
 
 
-def _has_test(place: Path, test: str) -> bool:
-    """Whether the file defines every name of `Class::test_name[case]`."""
+def is_test(name: str) -> bool:
+    """Whether a pytest id, or the file or folder of one, exists in the project."""
+    file, _, inner = name.partition("::")
+    place = paths.ROOT / file
+    return has_test(place, inner) if inner else place.exists()
+
+
+def has_test(place: Path, test: str) -> bool:
+    """Whether a file defines every name of `Class::test_name[case]`. A method may be inherited from
+    a class in a file beside it."""
     names = test.partition("[")[0].split("::")
-    source = place.read_text(encoding="utf-8") if place.is_file() else ""
-    return all(
-        re.search(rf"^\s*(?:(?:async )?def|class) {re.escape(name)}\b", source, re.MULTILINE)
-        for name in names
+    files = place.parent.glob("*.py") if len(names) > 1 else [place]
+    source = "\n".join(file.read_text("utf-8") for file in files if file.is_file())
+    definition = r"^\s*(?:(?:async )?def|class) {}\b"
+    return place.is_file() and all(
+        re.search(definition.format(re.escape(name)), source, re.MULTILINE) for name in names
     )
 
 

@@ -133,8 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     failed = 0
     for path in options.notebooks or labs():
         path = path.resolve()
-        inside = path.is_relative_to(paths.ROOT)
-        name = path.relative_to(paths.ROOT).as_posix() if inside else str(path)
+        name = paths.shown(path)
         notebook = read(path)
         try:
             seconds = execute(notebook, path.parent, options.limit, name)

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from .. import paths
 from ..task import Task
-from . import mine, wrong
+from . import links, mine, wrong
 from .museum import trials
 
 LONGEST_LINE = 100
@@ -49,21 +49,9 @@ def check(stage: str) -> Iterator[str]:
         stub = re.search(rf'^ *"{name}: .*"$', source, re.MULTILINE)
         if stub and len(stub[0]) > LONGEST_LINE:
             yield f"{name}: its title is too long for a line of {LONGEST_LINE} characters"
-        yield from (f"{name}: there is no test {t}" for t in task.tests if not _exists(stage, t))
+        absent = [test for test in task.tests if not links.is_test(f"{stage}/{test}")]
+        yield from (f"{name}: there is no test {test}" for test in absent)
     yield from wrong.check(stage)
-
-
-def _exists(stage: str, test: str) -> bool:
-    """Whether a pytest id within the stage names a test. A method may be inherited from a class in
-    a file beside it."""
-    file, *names = test.split("::")
-    path = paths.ROOT / stage / file
-    places = path.parent.glob("*.py") if len(names) > 1 else [path]
-    source = "\n".join(mine.read(place) for place in places if place.is_file())
-    definition = r"^\s*(async )?(def|class) {}\b"
-    return path.is_file() and all(
-        re.search(definition.format(name), source, re.MULTILINE) for name in names
-    )
 
 
 def prove(chosen: Sequence[str]) -> Iterator[str]:

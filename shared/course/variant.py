@@ -101,12 +101,8 @@ class Variant:
 
     def text(self) -> str:
         """The rules in words."""
-        folder = mine.folder(STAGE) / FOLDER
-        inside = folder.is_relative_to(paths.ROOT)
-        shown = folder.relative_to(paths.ROOT) if inside else folder
-        return Template(source("rules")).substitute(
-            vars(self), folder=shown.as_posix(), points=POINTS
-        )
+        folder = paths.shown(mine.folder(STAGE) / FOLDER)
+        return Template(source("rules")).substitute(vars(self), folder=folder, points=POINTS)
 
     def tests(self) -> str:
         """The source of the tests."""

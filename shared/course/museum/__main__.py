@@ -12,7 +12,6 @@ import difflib
 import hashlib
 import textwrap
 from collections.abc import Callable
-from pathlib import Path
 
 from shared import cli, paths
 from shared.course import mine
@@ -35,12 +34,6 @@ EXAMPLES = """  python -m shared.course.museum list
 
 def wrapped(text: str, indent: str = "") -> str:
     return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
-
-
-def shown(path: Path) -> str:
-    """A path as a user types it in the project's folder."""
-    inside = path.is_relative_to(paths.ROOT)
-    return path.relative_to(paths.ROOT).as_posix() if inside else str(path)
 
 
 def for_student(name: str, seed: str = "") -> Exhibit:
@@ -86,7 +79,7 @@ def plant(options: argparse.Namespace) -> None:
     in_own_work = state is not None and state.own
     whose = "in your own work" if in_own_work else "which is the reference's except for one place"
     print(
-        wrapped(f"The bug is somewhere in {shown(path)}, {whose}. Find it, and fix it there.")
+        wrapped(f"The bug is somewhere in {paths.shown(path)}, {whose}. Find it, and fix it there.")
         + "\n"
     )
     print(
@@ -111,7 +104,7 @@ def check(options: argparse.Namespace) -> int:
     try:
         mine.parse(source)
     except SyntaxError as error:
-        where = f"line {error.lineno or 1} of {shown(path)}"
+        where = f"line {error.lineno or 1} of {paths.shown(path)}"
         raise UserError(
             f"There is a syntax error in {where} ({error.msg}): fix it first."
         ) from None

@@ -96,15 +96,16 @@ def test_how_hours_are_computed(monkeypatch, tmp_path):
     assert found == row.format(50) + place.format(words)  # 6,000 / 150, and a lab
 
 
-STAGE = paths.discover()[1]
+STAGE, WHOLE = paths.discover()[1], ("wrong", "variant", "right")
 
 
 @pytest.mark.usefixtures("contained")
 @pytest.mark.parametrize(
-    "kind", ["empty", "wrong", pytest.param("variant", marks=pytest.mark.slow), "right"]
+    "kind", ["empty", "half", *(pytest.param(k, marks=pytest.mark.slow) for k in WHOLE)]
 )
 def test_the_autograder_always_has_results(tmp_path, kind):
-    """`run_autograder`, in Gradescope's layout. Takes seconds: a grader is started."""
+    """`run_autograder`, in Gradescope's layout. Takes seconds: a grader is started. half: the first
+    file is right, and the others are wrong."""
     for name in ("source", "submission"):
         (tmp_path / name).mkdir()
     stage = variant.STAGE if kind == "variant" else STAGE
@@ -113,18 +114,21 @@ def test_the_autograder_always_has_results(tmp_path, kind):
         mine.write(tmp_path / "source" / "variant", "spring\n")
         users = {"users": [{"email": "ada17@example.edu"}]}
         mine.write(tmp_path / "submission_metadata.json", json.dumps(users))
-    for name in mine.files(stage) if kind != "empty" else ():
-        source = read(paths.ROOT / stage / name)
-        mine.write(tmp_path / "submission" / name, source if kind == "right" else "import os\n")
+    files = mine.files(stage)
+    right = {"right": files, "half": files[:1]}.get(kind, [])
+    for name in files if kind != "empty" else ():
+        source = read(paths.ROOT / stage / name) if name in right else "import os\n"
+        mine.write(tmp_path / "submission" / name, source)
     places = {"AUTOGRADER_ROOT": tmp_path, "STAIRCASE": paths.ROOT}
     environment = {name: str(place) for name, place in places.items()}
     environment |= os.environ | {"AUTOGRADER_PYTHON": sys.executable}
     script = ["bash", str(COURSE / "autograder" / "run_autograder")]
     subprocess.run(script, env=environment, check=True, capture_output=True)
     found = json.loads(read(tmp_path / "results" / "results.json"))
-    tasks = len(mine.tasks(stage))
-    assert len(found["tests"]) == tasks + (kind == "variant")
-    assert kind != "variant" or "spring-ada17" in found["tests"][-1]["name"]
-    assert found["score"] == (100 if kind == "right" else 0), found
-    words = {"empty": "There is no", "wrong": "seed", "right": "reference", "variant": "seed"}
-    assert words[kind] in found["tests"][0]["output"]
+    tasks, judged = mine.tasks(stage), found["tests"]
+    assert len(judged) == len(tasks) + (kind == "variant")
+    assert kind != "variant" or "spring-ada17" in judged[-1]["name"]
+    assert found["score"] == sum(task.points for task in tasks if task.file in right), found
+    for task, result in zip(tasks, judged, strict=False):
+        words = "There is no" if kind == "empty" else "reference" if task.file in right else "seed"
+        assert words in result["output"]

@@ -232,10 +232,10 @@ def test_the_tree_has_no_reference_of_the_task(two_seeds):
 
 
 ENDLESS = """
-from shared.course.judge import Judge, Limits
-from shared.course.tests.test_judge import STAGE, TASK
-with Judge(Limits(seconds=600), seeds=[1]) as made:
-    made._drive(STAGE, TASK, b"while True: pass", None)
+from shared.course import judge, mine
+stage = "stage04_continuous"
+with judge.Judge(judge.Limits(seconds=600), seeds=[1]) as made:
+    made._drive(stage, mine.find_task(stage, 1), b"while True: pass", None)
 """
 
 

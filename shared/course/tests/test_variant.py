@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import sys
 from itertools import product
 from pathlib import Path
@@ -88,13 +89,15 @@ def test_start_writes_the_rules_and_grade_judges_them(home, tmp_path, capsys, mo
 
     if why := judge.unconfined():
         pytest.skip(why)
-    monkeypatch.setattr(judge, "SEEDS", 3)
     monkeypatch.setattr(grading, "file_of", given_file)
-    for source, points in ((variant.SOURCE, " 0"), (given.solution(), "20")):
-        mine.write(folder / variant.FILE, source)
-        exercise.main(["grade", "stage05", "--variant", "ada17", "--out", str(tmp_path / "a.json")])
-        out = capsys.readouterr().out
-        assert f" {points} of  20  stage05 task 7: the rules of variant ada17" in out, out
+    words = ["grade", "stage05", "--variant", "ada17", "--out", str(tmp_path / "a.json")]
+    with judge.Judge(seeds=[1, 2, 3]) as made:  # one for both: it runs the reference once
+        monkeypatch.setattr(exercise, "_judge", lambda _: contextlib.nullcontext(made))
+        for source, points in ((variant.SOURCE, " 0"), (given.solution(), "20")):
+            mine.write(folder / variant.FILE, source)
+            exercise.main(words)
+            out = capsys.readouterr().out
+            assert f" {points} of  20  stage05 task 7: the rules of variant ada17" in out, out
 
 
 def given_file(folder: Path | None, name: str) -> tuple[bytes, str]:
