@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 
 from shared import paths
 from shared.course import book
 from shared.course.links import LINKS
 from shared.errors import UserError
-
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
 
 @pytest.fixture(scope="module")
@@ -69,22 +64,14 @@ def test_without_the_packages_the_command_says_what_to_install(
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    if not (CHROMIUM and DRIVER):
-        pytest.skip("there is no chromium")
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for option in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
-        options.add_argument(option)
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+def browser(tmp_path_factory: pytest.TempPathFactory, chromium: Any) -> Any:
     page = tmp_path_factory.mktemp("widgets") / "page.html"
     names = (*book.REPLACED.values(), "widgets")
     scripts = "".join(f'<script src="{book.WIDGETS / f"{name}.js"}"></script>' for name in names)
     places = "".join(f'<div data-widget="{name}">still</div>' for name in book.REPLACED.values())
     page.write_text(f'<meta charset="utf-8">{places}<div data-widget="none">still</div>{scripts}')
-    driver.get(page.as_uri())
-    yield driver
-    driver.quit()
+    chromium.get(page.as_uri())
+    return chromium
 
 
 def said(place: Any) -> str:
@@ -99,16 +86,16 @@ def press(place: Any, *words: str) -> str:
     return said(place)
 
 
-def place_of(browser: webdriver.Chrome, name: str) -> Any:
+def place_of(browser: Any, name: str) -> Any:
     return browser.find_element(By.CSS_SELECTOR, f"[data-widget={name}]")
 
 
-def test_a_picture_stays_where_there_is_no_widget(browser: webdriver.Chrome) -> None:
+def test_a_picture_stays_where_there_is_no_widget(browser: Any) -> None:
     assert place_of(browser, "none").text == "still"
     assert "still" not in place_of(browser, "roofline").text
 
 
-def test_the_roofline_has_the_numbers_of_the_lessons(browser: webdriver.Chrome) -> None:
+def test_the_roofline_has_the_numbers_of_the_lessons(browser: Any) -> None:
     """Stage 02's decode step, and stage 03's corner of ten rows."""
     place = place_of(browser, "roofline")
     assert said(place).startswith("Reading 12.4 ms, computing 1.24 ms: bound by memory.")
@@ -119,7 +106,7 @@ def test_the_roofline_has_the_numbers_of_the_lessons(browser: webdriver.Chrome) 
         assert f"bound by {bound}" in said(place)
 
 
-def test_blocks_are_taken_shared_copied_and_taken_away(browser: webdriver.Chrome) -> None:
+def test_blocks_are_taken_shared_copied_and_taken_away(browser: Any) -> None:
     place = place_of(browser, "blocks")
     press(place, "a new prompt of 6")
     assert "counted twice" in press(place, "fork A")
@@ -129,7 +116,7 @@ def test_blocks_are_taken_shared_copied_and_taken_away(browser: webdriver.Chrome
     assert "D came last, is preempted" in press(place, "A: a token")
 
 
-def test_a_static_batch_waits_for_its_last_row(browser: webdriver.Chrome) -> None:
+def test_a_static_batch_waits_for_its_last_row(browser: Any) -> None:
     place = place_of(browser, "scheduler")
     assert "Waiting: none" in press(place, *["step"] * 3)
     press(place, "start again")

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import html
 import re
-import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 
 from shared import paths
 from shared.course import slides
 from shared.errors import UserError
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 OVERFLOW = """return [...document.querySelectorAll("section")]
     .filter(s => s.scrollHeight > s.clientHeight || s.scrollWidth > s.clientWidth)
     .map(s => s.innerText)"""
@@ -35,21 +32,11 @@ def test_a_lesson_gives_its_question_pictures_and_closing_table(stage: str) -> N
     assert not any("<a " in slide or "<!--" in slide for slide in made)
 
 
-def test_every_slide_fits_on_its_screen(tmp_path: Path) -> None:
-    if not (CHROMIUM and DRIVER):
-        pytest.skip("chromium or its chromedriver is missing (Debian: chromium, chromium-driver)")
+def test_every_slide_fits_on_its_screen(tmp_path: Path, chromium: Any) -> None:
     slides.main(["--out", str(tmp_path / "deck.html")])
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for switch in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "window-size=1280,860"):
-        options.add_argument(f"--{switch}")
-    browser = webdriver.Chrome(options, Service(DRIVER))
-    try:
-        browser.get((tmp_path / "deck.html").as_uri())
-        assert browser.execute_script(OVERFLOW) == []
-        assert browser.execute_script(BROKEN) == []
-    finally:
-        browser.quit()
+    chromium.get((tmp_path / "deck.html").as_uri())
+    assert chromium.execute_script(OVERFLOW) == []
+    assert chromium.execute_script(BROKEN) == []
 
 
 def test_a_stage_that_is_unknown_and_a_wrong_ending_are_refused(tmp_path: Path) -> None:
