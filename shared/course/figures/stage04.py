@@ -50,9 +50,10 @@ def static_continuous() -> Figure:
         places = 2 * len(rows[0])
         text = f"{used} of {places} places\nin use: {used / places:.1%}"
         words(axes, 51, top + 6.8, text, ha="left", weight="bold")
-    ended, empty = owner("-"), owner(".")
-    legend(axes, 26, (1, owner("P"), "a token for request P"), (55, empty, "empty"),
-           (21, ended, "computed in vain: its answer has ended"))  # fmt: skip
+    legend(
+        axes, 26, (1, owner("P"), "a token for request P"),
+        (21, owner("-"), "computed in vain: its answer has ended"), (55, owner("."), "empty"),
+    )  # fmt: skip
     return figure
 
 
