@@ -325,10 +325,10 @@ def _checked(
     return present, declared
 
 
-def _some(names: Sequence[str], most: int = 3) -> str:
-    """The first names, and the number of the others."""
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
+def _some(names: Sequence[str]) -> str:
+    """The first three names, and the number of the others."""
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + rest
 
 
 # ---- random weights ----

@@ -178,21 +178,17 @@ READERS: dict[str, Reader] = {"gpt2": Config.from_dict}  # by model_type
 
 
 def read_config(
-    folder: str | Path,
-    name: str | None = None,
-    readers: Mapping[str, Reader] = READERS,
-    without: str = "",
+    folder: str | Path, name: str | None = None, readers: Mapping[str, Reader] = READERS
 ) -> Config:
-    """Read a checkpoint folder's config.json, all but the option `without`, with the reader of its
-    model_type; without a model_type, the model is a GPT-2. The end tokens in generation_config.json
-    override those in config.json, as in transformers.
+    """Read a checkpoint folder's config.json with the reader of its model_type; without a
+    model_type, the model is a GPT-2. The end tokens in generation_config.json override those in
+    config.json, as in transformers.
 
     Raises UserError as the reader does, for a model_type without a reader, or if a file is absent
     or corrupt.
     """
     path, generation = Path(folder) / "config.json", Path(folder) / "generation_config.json"
     fields = read_json(path)
-    fields.pop(without, None)
     kind = fields.get("model_type", "gpt2")
     reader = readers.get(kind) if isinstance(kind, str) else None
     if reader is None:

@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -243,7 +243,7 @@ def configuration(book: Book, site: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def build(root: Path, site: Path, run: Callable[..., Any] = subprocess.run) -> int:
+def build(root: Path, site: Path) -> int:
     """Build the site, and return MkDocs' exit status: 0 only if no link leads nowhere."""
     if missing := [name for name in NEEDED if not importlib.util.find_spec(name)]:
         raise UserError(
@@ -259,7 +259,9 @@ def build(root: Path, site: Path, run: Callable[..., Any] = subprocess.run) -> i
         anchor = "!!python/name:shared.course.markdown.slug"
         config.write_text(written.replace('"ANCHOR"', anchor), encoding="utf-8")
         words = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config)]
-        status = run(words, cwd=root, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}).returncode
+        status = subprocess.run(
+            words, cwd=root, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+        ).returncode
     for page in site.rglob("*.html"):  # the theme would load this script from the network
         worker = os.path.relpath(site / "widgets" / "worker.js", page.parent).replace(os.sep, "/")
         text = page.read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ and through the reference's. For an unwritten task the reference's code runs, an
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ STAGES = ("stage02_kv_cache", "stage03_batching", "stage04_continuous", "stage05
 LAST = "stage09_kernels"  # may be missing
 OURS = "the reference's"
 ROUNDS = 3  # of the workload; their median counts
-Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -73,12 +72,7 @@ def collect(submission: Path) -> tuple[dict[str, bytes], list[str]]:
 
 
 def proved_rates(
-    judge: Judge,
-    stages: Sequence[str],
-    files: Mapping[str, bytes],
-    plan: Any,
-    rounds: int,
-    say: Say = print,
+    judge: Judge, stages: Sequence[str], files: Mapping[str, bytes], plan: Any, rounds: int
 ) -> dict[str, float]:
     """The tok/s of `stages` with these files laid over them, and of OURS, the last one without, in
     turn; medians of the `rounds`.
@@ -89,7 +83,7 @@ def proved_rates(
 
     def run(name: str) -> staircase.Run:
         stage, laid = (stages[-1], {}) if name == OURS else (name, files)
-        say(f"running the workload: {name}")
+        print(f"running the workload: {name}")
         return staircase.Run(**judge.measured(stage, laid, vars(plan)))
 
     ways = {name: partial(run, name) for name in (*stages, OURS)}
@@ -105,31 +99,29 @@ def proved_rates(
     }
 
 
-def capstone(
-    judge: Judge, submission: Path, plan: Any, rounds: int = ROUNDS, say: Say = print
-) -> Result:
+def capstone(judge: Judge, submission: Path, plan: Any, rounds: int = ROUNDS) -> Result:
     """Judge the engine of a submission; `plan` is the staircase's workload.
 
     Raises UserError if a file is missing, or if the engine gives wrong tokens or none.
     """
     files, still_open = collect(submission)
     for name in still_open:
-        say(f"still to be written, so the reference's runs: {name}")
+        print(f"still to be written, so the reference's runs: {name}")
     stages = [stage for stage in (*STAGES, LAST) if any(name.startswith(stage) for name in files)]
     tasks = [(stage, task) for stage in stages for task in mine.tasks(stage)]
     failed = []
     for stage, task in tasks:
         why = judge.why_together(stage, task, files)
-        say(f"{'fails' if why else 'right'}  {mine.label(stage, task)}: {task.title}")
+        print(f"{'fails' if why else 'right'}  {mine.label(stage, task)}: {task.title}")
         failed += [f"{mine.label(stage, task)}: {why}"] if why else []
     checks = len(tasks) - len(failed), len(tasks)
-    say(f"{checks[0]} of {checks[1]} checks passed")
+    print(f"{checks[0]} of {checks[1]} checks passed")
     if failed:
         return Result(checks, failed, still_open, {})
 
-    rates = proved_rates(judge, stages, files, plan, rounds, say)
+    rates = proved_rates(judge, stages, files, plan, rounds)
     for name, rate in rates.items():
-        say(f"{rate:9.1f} tok/s  {name}")
+        print(f"{rate:9.1f} tok/s  {name}")
     result = Result(checks, failed, still_open, rates)
-    say(f"{100 * result.share:9.0f} %      of the reference's tok/s")
+    print(f"{100 * result.share:9.0f} %      of the reference's tok/s")
     return result

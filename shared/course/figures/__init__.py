@@ -100,11 +100,11 @@ def legend(axes: Any, y: float, *entries: tuple[float, Look, str], size: float =
 
 def arrow(
     axes: Any, start: Point, end: Point, *, colour: str = INK, bend: float = 0.0,
-    dashed: bool = False, both: bool = False, width: float = 1.2,
+    dashed: bool = False, width: float = 1.2,
 ) -> None:  # fmt: skip
     """From `start` to `end`; bend: how far it bows to its right, as a share of its length."""
     look = {
-        "arrowstyle": "<|-|>" if both else "-|>", "color": colour, "linewidth": width,
+        "arrowstyle": "-|>", "color": colour, "linewidth": width,
         "linestyle": "--" * dashed or "-", "shrinkA": 0, "shrinkB": 0,
         "connectionstyle": f"arc3,rad={bend}", "mutation_scale": 10,
     }  # fmt: skip

@@ -32,8 +32,8 @@ EXAMPLES = """  python -m shared.course.museum list
   python -m shared.course.museum clear"""
 
 
-def wrapped(text: str, indent: str = "") -> str:
-    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH)
 
 
 def for_student(name: str, seed: str = "") -> Exhibit:

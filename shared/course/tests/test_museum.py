@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
