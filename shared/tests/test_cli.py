@@ -117,6 +117,7 @@ def test_help_shows_choices_and_defaults_in_words(monkeypatch, command):
         raise Caught(parser)
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    monkeypatch.setattr(cli.Parser, "parse_known_args", parse_args)
     with pytest.raises(Caught) as caught:
         importlib.import_module(command).main([])
     parsers = [caught.value.args[0]]
