@@ -182,9 +182,7 @@ def test_tokens_are_those_of_the_slow_layers(name, weights, activations):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("weights", "activations"), [("int8", "int8"), ("int4", "int8"), ("int4", "float")]
-)
+@pytest.mark.parametrize(("weights", "activations"), [("int8", "int8"), ("int4", "float")])
 def test_stories_are_those_of_stage_10(weights, activations):
     def model() -> Any:
         checkpoint = families.load("stories")
@@ -192,5 +190,5 @@ def test_stories_are_those_of_stage_10(weights, activations):
         return load_model(checkpoint, dtype=torch.float32, device=DEVICE)
 
     engine = make(model(), pool=BlockPool(40, 16), max_sequences=3, **KERNELS)
-    proof = parity.prove(engine, Naive(model()), SamplingParams, ["one new token", "own limits"])
+    proof = parity.prove(engine, Naive(model()), SamplingParams, ["own limits"])
     assert proof.tokens > 20 and len(proof.near_ties) < 2, proof
