@@ -215,7 +215,9 @@ def test_the_timeline_scrolls_and_stays_where_it_was_scrolled_to(page):
     first, last = scrolled(0)
     page.ask(max_tokens="20")
     assert page["timeline-words"].text == f"{first} to {last}"
-    assert scrolled(1e6)[1] == page["steps"].text != newest
+    scrolled(1e6)
+    page.until(lambda: page["timeline-words"].text.split(" to ")[1] == page["steps"].text)
+    assert page["steps"].text != newest
 
 
 def test_the_keyboard_is_enough_and_everything_has_a_name(page, served):

@@ -18,11 +18,8 @@ from shared.tests.test_chat_template import CHATML
 from shared.tests.test_json_tokenizer import qwen
 from stage01_forward import families
 from stage01_forward.params import SamplingParams
-from stage04_continuous.request import Request
 from stage05_paged.make import make
 from stage06_serving.__main__ import main as serve
-from stage06_serving.__main__ import make_engine
-from stage06_serving.settings import parse
 from stage08_llama.__main__ import main
 from stage08_llama.chat import Chat
 from stage08_llama.chatml import render
@@ -184,17 +181,3 @@ def test_the_server_does_not_start_with_an_invalid_template(folder, tmp_path):
     (copied / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(UserError, match="chat template is invalid"):
         serve(["--port", "0", "--linear", "plain", "--kv-memory", "1MiB", "--model", str(copied)])
-
-
-def test_the_server_runs_transformers_on_the_same_folder(folder, loaded):
-    served, _ = make_engine(
-        parse(["--model", str(folder), "--engine", "transformers", "--dtype", "float64"])
-    )
-    params = SamplingParams(max_tokens=20)
-    (want,) = make(loaded.model, contexts=1).generate([[5, 6, 7]], params)
-    request = served.enqueue(Request([5, 6, 7], params))
-    while request.output.finish_reason is None:
-        served.step()
-    assert request.output.token_ids == want.token_ids
-    with pytest.raises(UserError, match="random weights only for GPT-2"):
-        make_engine(parse(["--model", str(folder), "--engine", "transformers", "--random-weights"]))

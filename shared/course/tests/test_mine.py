@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import inspect
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +43,16 @@ def test_an_endless_loop_is_ended_whatever_it_catches():
     assert said and said[0].startswith("test_loop has computed for 0 s")
     with patience.patience("waits", said.append, most=0.2, news=0.05):
         time.sleep(0.6)  # waiting is not computing
+
+
+def test_what_is_traced_after_a_limit_ends():
+    """As hypothesis traces; Python 3.11 looped there for ever."""
+    program = (
+        "import sys\nfrom shared.course.patience import patience\n"
+        "with patience('test', print, 9, 9): pass\n"
+        "sys.settrace(lambda *_: None)\n(lambda: None)()"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=paths.ROOT, check=True, timeout=60)
 
 
 def test_a_stage_has_short_names_and_all_others_are_refused():
