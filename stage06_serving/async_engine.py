@@ -222,6 +222,11 @@ class AsyncEngine:
         Overloaded without room for all of them, EngineDead.
         """
         self._need_life()
+        if (wants or prepare) and not self._engine.takes_prompt_requests:
+            raise UserError(
+                "This engine can neither score or embed a prompt nor keep answers to a form: start "
+                "the server with --engine paged."
+            )
         for prompt in prompts:
             for params in sampling:
                 self._engine.check(prompt, params)

@@ -23,6 +23,7 @@ class Paged:
     """An engine that has `add`, `abort` and `step`. status: its state before any step, by default
     that of its pool of blocks."""
 
+    takes_prompt_requests = True
     disk: DiskCounts | None = None
     drafts: DraftCounts | None = None
 

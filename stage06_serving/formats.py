@@ -119,7 +119,8 @@ class Completion:
         self.body, self.choices, self.tokenizer = body, choices, service.loaded.tokenizer
         self.head = head(body.model or service.name, "cmpl", object="text_completion")
         self.note = service.note(body.max_tokens, choices)
-        self.repeats = body.logprobs is None and not (counts_on(body) or body.mark_drafts)
+        marks = any(choice.marks for choice in choices)
+        self.repeats = not (body.logprobs is not None or counts_on(body) or marks)
         self._echoes = dict(echoes)  # those not sent yet
         self._offsets = [
             Offsets(len(echoes.get(choice.index, ("",))[0]), service.loaded.config.eos_ids)

@@ -242,7 +242,7 @@ class Service:
         form, n = await self.forms.prepare(body), body.n or 1
         choices = self.begin(body, prompts, n, limit, body.logprobs, body.stops, salt, form)
         for choice in choices:
-            choice.marks = bool(body.mark_drafts)
+            choice.marks = bool(body.mark_drafts) and self.engine.drafts is not None
         return choices
 
     async def chat(self, body: ChatBody, salt: bytes) -> list[Choice]:

@@ -61,7 +61,8 @@ class AnyEngine(Protocol):
     engine's own may use the rest."""
 
     steps: deque[BlocksRecord]  # one a forward pass, the newest last
-    embeds: bool  # whether it takes an EmbeddedRequest
+    takes_prompt_requests: bool  # whether it takes a PromptRequest, and a request with a form
+    embeds: bool  # and an EmbeddedRequest
     disk: DiskCounts | None
     drafts: DraftCounts | None
 

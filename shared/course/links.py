@@ -147,13 +147,17 @@ def is_test(name: str) -> bool:
 def has_test(place: Path, test: str) -> bool:
     """Whether a file defines every name of `Class::test_name[case]`. A method may be inherited from
     a class in a file beside it."""
-    names = test.partition("[")[0].split("::")
-    files = place.parent.glob("*.py") if len(names) > 1 else [place]
-    source = "\n".join(file.read_text("utf-8") for file in files if file.is_file())
-    definition = r"^\s*(?:(?:async )?def|class) {}\b"
-    return place.is_file() and all(
-        re.search(definition.format(re.escape(name)), source, re.MULTILINE) for name in names
+    *classes, name = re.sub(r"\[.*", "", test).split("::")
+    beside = place.parent.glob("*.py") if classes else [place]
+    return all(_defines(place, kind) for kind in classes) and any(
+        _defines(path, name) for path in beside
     )
+
+
+def _defines(path: Path, name: str) -> bool:
+    source = path.read_text(encoding="utf-8") if path.is_file() else ""
+    definition = rf"^\s*(?:(?:async )?def|class) {re.escape(name)}\b"
+    return re.search(definition, source, re.MULTILINE) is not None
 
 
 def runnable(module: str) -> bool:

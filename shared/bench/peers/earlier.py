@@ -171,7 +171,8 @@ class Slots(Paged):
     def __init__(self, engine: Any) -> None:
         rows = engine.scheduler.max_sequences
         super().__init__(engine, Status(rows, rows, engine.config.n_positions))
-        if isinstance(engine, Engine):
+        self.takes_prompt_requests = isinstance(engine, Engine)
+        if self.takes_prompt_requests:
             self.steps = deque(maxlen=engine.steps.maxlen)
 
     def map(self) -> Sequence[int]:

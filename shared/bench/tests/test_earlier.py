@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 from stage05_paged.blockmap import FREE
 from stage06_serving.__main__ import make_engine
+from stage06_serving.async_engine import AsyncEngine
+from stage06_serving.scoring import ScoredRequest
 from stage06_serving.settings import parse
 from stage06_serving.tests.conftest import checkpoint
 
@@ -83,3 +86,22 @@ def test_a_step_that_fails_ends_its_requests_and_no_other(folder, name):
     while engine.requests:
         engine.step()
     assert requests[-1].output.error is None and len(requests[-1].output.token_ids) > 0
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_what_a_batch_cannot_do_is_refused(folder, name):
+    """Forms and scores need rows and passes; an answer that was to have a form never comes
+    without."""
+
+    async def submit() -> None:
+        engine = AsyncEngine(made(folder, name))
+        engine.start()
+        for wish in ({"prepare": lambda request: None}, {"wants": ScoredRequest}):
+            if name == CONTINUOUS:
+                assert engine.submit([[5, 6]], [SamplingParams(max_tokens=1)], **wish)
+                continue
+            with pytest.raises(UserError, match="neither score or embed a prompt nor keep"):
+                engine.submit([[5, 6]], [SamplingParams(max_tokens=1)], **wish)
+        await engine.stop()
+
+    asyncio.run(submit())
