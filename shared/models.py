@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 MOST_HEADER = 2**26  # bytes of a safetensors file
 STORIES = Path(__file__).parent / "stories" / "model"
-EMBEDDED = {"stories": STORIES, "stories-chat": STORIES.with_name("chat-model")}
+EMBEDDED = {
+    "stories": STORIES,
+    "stories-chat": STORIES.with_name("chat-model"),
+    "stories-draft": STORIES.with_name("draft-model"),  # which drafts for stories in stage 11
+}
 
 
 def _gpt2(name: str, width: int, layers: int, heads: int) -> Config:

@@ -181,7 +181,10 @@ class Settings(BaseSettings):
     ] = 4
     speculative_model: Annotated[
         str,
-        Field(description="model that makes the drafts of --speculate draft: a name or a folder"),
+        Field(
+            description="model that makes the drafts of --speculate draft: a name, such as "
+            "stories-draft, or a folder"
+        ),
     ] = ""
 
     max_queue: Annotated[

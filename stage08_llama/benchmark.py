@@ -128,8 +128,9 @@ def real(subject: Subject, plan: Any) -> Iterator[Group]:
 def twin(subject: Subject, plan: Any) -> Iterator[Group]:
     """The embedded GPT-2 and Llama, of the same size and trained on the same grammar. Their scores
     are kept beside their speed."""
-    for name, folder in checkpoint.EMBEDDED.items():
-        judged = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+    for name in ("stories", "stories-chat"):
+        card = checkpoint.EMBEDDED[name] / "evaluation.json"
+        judged = json.loads(card.read_text(encoding="utf-8"))
         ours = Subject(families.load(name), subject.dtype)
         group = kit.compare(ours, {"ours": Engine(ours.model)}, [plan.story], plan.whole_repeats)[0]
         yield group | {

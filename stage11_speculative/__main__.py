@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from shared import cli
+from shared import cli, models
 from shared.errors import UserError
-from stage01_forward.offer import AUTO, add_options, values
+from stage01_forward.offer import AUTO, add_options, values, weight_formats
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -20,7 +20,11 @@ ABOUT = (
     "Stage 11, speculative decoding: continue a text, with the next tokens drafted and verified "
     "together. Accepted drafts are shaded, or in brackets where the output is no terminal."
 )
-EXAMPLES = ("--speculate ngram --drafts 8", "--speculate draft --layers 1", "--temperature 1")
+EXAMPLES = (
+    "--speculate ngram --drafts 8",
+    "--speculate draft --speculative-model stories-draft",
+    "--temperature 1",
+)
 
 
 def make_parser() -> cli.Parser:
@@ -32,8 +36,13 @@ def make_parser() -> cli.Parser:
     group.add_argument("--speculate", choices=known, default="suffix", help=about)
     whole, about = cli.whole_number(1, 64), "maximum drafts of a pass"
     group.add_argument("--drafts", type=whole, default=4, metavar="K", help=about)
-    about = "layers of the model that draft, with --speculate draft"
-    group.add_argument("--layers", type=whole, default=1, metavar="N", help=about)
+    drafting = parser.add_argument_group("a model that drafts, with --speculate draft")
+    about = "a name, such as stories-draft, or a folder; default: the model itself"
+    drafting.add_argument("--speculative-model", default="", metavar="NAME", help=about)
+    about = "format of its weights, such as int4; default: unchanged"
+    drafting.add_argument("--speculative-weights", choices=weight_formats(), help=about)
+    about = "only its first N layers draft; default: 1 of the model itself, all of another"
+    drafting.add_argument("--layers", type=whole, metavar="N", help=about)
     return parser
 
 
@@ -51,14 +60,24 @@ def speak(options: argparse.Namespace, prompt: str) -> int:
     from .make import speculate
 
     sampling = SamplingParams(**cli.sampling_fields(options))
+    name, weights = options.speculative_model, options.speculative_weights
+    if (name or weights) and options.speculate != "draft":
+        raise UserError("A model that drafts needs --speculate draft: give both or neither.")
+    models.checked(name or options.model)
     device, dtype = cli.device_and_dtype(options)
     chosen = choose(AUTO, dtype, device)
     wanted, options.linear = options.linear, chosen.linear(options.linear)
     loaded = cli.load_model_from(options, families)
-    layers = loaded.config.n_layer
-    if options.layers > layers:
-        raise UserError(f"--layers {options.layers}: {loaded.config.name} has {layers}.")
-    draft = first_layers(loaded.model, options.layers) if options.speculate == "draft" else None
+    draft = None
+    if options.speculate == "draft":
+        draft = loaded.model
+        if name or weights:
+            opened = families.load(name or options.model, weights=weights or AUTO)
+            draft = families.load_model(opened, loaded.device, loaded.dtype)
+        layers = options.layers or (draft.config.n_layer if name else 1)
+        if layers > draft.config.n_layer:
+            raise UserError(f"--layers {layers}: {draft.config.name} has {draft.config.n_layer}.")
+        draft = first_layers(draft, layers)
     formats = cli.cache_options(options.kv_dtype)
     plain = chosen.make(loaded, wanted, contexts=1, **formats)
     engine = speculate(plain, options.speculate, options.drafts, draft)

@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from shared import checkpoint, cli, linear, measure, profiling
-from shared.checkpoint import Checkpoint
+from shared.checkpoint import EMBEDDED, Checkpoint
 from shared.parity import near_tie, random_prompt
 from shared.peers import transformers_model
 from shared.roofline import Lengths
@@ -104,8 +104,8 @@ def crowd(plan: Any) -> Lengths:
 
 
 def shape(name: str) -> Checkpoint:
-    """The model of a benchmark: the embedded one, or a shape with random weights."""
-    return families.load(name, random_weights=name != "stories")
+    """The model of a benchmark: an embedded one, or a shape with random weights."""
+    return families.load(name, random_weights=name not in EMBEDDED)
 
 
 def server_options(model: str, dtype: str, contexts: int, **more: object) -> list[str]:

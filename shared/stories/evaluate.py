@@ -175,7 +175,7 @@ tags: [{family}, stories, education]
 
 # {name}
 
-A {architecture} small enough to travel with its repository: {layers} layers, {width} wide,
+A {architecture} small enough to travel with its repository: {layers}, {width} wide,
 {heads} heads{kv_heads}, {vocabulary:,} tokens, 1,024 positions, {parameters:,} parameters,
 {megabytes:.1f} MB in float32. It {purpose}, learnt from a grammar of {plots} plots,
 {variants} sentence variants and {words} words that fill their slots (`shared/stories`).
@@ -261,7 +261,7 @@ def write_card(
         else "continues children's stories",
         flags=" --chat" * chat + " --draft" * draft,
         chat=chat_evaluation.section(evaluation) if chat else "",
-        layers=config.num_hidden_layers,
+        layers=f"{config.num_hidden_layers} layer{'s' * (not draft)}",
         width=config.hidden_size,
         heads=config.num_attention_heads,
         kv_heads=" (one of keys and values)" * chat,

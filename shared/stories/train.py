@@ -135,7 +135,7 @@ class Draft(Stories):
     which learns no copying. That takes two."""
 
     folder = grammar.FOLDER / "draft-model"
-    steps = 1000
+    steps = 4000
     size = 96, 1, 3
     copying_steps = 0
 

@@ -3,6 +3,7 @@ model that is the target itself is never refused."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from itertools import product
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from stage05_paged.engine import make
 from stage05_paged.fork import add_samples
 from stage05_paged.tests.engines import engine_of, evict, preempt
 from stage11_speculative import rejection
+from stage11_speculative.__main__ import main
 from stage11_speculative.drafts import DraftPlan
 from stage11_speculative.make import with_draft_model
 
@@ -240,3 +242,15 @@ def test_a_draft_model_with_other_tokens_is_refused():
 
     with pytest.raises(UserError, match="other has 50 tokens and wide 101: choose one"):
         with_draft_model(engine_of(), Other())
+
+
+def test_the_trained_draft_model_drafts_for_stories_by_its_name(capsys):
+    text = ["Once upon a time", "--max-tokens", "40", "--temperature", "0"]
+    named = ["--speculate", "draft", "--speculative-model", "stories-draft"]
+    answers = []
+    for arguments in (text, [*text, *named]):
+        assert main(arguments) == 0
+        answers.append(re.sub(r"[\[\]]", "", capsys.readouterr().out))
+    assert answers[0].startswith("Once upon a time") and answers[0] == answers[1]
+    with pytest.raises(UserError, match="give both or neither"):
+        main([*text, *named[2:]])

@@ -90,7 +90,7 @@ SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("ngram", "draft"
 
 @pytest.mark.parametrize("kind", ["suffix", *SLOW])
 def test_answers_are_those_without_drafts_and_the_counts_agree(kind, plain):
-    model = ["--speculative-model", "stories"] if kind == "draft" else []
+    model = ["--speculative-model", "stories-draft"] if kind == "draft" else []
     options = ["--speculate", kind, "--num-speculative-tokens", "3", *model]
     small = ["--sanitize", "--kv-memory", "8MiB"]  # the sanitizer reads all of it at each step
     with own_server([*options, *small], quiet=True) as server:
