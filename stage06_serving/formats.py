@@ -73,6 +73,11 @@ def counts_on(body: CompletionBody | ChatBody) -> bool:
     return options is not None and bool(options.continuous_usage_stats)
 
 
+def differs(body: CompletionBody | ChatBody, choices: Sequence[Choice]) -> bool:
+    """Whether the chunks of a stream differ in more than their text."""
+    return counts_on(body) or any(choice.marks for choice in choices)
+
+
 def running_usage(body: CompletionBody | ChatBody, choices: Sequence[Choice]) -> dict[str, Any]:
     return {"usage": usage(choices)} if counts_on(body) else {}
 
@@ -119,8 +124,7 @@ class Completion:
         self.body, self.choices, self.tokenizer = body, choices, service.loaded.tokenizer
         self.head = head(body.model or service.name, "cmpl", object="text_completion")
         self.note = service.note(body.max_tokens, choices)
-        marks = any(choice.marks for choice in choices)
-        self.repeats = not (body.logprobs is not None or counts_on(body) or marks)
+        self.repeats = not (body.logprobs is not None or differs(body, choices))
         self._echoes = dict(echoes)  # those not sent yet
         self._offsets = [
             Offsets(len(echoes.get(choice.index, ("",))[0]), service.loaded.config.eos_ids)
@@ -198,7 +202,7 @@ class Chat:
         self.body, self.choices, self.tokenizer = body, choices, service.loaded.tokenizer
         self.head = head(body.model or service.name, "chatcmpl")
         self.note = service.note(body.max_completion_tokens or body.max_tokens, choices)
-        self.repeats = not (body.logprobs or counts_on(body))
+        self.repeats = not (body.logprobs or differs(body, choices))
         self._greeted: set[int] = set()  # choices whose role has been sent
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -237,6 +241,7 @@ class Chat:
             "delta": delta,
             "logprobs": self._logprobs(piece),
             **finish(piece),
+            **({"draft": True} if piece.draft else {}),
         }
         chunk = {**self.head, "object": "chat.completion.chunk", "choices": [part], **self.note}
         self.note = {}  # in the first chunk

@@ -194,6 +194,7 @@ class OpenAIBody(SamplingBody):
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
     user: str | None = None
+    mark_drafts: bool | None = None  # chunks of a stream with accepted drafts have "draft": true
 
     @model_validator(mode="after")
     def _samples(self) -> OpenAIBody:
@@ -211,7 +212,6 @@ class CompletionBody(OpenAIBody):
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
     return_token_ids: bool | None = None
-    mark_drafts: bool | None = None  # chunks of a stream with accepted drafts have "draft": true
 
     @model_validator(mode="after")
     def _scores_are_all_the_same(self) -> CompletionBody:

@@ -19,7 +19,15 @@ from stage01_forward.generation import Token
 from .async_engine import AsyncEngine, Overloaded, Prepare, Ticket, TooMany
 from .chat import NO_TEMPLATE, ChatTemplate, OwnTemplate, Tools
 from .errors import ApiError
-from .protocol import DEFAULT_TOKENS, ChatBody, CompletionBody, GenerateBody, Message, SamplingBody
+from .protocol import (
+    DEFAULT_TOKENS,
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    Message,
+    OpenAIBody,
+    SamplingBody,
+)
 from .scoring import ScoredRequest
 from .text import TextStream
 
@@ -240,10 +248,7 @@ class Service:
         max_tokens = 1 if body.max_tokens == 0 and body.echo else body.max_tokens
         limit = self.limit(max_tokens, DEFAULT_TOKENS)
         form, n = await self.forms.prepare(body), body.n or 1
-        choices = self.begin(body, prompts, n, limit, body.logprobs, body.stops, salt, form)
-        for choice in choices:
-            choice.marks = bool(body.mark_drafts) and self.engine.drafts is not None
-        return choices
+        return self.begin(body, prompts, n, limit, body.logprobs, body.stops, salt, form)
 
     async def chat(self, body: ChatBody, salt: bytes) -> list[Choice]:
         salt += self.check_model(body.model)
@@ -307,11 +312,13 @@ class Service:
             field = named[0] if named else "n" if several else "prompt"
             raise ApiError(400, str(error), field) from None
         eos_ids, keep = self.loaded.config.eos_ids, bool(body.include_stop_str_in_output)
+        wanted = isinstance(body, OpenAIBody) and bool(body.mark_drafts)
+        marks = wanted and self.engine.drafts is not None
         choices: list[Choice] = []
         for ids, tickets in zip(prompts, groups, strict=True):
             for ticket in tickets:
                 text = TextStream(self.loaded.tokenizer, eos_ids, stops, keep, body.min_tokens or 0)
-                choices.append(Choice(len(choices), ids, ticket, text))
+                choices.append(Choice(len(choices), ids, ticket, text, marks=marks))
         return choices
 
     # ---- from choices to text -------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -82,6 +83,42 @@ def test_the_page_shades_accepted_drafts(house, browser, tmp_path):
     assert sum(map(len, drafts + plain)) == 60 and len(plain[0]) > 20
     assert "shaded: accepted drafts" in page["answers"].text
     assert page.run("return getComputedStyle(document.querySelector('.draft')).backgroundColor")
+    assert page.errors() == []
+
+
+TEE = """const ask = window.fetch;
+window.fetch = async (url, ...more) => {
+  const answer = await ask(url, ...more);
+  if (!url.endsWith("/chat/completions")) return answer;
+  const [ours, theirs] = answer.body.tee();
+  window.received = new Response(ours).text();
+  return new Response(theirs, answer);
+};"""
+SEEN = """const walker = document.createTreeWalker(document.querySelector('.answer'), 4), seen = [];
+while (walker.nextNode()) for (const letter of walker.currentNode.data)
+  seen.push([letter, walker.currentNode.parentNode.className === "draft"]);
+return seen;"""
+
+
+def test_a_chat_shades_accepted_drafts_within_markdown(house, browser, tmp_path):
+    """Every letter has the shade that its own chunk asked for."""
+    asked, words = "User: x\nAssistant:", 4 * "**Bold** and `plain` *words*. "
+    model = recite("\n" * (len(asked) - 1) + words, tmp_path / "reciter")
+    served = house("--model", str(model), "--chat", "--speculate", "ngram", *FEW_BLOCKS)
+    page = Page(browser, served.url)
+    page.until(page["new-chat"].is_displayed)
+    page.run(TEE)
+    page.ask(max_tokens=str(len(words)))
+    page.until(lambda: "shaded: accepted drafts" in page["answers"].text)
+    lines = page.run("return window.received").splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    parts = [part for chunk in chunks for part in chunk["choices"]]
+    letters = [[x, "draft" in part] for part in parts for x in part["delta"].get("content", "")]
+    assert "".join(letter for letter, _ in letters) == words
+    drafts = [draft for _, draft in letters]
+    assert counts(served.url)["spec_decode_num_accepted_tokens_total"] == sum(drafts) > 20
+    page.until(lambda: page.run(SEEN) == [pair for pair in letters if pair[0] not in "*`"])
+    assert page.run("return document.querySelectorAll('.answer strong, .answer code').length") == 8
     assert page.errors() == []
 
 
