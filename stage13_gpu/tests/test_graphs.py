@@ -132,6 +132,45 @@ def test_a_replay_writes_to_the_slots_of_its_rows_alone():
     assert changed.nonzero()[:, 2:].unique(dim=0).tolist() == [[2, 0], [4, 0], [8, 0]]
 
 
+class Made(TorchDispatchMode):
+    """Tensors that are no views of other ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        places = {x.untyped_storage().data_ptr() for x in tensors(args)}
+        self.tensors += [
+            x for x in tensors(out) if x.untyped_storage().data_ptr() not in places and x.numel()
+        ]
+        return out
+
+
+def test_between_replays_no_tensor_is_made_but_the_numbers_of_the_pass():
+    """Those are on the CPU. On a GPU, a tensor that a step makes could take memory of a graph."""
+
+    def quiet(work):
+        replay, results = capture(work)
+
+        def unwatched():
+            with torch.utils._python_dispatch._disable_current_modes():
+                replay()
+
+        return unwatched, results
+
+    runner = GpuRunner(model_of("gpt2"), module.GpuCache(CONFIGS["gpt2"], 9, 4))
+    graphs = runner.graphs = Graphs(runner.cache, runner.compute, quiet)
+    for count, position in ((3, 0), (4, 1), (3, 2)):
+        shares = [([4], position, 1), ([8], position, 1), ([2], position, 1), ([6], position, 1)]
+        with Made() as made:
+            runner.run(list(range(count)), shares[:count], list(range(count)))
+        if position:
+            (shape,) = graphs.kept
+            assert [(x.dtype, x.shape) for x in made.tensors] == [(torch.int32, (shape.numbers,))]
+
+
 def test_what_fits_no_graph_runs_without():
     cache = module.GpuCache(CONFIGS["gpt2"], 300, 4)
     graphs = Graphs(cache, lambda attention: (attention.parts, attention.parts), capture)
