@@ -82,10 +82,12 @@ def cpus() -> int:
 
 
 def machine(device: Device = "cpu") -> dict[str, Any]:
-    """What this machine is: processor, cores, cpus, memory, system, and the name of `device`."""
+    """What this machine is: processor, the widest vector instructions that PyTorch uses on it,
+    cores, cpus, memory, system, and the name of `device`."""
     kind = torch.device(device).type
     return {
         "processor": processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": min(psutil.cpu_count(logical=False) or cpus(), cpus()),
         "cpus": cpus(),
         "memory_gib": round(psutil.virtual_memory().total / GIB, 1),
@@ -108,7 +110,8 @@ def versions() -> dict[str, str]:
 
 def slug(described: Mapping[str, Any]) -> str:
     """A folder name for what `machine` describes: "amd-epyc-2cpu", or "nvidia-h200" where a GPU did
-    the work."""
+    the work. A cloud sells processors with AVX-512 and without under one name: the latter get
+    "-avx2"."""
     on_gpu = described["device"] not in ("cpu", "mps")
     name = described["device"] if on_gpu else described["processor"]
     # "(R)" and "@ 3.2GHz" say nothing here.
@@ -116,6 +119,7 @@ def slug(described: Mapping[str, Any]) -> str:
     words = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unknown"
     if not on_gpu:
         words += f"-{described['cpus']}cpu" + ("-mps" if described["device"] == "mps" else "")
+        words += "-avx2" if described.get("instructions") == "AVX2" else ""
     return words
 
 

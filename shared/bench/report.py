@@ -7,6 +7,7 @@ and a stage's README.md and REPORT.md:
 
     <!-- table: speed -->                       the stage's own table, in its folder
     <!-- table: stage02_kv_cache.speed -->      a stage's table, in any text
+    <!-- table: intel-xeon-8cpu/speed -->       a table of another machine than the texts' own
     <!-- table: stages -->                      all stages: question, result, file to open first
     <!-- table: references -->                  other projects' claims, from reports/references.json
     <!-- /table -->
@@ -35,7 +36,7 @@ from .peers import compare, quantized, shapes
 
 BEGIN, END = "<!-- table: ", "<!-- /table -->"  # on lines of their own
 TABLE = re.compile(
-    rf"^(?P<begin>{BEGIN}(?P<name>[\w.-]+) -->)\n(?:(?!<!-- /?table).*\n)*{END}$", re.MULTILINE
+    rf"^(?P<begin>{BEGIN}(?P<name>[\w./-]+) -->)\n(?:(?!<!-- /?table).*\n)*{END}$", re.MULTILINE
 )
 MARKER = re.compile(rf"^(?:{BEGIN}|{END}).*$", re.MULTILINE)
 ABOUT = re.compile(r'^(QUESTION|FIRST_FILE)\b[^=]*= \(?\s*"(.+)"', re.MULTILINE)
@@ -75,7 +76,7 @@ class Report:
         self.files: dict[Path, bytes] = {}
         self.problems: list[str] = []
         self.notes: list[str] = []
-        self.tables: dict[str, dict[str, str]] = {}  # stage -> name -> markdown
+        self.tables: dict[str, dict[str, str]] = {}  # stage or machine/stage -> name -> markdown
         self.headlines: dict[str, str] = {}
         self._results(check)
         overviews = {"stages": self._stages_table(), "references": self._references_table()}
@@ -119,9 +120,9 @@ class Report:
             except UserError as error:
                 self.problems.append(str(error))
                 continue
+            tables = self.tables[f"{path.parent.name}/{stage}"] = module.tables(results)
             if path == shown[stage]:
-                self.tables[stage] = module.tables(results)
-                self.headlines[stage] = module.headline(results)
+                self.tables[stage], self.headlines[stage] = tables, module.headline(results)
             for name, draw in module.charts(results).items():
                 picture = path.with_name(f"{stage}_{name}.svg")
                 pictures.add(picture)
@@ -189,11 +190,13 @@ class Report:
     def _find(self, name: str, here: str) -> str | None:
         """The table of this name, for a text in the folder `here`, or a note that it was not
         measured yet; None if there is no such table."""
-        stage, _, short = name.rpartition(".")
+        machine, slash, rest = name.rpartition("/")
+        stage, _, short = rest.rpartition(".")
         stage = stage or here
-        if stage in self.modules and stage not in self.tables:
+        place = machine + slash + stage
+        if stage in self.modules and place not in self.tables:
             return UNMEASURED if short in {"limits", *self.modules[stage].draw} else None
-        return (self.tables[""] | self.tables.get(stage, {})).get(short)
+        return (self.tables[""] | self.tables.get(place, {})).get(short)
 
 
 def _read(path: Path) -> bytes | None:

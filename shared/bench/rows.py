@@ -308,7 +308,8 @@ def limits(results: Results) -> str:
     cpus = f"{machine['cpus']} CPU{'s' if machine['cpus'] > 1 else ''}"
     size, version = f"{machine['memory_gib']:.0f} GiB", f"torch {content['versions']['torch']}"
     rates = [f"{rate:,.0f} GFLOP/s in {dtype}" for dtype, rate in speeds.gflops.items()]
-    cells = {"machine": f"{machine['processor']}, {cpus}, {size}, {version}"}
+    name = f"{machine['processor']}{' with AVX2' * (machine.get('instructions') == 'AVX2')}"
+    cells = {"machine": f"{name}, {cpus}, {size}, {version}"}
     cells |= {"threads": content["threads"], "reads memory at": f"{speeds.bandwidth_gb_s:.0f} GB/s"}
     cells["multiplies matrices at"] = ", ".join(rates)
     return "\n\n".join([table([cells]), *steadiness(results)])

@@ -28,11 +28,13 @@ def test_slug_names_what_did_the_work():
     for processor, device, folder in (
         ("AMD EPYC 9654 96-Core Processor", "cpu", "amd-epyc-9654-8cpu"),
         ("Intel(R) Core(TM) i7-8700 CPU @ 3.20GHz", "cpu", "intel-core-i7-8700-8cpu"),
+        ("AMD EPYC", "cpu", "amd-epyc-8cpu"),
         ("Apple M2 Pro", "mps", "apple-m2-pro-8cpu-mps"),
         *(("AMD EPYC", "NVIDIA H200", "nvidia-h200"), ("?", "cpu", "unknown-8cpu")),
     ):
         machine = {"processor": processor, "cpus": 8, "device": device}
-        assert measure.slug(machine) == folder
+        assert measure.slug(machine) == measure.slug(machine | {"instructions": "AVX512"}) == folder
+    assert measure.slug(machine | {"instructions": "AVX2"}) == "unknown-8cpu-avx2"
 
 
 def test_variants_take_turns_and_warm_up_does_not_count():

@@ -119,6 +119,16 @@ def test_tables_are_filled_in_and_all_else_is_left_alone(root: Path) -> None:
     assert text == f"Before.\n\n<!-- table: memory -->\n\n{table}After.\n"
 
 
+def test_a_text_may_show_the_table_of_another_machine(root: Path) -> None:
+    path = root / SECOND / "REPORT.md"
+    change(path, "<!-- table: memory -->", "<!-- table: zen/memory -->")
+    assert report.report(root, MODULES, check=False) == 0
+    assert "| 20.0 |" in path.read_text()
+    for name, words in (("zen/speed", "no table"), ("amd/stage01_first.fast", "no table")):
+        path.write_text(REPORT.replace("table: memory", f"table: {name}"))
+        assert words in " ".join(check(root).problems)
+
+
 def test_what_is_stale_is_named_until_the_next_run_and_line_ends_are_not(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
