@@ -19,7 +19,8 @@ both come with PyTorch:
 
 On other processors the plain layer may win, so `optimize` measures and keeps the fastest. If the
 measurements contradict each other, as they do beside other programs, it packs and reports that.
-Where packing does not exist (CUDA, MPS, float64, a build without oneDNN) the plain layer stays.
+Where packing does not exist (CUDA, MPS, float64, bfloat16 without AVX-512, a build without oneDNN)
+the plain layer stays.
 Only the order of the additions differs, so results agree to rounding (tested).
 """
 
@@ -321,10 +322,15 @@ def optimize(model: nn.Module, mode: str = "auto") -> str:
     device, dtype = weight.device, weight.dtype
     if not can_pack(device, dtype):
         if mode == "packed":
-            names = " or ".join(str(d).removeprefix("torch.") for d in PACKED_DTYPES)
+            asked, *known = (str(d).removeprefix("torch.") for d in (dtype, *PACKED_DTYPES))
+            if asked in known and device.type == "cpu":
+                raise UserError(
+                    f"PyTorch cannot pack linear layers in {asked} on this processor (x86 needs "
+                    "AVX-512 for bfloat16): use --linear auto."
+                )
             raise UserError(
-                f"Packed linear layers need a CPU build of PyTorch with oneDNN and {names}, not "
-                f"{str(dtype).removeprefix('torch.')} on {device.type}: use --linear auto."
+                f"Packed linear layers need a CPU build of PyTorch with oneDNN and "
+                f"{' or '.join(known)}, not {asked} on {device.type}: use --linear auto."
             )
         return "plain"
     gelus = followed_by_gelu(model)

@@ -10,7 +10,7 @@ from stage01_forward.offer import Offer
 
 QUESTION: str = "A decode step waits for the weights: how few bytes do they need, and what is lost?"
 FIRST_FILE: str = "numpy_quant.py"
-WEIGHTS = "float32", "bfloat16", "int8", "int4"
+WEIGHTS = "float32", "bfloat16", "int8", "int8-g32", "int4"
 OFFER = Offer(
     __name__,
     formats="files",

@@ -56,10 +56,19 @@ class Format:
         return matrix
 
 
+GROUP = 32
 INT8 = Format(8)
-INT4 = Format(4, group=32, minimum=True, dtype=torch.float16)
+INT8_GROUPS = Format(8, GROUP, dtype=torch.float16)  # llama.cpp's q8_0
+INT4 = Format(4, GROUP, minimum=True, dtype=torch.float16)
 INT4_ZERO = replace(INT4, zero=True)
-FORMATS = {"int8": INT8, "int4": INT4}  # of the layers; the table of tokens and the head are int8
+FORMATS = {"int8": INT8, "int8-g32": INT8_GROUPS, "int4": INT4}  # of the layers
+
+
+def of_table(weight: Tensor) -> Format:
+    """The format of the table of tokens and of the head `weight` (V, C), whatever that of the
+    layers: 8 bits, in groups where they divide the width. Of all roundings, that of the head's
+    input by the token costs the most (REPORT.md)."""
+    return INT8 if weight.shape[1] % GROUP else INT8_GROUPS
 
 
 class Quantize:
@@ -76,12 +85,14 @@ class Quantize:
         return {}
 
     def layer(self, name: str, plain: nn.Linear, tensors: Mapping[str, Tensor]) -> QuantizedLinear:
-        format = INT8 if name == "lm_head" else self.format
-        matrix = format.quantized(name, plain.weight.detach())
+        weight = plain.weight.detach()
+        format = of_table(weight) if name == "lm_head" else self.format
+        matrix = format.quantized(name, weight)
         return QuantizedLinear(matrix, plain.bias, self.activations)
 
     def embedding(
         self, name: str, plain: nn.Embedding, tensors: Mapping[str, Tensor]
     ) -> QuantizedEmbedding:
-        matrix = INT8.quantized(name, plain.weight.detach())
+        weight = plain.weight.detach()
+        matrix = of_table(weight).quantized(name, weight)
         return QuantizedEmbedding(matrix, plain.weight.dtype, self.activations)

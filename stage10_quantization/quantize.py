@@ -50,10 +50,10 @@ def make_parser() -> cli.Parser:
     )
     parser.add_argument(
         "--weights",
-        choices=("int8", "int4"),
+        choices=("int8", "int8-g32", "int4"),
         required=True,
-        help="int8 with a scale for each row, or int4 with a scale and a minimum for each 32 "
-        "columns; embedding and head are int8 in both",
+        help="int8 with a scale for each row, int8-g32 with one for each 32 columns, or int4 with "
+        "a scale and a minimum for each 32; embedding and head are int8-g32 in all",
     )
     parser.add_argument(
         "--method",
@@ -155,7 +155,7 @@ def write(options: argparse.Namespace, loaded: cli.Loaded, tensors: Tensors) -> 
         write_gguf(path, config, tensors, tokenizer)
         return
     copies = [folder / name for name in TOKENIZER if (folder / name).exists()] if folder else []
-    write_folder(path, fields_of(config, folder), tensors, copies, options.weights != "int8")
+    write_folder(path, fields_of(config, folder), tensors, copies, options.weights == "int4")
 
 
 def fields_of(config: Config, folder: Path | None) -> dict[str, Any]:

@@ -32,8 +32,9 @@ GPUS = {
 LAUNCH = 5e-6  # seconds for Python and the driver to start one kernel: assumed
 NODE, REPLAY = 1e-6, 10e-6  # seconds from a kernel of a graph to the next, and to start it: assumed
 PIECES = 256  # keys that a program of `decode` reads
-# Bytes of a weight: int4 has a scale and a minimum in float16 for 32. The table of tokens is int8.
-WEIGHTS = {"int8": 1.0, "int4": 0.5 + 2 * 2 / 32}
+# Bytes of a weight: int4 has a scale and a minimum in float16 for 32. The table of tokens is int8
+# with a scale for 32.
+WEIGHTS, TABLE = {"int8": 1.0, "int4": 0.5 + 2 * 2 / 32}, 1 + 2 / 32
 
 
 def launches(config: Config, context: int, weights: str = "") -> int:
@@ -57,7 +58,7 @@ def seconds(
     read = cost.bytes
     if weights:
         read -= block_weights(config) * (dtype.itemsize - WEIGHTS[weights])
-        read -= config.vocab_size * config.n_embd * (dtype.itemsize - WEIGHTS["int8"])
+        read -= config.vocab_size * config.n_embd * (dtype.itemsize - TABLE)
     rate = gpu.gflops[str(dtype).removeprefix("torch.")] * 1e9
     parts = {"bytes": read / gpu.bandwidth_gb_s / 1e9, "operations": cost.flops / rate}
     kernels, least = launches(config, context, weights), max(parts.values())

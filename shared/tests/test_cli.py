@@ -358,7 +358,7 @@ def test_a_folder_without_its_vocabulary_and_an_unknown_name(run, tmp_path):
     for name in ("vocab.json", "merges.txt"):
         (model / name).unlink()
     refuses(run(main, "hello", "--model", str(model)), "vocab.json is missing.*--prompt-ids")
-    refuses(run(main, "hello", "--model", "no-such-model"), "no-such-model.*stories-chat, gpt2")
+    refuses(run(main, "hello", "--model", "no-such-model"), "no-such-model.*stories-draft, gpt2")
 
 
 def test_devices_that_are_absent(run, folder):

@@ -24,13 +24,22 @@ needs_packing = pytest.mark.skipif(
     not linear.can_pack(CPU, torch.float32), reason="this build of PyTorch cannot pack"
 )
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.05}
+PACKABLE = [
+    pytest.param(
+        dtype,
+        marks=pytest.mark.skipif(
+            not linear.can_pack(CPU, dtype), reason=f"this machine packs no {dtype}"
+        ),
+    )
+    for dtype in BOUNDS
+]
 
 
 @needs_packing
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("single", [None, *linear.ONE_ROW])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("dtype", PACKABLE, ids=str)
 @torch.inference_mode()
 def test_packed_is_plain_to_rounding(dtype, bias, single, gelu):
     torch.manual_seed(0)
@@ -90,7 +99,7 @@ class Scaled(torch.Tensor):
 
 
 @needs_packing
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("dtype", PACKABLE, ids=str)
 @torch.inference_mode()
 def test_unknown_layers_stay_as_they_are(dtype):
     """Subclasses, quantized layers, other modules, other dtypes, weights of another class."""
@@ -110,6 +119,14 @@ def test_unknown_layers_stay_as_they_are(dtype):
     left = [Adapter, nn.GELU, packed, nn.GELU, packed, identity, nn.GELU]
     assert kinds == [packed, identity, *left]
     assert linear.optimize(nn.Sequential(*unknown[:3]), "packed") == "plain"
+
+
+def test_a_processor_that_cannot_pack_is_named(tiny, monkeypatch):
+    monkeypatch.setattr(linear, "can_pack", lambda device, dtype: False)
+    model = load_model(tiny, dtype=torch.bfloat16)
+    assert linear.optimize(model, "auto") == "plain"
+    with pytest.raises(UserError, match="in bfloat16 on this processor.*use --linear auto"):
+        linear.optimize(model, "packed")
 
 
 def test_float64_stays_plain(tiny):

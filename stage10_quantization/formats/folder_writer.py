@@ -124,15 +124,17 @@ def smallest(scale: Tensor) -> Tensor:
 def quantization(layers: Mapping[Scheme, Sequence[str]], packed: bool) -> dict[str, Any]:
     """The quantization_config: layers by scheme."""
     form = "pack-quantized" if packed else "int-quantized"
-    tokens = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     groups = {}
     for number, ((bits, group, symmetric), names) in enumerate(layers.items()):
         weights: dict[str, Any] = {"num_bits": bits, "type": "int", "symmetric": symmetric}
-        weights |= {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+        size = {"strategy": "group", "group_size": group}
+        weights |= size if group else {"strategy": "channel"}
+        inputs = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True}
+        inputs |= size if group else {"strategy": "token"}
         groups[f"group_{number}"] = {
             "targets": list(names),
             "weights": weights | {"dynamic": False},
-            "input_activations": None if packed else tokens,
+            "input_activations": None if packed else inputs,
             "output_activations": None,
             "format": form,
         }

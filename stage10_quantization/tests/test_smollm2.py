@@ -23,6 +23,7 @@ from stage05_paged.make import make
 from stage06_serving.settings import parse
 from stage08_llama.__main__ import main as chat
 from stage09_kernels import LLM, SamplingParams
+from stage10_quantization import quality
 from stage10_quantization.formats.gguf import GGUF
 from stage10_quantization.layers import QuantizedLinear
 
@@ -127,6 +128,16 @@ def test_products_in_whole_numbers_stay_near(ours, tokenizer):
     kl = (exact.exp() * (exact - rounded)).sum(-1)
     assert 1e-5 < kl.mean() < 0.01
     assert (exact.argmax(-1) == rounded.argmax(-1)).float().mean() > 0.85
+
+
+def test_groups_lose_a_fifth_of_what_rows_lose(ours, tokenizer):
+    ids = tokenizer.encode((ROOT / "stage05_paged" / "README.md").read_text(encoding="utf-8"))
+    float_engine, lost = quality.engine_of(ours), {}
+    for weights in ("int8", "int8-g32"):
+        model = families.load_model(families.load(NAME, weights=weights), dtype=torch.float32)
+        engine = quality.engine_of(model)
+        lost[weights] = quality.divergence(float_engine, engine, ids[:512], window=128).mean
+    assert lost["int8-g32"] < 0.006 and lost["int8-g32"] < lost["int8"] / 5
 
 
 def test_tokens_are_those_of_the_merges_by_hand(file, tokenizer):

@@ -43,8 +43,10 @@ def rows_of_bytes(weight):
 
 
 def tensors_of(config, packed):
-    """Projections of int4 in both ways and int8, or of int8 alone."""
-    kinds = (zero_points, rows_of_bytes, lambda w: matrix(w, 4)) if packed else (rows_of_bytes,)
+    """Projections of int4 in both ways and int8, or of int8 in rows and groups."""
+    groups = lambda w: matrix(w, 8)  # noqa: E731
+    kinds = (zero_points, rows_of_bytes, lambda w: matrix(w, 4)) if packed else ()
+    kinds = kinds or (rows_of_bytes, groups)
     tensors = {}
     for place, (name, tensor) in enumerate(random_tensors(config).items()):
         weight = tensor.t() if name.endswith(PROJECTIONS) else tensor
@@ -96,6 +98,11 @@ def test_compressed_tensors_reads_what_was_written(tmp_path):
             torch.testing.assert_close(theirs.float(), ours.dequantized(), **close)
             compared += 1
     assert compared == 14
+    write_folder(tmp_path / "int8", FIELDS["llama"], tensors_of(LLAMA, False).items(), (), False)
+    config = json.loads((tmp_path / "int8" / "config.json").read_text())["quantization_config"]
+    schemes = QuantizationConfig.model_validate(config).config_groups.values()
+    sizes = {scheme.weights.group_size: scheme.input_activations.group_size for scheme in schemes}
+    assert sizes == {None: None, 32: 32}
 
 
 def test_minima_between_the_codes_need_a_gguf_file(tmp_path):
