@@ -20,6 +20,7 @@ INSTALL = "python3 -m venv .venv && .venv/bin/python -m pip install -r requireme
 WORDS = {
     "benchmark": ("--quick", "--device", "cpu", "cuda"),
     "crosscheck": ("--quick",),
+    "losses": ("--quick",),
     "report": ("--check",),
 }
 

@@ -1,31 +1,26 @@
-"""Measures what fewer bytes buy, and what they cost: `python -m stage10_quantization.benchmark`.
+"""Measures what fewer bytes buy: `python -m stage10_quantization.benchmark`.
 
-A decode step and a prompt with weights in four formats, keys and values in three, weights without
-rounded activations, bytes in memory, and what all of it costs in words. Every format is checked
-against the slow layers of the same quantized model.
+A decode step and a prompt with weights in five formats, keys and values in three, weights without
+rounded activations, and bytes in memory. Every format is checked against the slow layers of the
+same quantized model. What it costs in words: `losses.py`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
-from shared import charts, cli, linear, measure, tokenizer
+from shared import charts, cli, linear, measure
 from shared.bench import kit, rows
 from shared.bench.claims import Claim, closing
 from shared.bench.kit import Case, Group, Subject
-from shared.bench.peers import scorer
 from shared.bench.rows import Results, Row
-from shared.errors import UserError
-from shared.paths import ROOT
 from shared.roofline import Cost, block_weights
 from stage01_forward import families
 from stage04_continuous.runner import Runner
@@ -33,38 +28,23 @@ from stage05_paged.cache import PagedCache
 from stage09_kernels.cache import KernelCache
 from stage09_kernels.runner import KernelRunner
 
-from . import quality
 from .cache import Int8KernelCache
 from .convert import Quantize
-from .gptq import calibrate, windows_of
-from .smoothquant import plant, smooth
 
 BLOCK = 16
-F32, BF16, INT8, INT4 = "float32", "bfloat16", "int8", "int4"
-FORMATS = (F32, BF16, INT8, INT4)
+F32, BF16, INT8, GROUPS, INT4 = "float32", "bfloat16", "int8", "int8-g32", "int4"
+FORMATS = (F32, BF16, INT8, GROUPS, INT4)
 CACHES = (F32, BF16, INT8)
-BITS = {F32: 32, BF16: 16, INT8: 8, INT4: 5}  # of a weight in the layers; int4 with its groups' two
+# Of a weight in the layers, with the scales and minimums of its group; a table has GROUPS at least.
+BITS = {F32: 32, BF16: 16, INT8: 8, GROUPS: 8.5, INT4: 5}
 WEIGHT_ONLY = "weights only"
 UNIT = "thousandths"
 FULL = kit.plan(
     models=("gpt2", "stories"), dtypes=(F32,), repeats=7,
     rows=(1, 8, 32, 64), context=256, prompt=512,
     lengths=(64, 256, 1000), crowd=32,  # contexts and rows for the caches
-    stories=200, windows=20, calibration=32, answer=100,
 )  # fmt: skip
-FEW = {"rows": (1, 8), "lengths": (64, 256), "stories": 10, "windows": 2, "calibration": 2}
-KEYS = "keys and values in int8"
-LESSONS = sorted(ROOT.glob("stage0[1-7]_*/README.md"))  # text for a model of English
-QUALITY = {  # what is rounded, of each model
-    "stories": (
-        INT8, "int4, nearest", "int4, GPTQ", KEYS, "int8, outliers", "int8, outliers, SmoothQuant"
-    ),
-    "stories-chat": (INT8, "int4, nearest", "int4, GPTQ", KEYS),
-    "smollm2": (  # whose file is in int4: what its weights still lose is in the table of tokens
-        INT8, "int8, SmoothQuant", "int8, weights only", "int4, nearest", "int4, weights only",
-        KEYS, "llama.cpp, q8_0", "llama.cpp, q4_K_M",
-    ),
-}  # fmt: skip
+FEW = {"rows": (1, 8), "lengths": (64, 256)}
 
 
 # ---- measurements -------------------------------------------------------------------------------
@@ -73,7 +53,7 @@ QUALITY = {  # what is rounded, of each model
 def model_of(subject: Subject, weights: str, activations: str = "int8") -> Any:
     dtype = torch.bfloat16 if weights == BF16 else torch.float32
     model = families.load_model(subject.shape, dtype=dtype)
-    if weights in (INT8, INT4):
+    if weights in (INT8, GROUPS, INT4):
         linear.convert(model, Quantize(weights, activations), {})
     return model
 
@@ -159,65 +139,6 @@ def weight_bytes(subject: Subject, plan: Any) -> Iterator[Group]:
         yield {"weights": weights, "bytes": runner_of(subject, weights, 1).program.bytes}
 
 
-def judged(subject: Subject, plan: Any) -> Iterator[Group]:
-    """What each format costs in words, on models that say something."""
-    for name, changes in QUALITY.items():
-        try:
-            shape = families.load(name, weights=F32)
-        except UserError as error:  # the package of smollm2 is not installed
-            tqdm.write(f"{name} is not judged: {error}", file=sys.stderr)
-            continue
-        words, is_story = tokenizer.load_tokenizer(shape.folder), name.startswith("stories")
-        learnt, count = (quality.WINDOW * n for n in (plan.calibration, plan.windows))
-        if is_story:
-            end = quality.end_of_text(shape.config)
-            learning = quality.text_ids(words, end, learnt, None, "calibration")
-            ids = quality.text_ids(words, end, count, None, "judged")
-        else:
-            text = words.encode("\n".join(quality.read_text(str(path)) for path in LESSONS))
-            ids, learning = text[:count], text[count : count + learnt]
-        reference = quality.engine_of(families.load_model(shape, dtype=torch.float32))
-        starts = range(0, min(len(ids), 10 * quality.WINDOW), quality.WINDOW)
-        prompts = [ids[start : start + 20] for start in starts]
-        for how in tqdm(changes, desc=name, unit="format", leave=False):
-            if how.startswith(scorer.NAME):
-                yield from peer(name, shape, how, reference, ids)
-                continue
-            model = families.load_model(shape, dtype=torch.float32)
-            change(model, how, windows_of(learning, plan.calibration))
-            engine = quality.engine_of(model, dtype=torch.int8 if how == KEYS else None)
-            group: Group = {"model": name, "how": how}
-            if is_story:
-                group["nats"] = asdict(quality.held_out(reference, engine, words, plan.stories))
-            group["divergence"] = asdict(quality.divergence(reference, engine, ids))
-            places = quality.first_differences(reference, engine, prompts, plan.answer)
-            yield group | {"first": places}
-
-
-def peer(name: str, shape: Any, how: str, reference: Any, ids: list[int]) -> Iterator[Group]:
-    """What the same weights lose in llama.cpp's format, if it is installed."""
-    try:
-        with scorer.scorer(shape, how.partition(", ")[2]) as engine:
-            kl = asdict(quality.divergence(reference, engine, ids))
-    except UserError as error:
-        tqdm.write(f"{how}, {name}, is not judged: {error}", file=sys.stderr)
-        return
-    yield {"model": name, "how": how, "divergence": kl, "first": []}
-
-
-def change(model: Any, how: str, windows: list[Any]) -> None:
-    """Make of a float `model` what one of QUALITY names."""
-    weights = how.partition(",")[0]
-    if "outliers" in how:
-        plant(model, [1, 2], 2.0**7)
-    if "SmoothQuant" in how:
-        smooth(model, windows)
-    if "GPTQ" in how:
-        calibrate(model, windows, weights)
-    elif how != KEYS:
-        linear.convert(model, Quantize(weights, "float" if WEIGHT_ONLY in how else "int8"), {})
-
-
 # ---- tables and charts --------------------------------------------------------------------------
 
 
@@ -227,7 +148,7 @@ def cost(row: Row, weights: str, keys: str = "") -> Cost:
     config, keys = row.config, keys or (F32 if weights == F32 else BF16)
     new = 1 if row["context"] else row["count"]
     count, context = (row["count"], row["context"]) if row["context"] else (1, 0)
-    head, head_bits = config.vocab_size * config.n_embd, max(BITS[weights], 8)
+    head, head_bits = config.vocab_size * config.n_embd, max(BITS[weights], BITS[GROUPS])
     read = (block_weights(config) * BITS[weights] + head * head_bits) / 8
     cached = config.kv_bytes_per_token(getattr(torch, keys))
     seen = count * (new * context + new * (new + 1) / 2)
@@ -241,7 +162,7 @@ def bound(row: Row, weights: str, keys: str = "") -> float:
     without rounded activations they are widened to float32."""
     rates = row.limits.gflops
     rate = rates[F32] if weights in (F32, WEIGHT_ONLY) else rates.get(BF16, rates[F32])
-    rate *= 2 if weights in (INT8, INT4) else 1
+    rate *= 2 if weights in (INT8, GROUPS, INT4) else 1
     read = INT8 if weights == WEIGHT_ONLY else weights
     return cost(row, read, keys).seconds(replace(row.limits, gflops={F32: rate}), torch.float32)
 
@@ -257,7 +178,7 @@ def gpt2(case: str, **where: Any) -> Any:
 def claims(results: Results) -> Iterator[Claim]:
     """What the lesson predicts for the GPT-2 124M shape, and for the embedded model's."""
     sizes = {row["weights"]: row["bytes"] for row in results.groups("weight_bytes", model="gpt2")}
-    for weights, share in ((INT8, 0.25), (INT4, 0.19)):
+    for weights, share in ((INT8, 0.26), (INT4, 0.19)):
         what = f"bytes of {weights} weights, of float32's"
         yield Claim(what, share, sizes[weights] / sizes[F32], "x", "panels are padded")
     for count, weights in ((1, INT8), (1, INT4), (32, INT8)):
@@ -291,48 +212,6 @@ def decode(results: Results, case: str, model: str, count: int) -> list[Row]:
     return [row for row in results.groups(case, model=model, count=count) if row["context"]]
 
 
-def losses(results: Results) -> Iterator[Claim]:
-    """What may be lost, as it was aimed at before anything was measured."""
-    rows = {(row["model"], row["how"]): row for row in results.groups("judged")}
-
-    def lost(how: str) -> float:
-        nats = rows["stories", how]["nats"]
-        return 1e3 * (nats["quantized"] - nats["float_model"])
-
-    for how, name in ((INT8, INT8), (KEYS, "keys in int8")):
-        row = rows["stories", how]
-        why = f"95 %: {1e3 * row['nats']['low']:+.2f} to {1e3 * row['nats']['high']:+.2f}"
-        yield Claim(f"{name}: nats a token", 0.3, lost(how), UNIT, why, aim=True)
-        kl = row["divergence"]
-        why = f"99.9 % of the tokens are below {1e3 * kl['percentile']:.1f}"
-        yield Claim(f"{name}: KL", 0.5, 1e3 * kl["mean"], UNIT, why, aim=True)
-    nearest, best = "int4, nearest", "int4, GPTQ"
-    kls = [rows["stories", how]["divergence"]["mean"] for how in (nearest, best)]
-    why = f"of the KL: {kls[1] / kls[0]:.0%}"
-    yield Claim(
-        "int4: of the loss, left by GPTQ", 0.7, lost(best) / lost(nearest), "x", why, aim=True
-    )
-
-
-def millinats(row: Row) -> str:
-    """Of held-out stories; of the windows for a model that was not made for stories."""
-    lost = dict(row["divergence"])
-    if nats := row.group.get("nats"):
-        lost = nats | {"difference": nats["quantized"] - nats["float_model"]}
-    difference, low, high = (1e3 * lost[key] for key in ("difference", "low", "high"))
-    return f"{difference:+.2f} ({low:+.2f} to {high:+.2f})"
-
-
-def differs(row: Row) -> str:
-    """The first token that differs, by the median of the greedy answers that differ, and how many
-    do not."""
-    if not row["first"]:
-        return ""
-    places = [place for place in row["first"] if place is not None]
-    alike = f"{len(row['first']) - len(places)} of {len(row['first'])} alike"
-    return f"{rows.median(places):.0f}; {alike}" if places else alike
-
-
 COLUMNS: dict[str, rows.Column] = {
     "pass": lambda row: (
         f"decode, {kit.counted(row['count'], 'row')}"
@@ -342,6 +221,7 @@ COLUMNS: dict[str, rows.Column] = {
     "rows": "count",
     "int8 over bfloat16": rows.gain(BF16, variant=INT8),
     "int4 over bfloat16": rows.gain(BF16, variant=INT4),
+    "int8-g32 over int8": rows.gain(INT8, variant=GROUPS),
     "of the bound, int8": of_bound(INT8),
     "of the bound, int4": of_bound(INT4),
     "of the bound, float32": of_bound(F32),
@@ -352,13 +232,6 @@ COLUMNS: dict[str, rows.Column] = {
     "int8 over bfloat16 keys": rows.gain(BF16, variant=INT8),
     "MB": "bytes * 1e-6:,.0f",
     "weights only over bfloat16": rows.gain(BF16, variant=WEIGHT_ONLY),
-    "what is rounded": "how",
-    "nats lost, in thousandths": millinats,
-    "KL": lambda row: f"{row['divergence']['mean']:.5f}",
-    "KL, 99.9 %": lambda row: f"{row['divergence']['percentile']:.4f}",
-    "KL, highest": lambda row: f"{row['divergence']['highest']:.3f}",
-    "same likeliest token": lambda row: f"{row['divergence']['top_1']:.2%}",
-    "first token that differs": differs,
 }
 TABLES = rows.tables(
     COLUMNS,
@@ -367,39 +240,30 @@ TABLES = rows.tables(
       | int8 over bfloat16 | int4 over bfloat16
     few < main: pass | {BF16}, ms | {INT8}, ms | {INT4}, ms | int8 over bfloat16
       | int4 over bfloat16
+    groups < grouped: pass | {INT8}, ms | {GROUPS}, ms | int8-g32 over int8
     bounds < main: pass | of the bound, float32 | of the bound, bfloat16 | of the bound, int8
       | of the bound, int4 | same tokens
     small < small: pass | {F32}, ms | {BF16}, ms | {INT8}, ms | {INT4}, ms | int8 over bfloat16
     caches < cached: rows | context | {F32}, ms | {BF16}, ms | {INT8}, ms | int8 over bfloat16 keys
     only < only: pass | {BF16}, ms | {INT8}, ms | {WEIGHT_ONLY}, ms | weights only over bfloat16
     bytes < bytes: weights | MB
-    quality < judged: model | what is rounded | nats lost, in thousandths | KL
-      | same likeliest token
-    words < words: model | what is rounded | nats lost, in thousandths | KL
-      | same likeliest token
-    divergence < judged: model | what is rounded | KL | KL, 99.9 % | KL, highest
-      | first token that differs
     """,
     main=gpt2("steps"),
-    words=lambda results: [
-        row
-        for row in results.groups("judged")
-        if row["model"] == "stories"
-        or (row["model"], row["how"]) in (("smollm2", INT8), ("smollm2", f"{INT8}, {WEIGHT_ONLY}"))
-    ],
+    grouped=lambda results: [row for row in gpt2("steps")(results) if GROUPS in row["seconds"]],
     small=lambda results: results.groups("steps", model="stories"),
     cached=gpt2("caches"),
     only=gpt2("weight_only"),
     bytes=gpt2("weight_bytes"),
     claims=closing(claims),
-    losses=closing(losses),
 )
 
 
 def steps_chart(results: Results) -> Figure:
     groups = [row for row in results.groups("steps", model="gpt2") if row["context"]]
     rate = {
-        weights: [row["count"] / row.of(weights).median for row in groups] for weights in FORMATS
+        weights: [row["count"] / row.of(weights).median for row in groups]
+        for weights in FORMATS
+        if all(weights in row["seconds"] for row in groups)
     }
     return charts.bars(
         "Fewer bytes, more tokens: decode by the format of the weights",
@@ -418,9 +282,7 @@ def headline(results: Results) -> str:
 
 
 CHARTS = {"steps": steps_chart}
-WORK = kit.cases(
-    Case(steps, models=None), Case(weight_only), Case(caches), Case(weight_bytes), Case(judged)
-)
+WORK = kit.cases(Case(steps, models=None), Case(weight_only), Case(caches), Case(weight_bytes))
 BENCHMARK = kit.Benchmark(
     "stage10_quantization", __doc__, FULL, WORK, TABLES, CHARTS, headline, FEW
 )

@@ -66,27 +66,30 @@ FORMATS = {"int8": INT8, "int8-g32": INT8_GROUPS, "int4": INT4}  # of the layers
 
 def of_table(weight: Tensor) -> Format:
     """The format of the table of tokens and of the head `weight` (V, C), whatever that of the
-    layers: 8 bits, in groups where they divide the width. Of all roundings, that of the head's
-    input by the token costs the most (REPORT.md)."""
+    layers: 8 bits, in groups where they divide the width. With a scale for each token, the rounding
+    of the head's input costs more than that of all layers (REPORT.md)."""
     return INT8 if weight.shape[1] % GROUP else INT8_GROUPS
 
 
 class Quantize:
     """A shared.linear.Conversion: the nearest codes for each weight.
 
-    weights: a key of FORMATS, or the format itself. activations: see QuantizedLinear.
+    weights: a key of FORMATS, or the format itself. activations: see QuantizedLinear. table: the
+        format of the table of tokens and of the head; default: that of `of_table`.
     """
 
-    def __init__(self, weights: str | Format, activations: str = "int8") -> None:
+    def __init__(
+        self, weights: str | Format, activations: str = "int8", table: Format | None = None
+    ) -> None:
         self.format = FORMATS[weights] if isinstance(weights, str) else weights
-        self.activations = activations
+        self.activations, self.table = activations, table
 
     def declares(self, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         return {}
 
     def layer(self, name: str, plain: nn.Linear, tensors: Mapping[str, Tensor]) -> QuantizedLinear:
         weight = plain.weight.detach()
-        format = of_table(weight) if name == "lm_head" else self.format
+        format = self.format if name != "lm_head" else self.table or of_table(weight)
         matrix = format.quantized(name, weight)
         return QuantizedLinear(matrix, plain.bias, self.activations)
 
@@ -94,5 +97,5 @@ class Quantize:
         self, name: str, plain: nn.Embedding, tensors: Mapping[str, Tensor]
     ) -> QuantizedEmbedding:
         weight = plain.weight.detach()
-        matrix = of_table(weight).quantized(name, weight)
+        matrix = (self.table or of_table(weight)).quantized(name, weight)
         return QuantizedEmbedding(matrix, plain.weight.dtype, self.activations)

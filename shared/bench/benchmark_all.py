@@ -18,8 +18,12 @@ from .. import cli, paths
 
 def commands(quick: bool, device: str) -> list[list[str]]:
     """The commands to run, in order, as the words after `python`."""
-    stages = [name for name in paths.discover() if (paths.ROOT / name / "benchmark.py").exists()]
-    programs = [["-m", f"{name}.benchmark"] for name in stages if device == "cpu"]
+    files = [(name, stem) for name in paths.discover() for stem in ("benchmark", "losses")]
+    programs = [
+        ["-m", f"{name}.{stem}"]
+        for name, stem in files
+        if device == "cpu" and (paths.ROOT / name / f"{stem}.py").exists()
+    ]
     programs.append(["-m", "shared.bench.staircase", "--device", device])
     if quick:
         return [[*words, "--quick"] for words in programs]

@@ -47,13 +47,14 @@ UNMEASURED = "not measured yet"
 
 def benchmarks() -> dict[str, Any]:
     """Every stage's benchmark in reading order, the staircase, which compares them, other engines
-    beside them, and the cross-check of the load test."""
+    beside them, the cross-check of the load test, and what rounded weights lose."""
     names = [name for name in paths.discover() if (paths.ROOT / name / "benchmark.py").exists()]
     modules = {name: importlib.import_module(f"{name}.benchmark").BENCHMARK for name in names}
     modules |= {module.KIND: module.BENCHMARK for module in (staircase, compare, shapes, quantized)}
-    for path in sorted(paths.ROOT.glob("stage*/crosscheck.py")):
-        module = importlib.import_module(f"{path.parent.name}.crosscheck")
-        modules[module.KIND] = module.BENCHMARK
+    for stem in ("crosscheck", "losses"):
+        for path in sorted(paths.ROOT.glob(f"stage*/{stem}.py")):
+            module = importlib.import_module(f"{path.parent.name}.{stem}")
+            modules[module.KIND] = module.BENCHMARK
     return modules
 
 

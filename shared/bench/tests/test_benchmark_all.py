@@ -16,6 +16,8 @@ def test_every_stage_is_measured_then_the_staircase_and_a_failure_stops_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stages = [["-m", f"{name}.benchmark"] for name in paths.discover()]
+    place = stages.index(["-m", "stage10_quantization.benchmark"])
+    stages.insert(place + 1, ["-m", "stage10_quantization.losses"])
     staircase, reports = ["-m", "shared.bench.staircase", "--device"], ["-m", "shared.bench.report"]
     assert benchmark_all.commands(False, "cpu") == [*stages, [*staircase, "cpu"], reports]
     # the stages' benchmarks measure the processor
