@@ -152,8 +152,9 @@ class Results:
         return self.content["results"][case]
 
     def groups(self, case: str, /, **where: Any) -> list[Row]:
-        """The groups of a case whose fields have the given values."""
-        rows = [Row(self, group) for group in self[case]]
+        """The groups of a case whose fields have the given values; none if this run is older than
+        the case."""
+        rows = [Row(self, group) for group in self.content["results"].get(case, ())]
         return [row for row in rows if all(row[key] == value for key, value in where.items())]
 
     def rows(self, case: str, /, **where: Any) -> list[Row]:
