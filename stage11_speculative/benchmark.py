@@ -188,7 +188,7 @@ def draft(subject: Subject, plan: Any) -> Iterator[Group]:
 
 
 def exits(subject: Subject, plan: Any) -> Iterator[Group]:
-    """Early exit: SmolLM2 in int8, drafted for by its own layers in int4, the first ones or all."""
+    """Early exit: SmolLM2 in 8 bits, drafted for by its own layers in 4, the first ones or all."""
     try:
         shape = families.load(REAL, weights="float32")
     except UserError as error:  # its package is not installed
@@ -203,11 +203,11 @@ def exits(subject: Subject, plan: Any) -> Iterator[Group]:
 
     _, answer = plan.long
     question = load_tokenizer(shape.folder).encode("The first thing that a traveller needs is")
-    plain, whole = engine_of(converted("int8"), 2), shape.config.n_layer
+    plain, whole = engine_of(converted("int8-g32"), 2), shape.config.n_layer
     for layers in (whole // 4, whole // 2, whole):
         engine = with_draft_model(plain, converted("int4", layers), plan.drafts)
         engines = {PLAIN: plain, FIXED: engine}
-        about = {"model": REAL, "weights": "int8", "drafter": f"{layers} layers in int4"}
+        about = {"model": REAL, "weights": "int8-g32", "drafter": f"{layers} layers in int4"}
         yield about | compare(engines, [question], answer, plan.repeats)
 
 

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(
         "shared.bench.benchmark_all",
         "Measures every stage and the staircase on this machine, and redraws the reports. It "
-        "takes about three quarters of an hour on two cores; leave the machine alone meanwhile.",
+        "takes two hours and more on two cores; leave the machine alone meanwhile.",
         "  python -m shared.bench.benchmark_all --quick\n"
         "  python -m shared.bench.benchmark_all --device cuda",
     )

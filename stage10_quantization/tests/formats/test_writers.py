@@ -29,6 +29,9 @@ from .test_gguf import LLAMA, matrix, quantized
 FIELDS = {"llama": to_fields(LLAMA), "gpt2": json.loads((STORIES / "config.json").read_text())}
 
 
+SIDES = "weights", "input_activations"
+
+
 def zero_points(weight):
     """A matrix (N, K) whose minima are whole multiples of its scales."""
     codes, scale = matrix(weight, 4).codes + 8, matrix(weight, 4).scale
@@ -74,6 +77,16 @@ def test_a_folder_is_read_as_it_was_written(tmp_path, family, packed):
             assert torch.equal(ours.dequantized(), tensor.dequantized())
         else:
             assert isinstance(ours, torch.Tensor) and torch.equal(ours, tensor)
+
+
+def test_activations_are_rounded_by_the_token_or_as_the_weights_by_the_group(tmp_path):
+    write_folder(tmp_path / "out", FIELDS["llama"], tensors_of(LLAMA, False).items(), (), False)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    sides = [
+        [(scheme[side]["strategy"], scheme[side].get("group_size")) for side in SIDES]
+        for scheme in config["config_groups"].values()
+    ]
+    assert sorted(sides) == [[("channel", None), ("token", None)], 2 * [("group", 32)]]
 
 
 def test_compressed_tensors_reads_what_was_written(tmp_path):
