@@ -351,7 +351,8 @@ def matmul_rate(
     machine can pack. A processor without instructions for `dtype` is faster once it has widened the
     numbers to float32: with AVX2 alone a hundred times, in bfloat16."""
     sizes = sizes or ((1024, 2048) if torch.device(device).type == "cpu" else (4096, 8192))
-    best, multiply = 0.0, torch.matmul
+    best = 0.0
+    multiply: Callable[..., torch.Tensor] = torch.matmul
     if dtype.itemsize < 4 and torch.device(device).type == "cpu":
         small = torch.ones(128, 128, dtype=dtype)
         rates = {way: _best_rate(1, partial(way, small, small), 0) for way in (multiply, _widened)}

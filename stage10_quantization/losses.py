@@ -126,7 +126,7 @@ def claims(results: Results) -> Iterator[Claim]:
         nats = rows["stories", how]["nats"]
         return 1e3 * (nats["quantized"] - nats["float_model"])
 
-    for how, name in ((INT8, INT8), (KEYS, "keys in int8")):
+    for how, name in ((INT8, INT8), (GROUPS, GROUPS), (KEYS, "keys in int8")):
         row = rows["stories", how]
         why = f"95 %: {1e3 * row['nats']['low']:+.2f} to {1e3 * row['nats']['high']:+.2f}"
         yield Claim(f"{name}: nats a token", 0.3, lost(how), UNIT, why, aim=True)

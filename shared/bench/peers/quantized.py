@@ -42,7 +42,8 @@ def prove(groups: list[kit.Group], model: str, dtype: str) -> None:
     place = str(compare.checkpoint(model))
     for name in {name for group in groups for name in group["proof"]}:
         shape = families.load(place)
-        shape.conversion = Quantize(*QUANTIZED[name].options[1:])
+        weights, activations = QUANTIZED[name].options[1:]
+        shape.conversion = Quantize(weights, activations)
         subject = kit.Subject(shape, getattr(torch, dtype))
         for proof in [group["proof"] for group in groups if name in group["proof"]]:
             proof[name] = subject.prove(proof[name])

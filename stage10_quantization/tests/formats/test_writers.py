@@ -48,8 +48,8 @@ def rows_of_bytes(weight):
 def tensors_of(config, packed):
     """Projections of int4 in both ways and int8, or of int8 in rows and groups."""
     groups = lambda w: matrix(w, 8)  # noqa: E731
-    kinds = (zero_points, rows_of_bytes, lambda w: matrix(w, 4)) if packed else ()
-    kinds = kinds or (rows_of_bytes, groups)
+    nibbles = lambda w: matrix(w, 4)  # noqa: E731
+    kinds = [zero_points, rows_of_bytes, nibbles] if packed else [rows_of_bytes, groups]
     tensors = {}
     for place, (name, tensor) in enumerate(random_tensors(config).items()):
         weight = tensor.t() if name.endswith(PROJECTIONS) else tensor
