@@ -38,7 +38,6 @@ CACHES = (F32, BF16, INT8)
 # Of a weight in the layers, with the scales and minimums of its group; a table has GROUPS at least.
 BITS = {F32: 32, BF16: 16, INT8: 8, GROUPS: 8.5, INT4: 5}
 WEIGHT_ONLY = "weights only"
-UNIT = "thousandths"
 FULL = kit.plan(
     models=("gpt2", "stories"), dtypes=(F32,), repeats=7,
     rows=(1, 8, 32, 64), context=256, prompt=512,
