@@ -84,6 +84,17 @@ def test_a_chart_has_the_same_bytes_in_another_process_and_whatever_a_user_has_s
         assert not re.search(rb"[ \t\r]\n", content) and content.endswith(b"</svg>\n")
 
 
+def test_the_last_bits_of_its_numbers_change_no_byte_of_a_chart():
+    """They differ from processor to processor, and matplotlib's ids are hashes of them."""
+
+    def drawn(end: float) -> bytes:
+        figure = Figure()
+        figure.add_subplot(title="T").plot([0.0, 1.0], [0.1, end], marker="o")
+        return charts.render(figure)
+
+    assert drawn(0.3) == drawn(math.nextafter(0.3, 1))
+
+
 def test_a_chart_can_be_read_aloud_and_searched_and_turns_dark():
     """Its title and its other words are text, and once each in the description."""
     root = ElementTree.fromstring(charts.render(CHARTS[0]()))

@@ -92,6 +92,19 @@ def test_rates_count_the_work_that_was_done(monkeypatch):
         assert rate == pytest.approx(2 * 64**3 / 1e-3 / 1e9)
 
 
+def test_numbers_without_instructions_of_their_own_are_widened(monkeypatch):
+    def seconds(run):
+        run()
+        return 1.0 if run.func is torch.matmul else 1e-3
+
+    monkeypatch.setattr(measure, "seconds", seconds)
+    monkeypatch.setattr(measure.linear, "can_pack", lambda *_: False)
+    rate = measure.matmul_rate(dtype=torch.bfloat16, sizes=(64,), budget=0.002)
+    assert rate == pytest.approx(2 * 64**3 / 1e-3 / 1e9)
+    rate = measure.matmul_rate(dtype=torch.float32, sizes=(64,), budget=0.002)
+    assert rate == pytest.approx(2 * 64**3 / 1.0 / 1e9)
+
+
 # It lingers: on a busy machine, who watches it may not come to look for a while.
 PROGRAM = """
 import sys, time
