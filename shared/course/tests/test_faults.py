@@ -16,6 +16,8 @@ from shared.course import faults
 
 CODE = "def double(x):\n    return x + x\n\n\ndef wait():\n    return False\n"
 TEST = """
+import time
+
 from stage01_toy import code
 
 def test_double():
@@ -23,7 +25,13 @@ def test_double():
 
 def test_wait():
     while code.wait():
-        pass
+        time.sleep(0.1)
+"""
+# As here: without plugins that take seconds to load.
+PROJECT = """
+[tool.pytest.ini_options]
+pythonpath = ["."]
+addopts = "-p no:langsmith_plugin -p no:schemathesis -p no:anyio"
 """
 FAULTS = (  # what, old, new
     ("a wrong sum", "x + x", "x + x + 1"),
@@ -46,7 +54,7 @@ def toy(tmp_path, monkeypatch):
     """A project of one stage, in place of this one."""
     tests = tmp_path / "stage01_toy" / "tests"
     tests.mkdir(parents=True)
-    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\npythonpath = ['.']\n")
+    (tmp_path / "pyproject.toml").write_text(PROJECT)
     (tests.parent / "__init__.py").touch()
     (tests.parent / "code.py").write_text(CODE)
     (tests / "test_code.py").write_text(TEST)
