@@ -31,7 +31,8 @@ from .sources import Find, Sources
 from .standing import FIRST, LONGEST, WEIGHT, Standing
 
 log = logging.getLogger(__name__)
-CHECK = 1.0  # seconds between two health checks of a server
+CHECK = 0.5  # seconds between two health checks of a server
+FOLLOW = 1.0  # seconds between two looks at the sources
 PATIENCE = 5.0  # seconds that a health check may take
 MISSES = 3  # unanswered checks, after which a process is started again
 STEADY = 10.0  # seconds that a process must have lived to be started again at once
@@ -260,7 +261,7 @@ class Pool:
 
     async def _follow_always(self) -> None:
         while True:
-            await asyncio.sleep(CHECK)
+            await asyncio.sleep(FOLLOW)
             await self.follow()
 
     async def follow(self) -> list[Backend]:
