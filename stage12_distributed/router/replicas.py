@@ -455,9 +455,11 @@ class Pool:
             wait = FIRST if self._now() - started > STEADY else min(LONGEST, 2 * wait)
             await asyncio.sleep(wait)
             self.restarts += 1
-            with contextlib.suppress(UserError, OSError):  # its log is shown; it is tried again
+            try:
                 await self._launch(backend)
                 await self.check(backend)
+            except (UserError, OSError) as error:  # it is tried again
+                log.warning("%s", error)
 
     async def _end(self, backend: Backend) -> None:
         """Stop the process in order, or kill it; nothing is sent to the server any more."""
