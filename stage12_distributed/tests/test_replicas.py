@@ -14,7 +14,7 @@ from stage06_serving.tests.asking import events
 from stage06_serving.tests.tools import until
 from stage12_distributed.router import replicas, standing
 from stage12_distributed.router.relay import MOST_BUDGET
-from stage12_distributed.router.replicas import Options
+from stage12_distributed.router.replicas import Options, Pool
 from stage12_distributed.tests.tools import STREAM, answered, dies, held, mock, plain, routed, two
 
 MOCK = "stage07_loadtest.mock"
@@ -50,6 +50,12 @@ async def test_why_a_process_does_not_start_is_shown_once(monkeypatch, capsys, c
         backend.process.kill()
         await until(lambda: why in caplog.text)
     assert "--itl" not in capsys.readouterr().err
+
+
+async def test_many_servers_are_checked_less_often():
+    """A hundred, twice a second, took a quarter of the event loop."""
+    few, many = (Pool(Options(replicas=count)) for count in (2, 64))
+    assert few.pause == replicas.CHECK and many.pause == 64 / replicas.MOST_CHECKS
 
 
 async def test_failures_outlive_the_request_that_met_them():
