@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
@@ -29,7 +29,7 @@ from shared.cli import Loaded
 from shared.errors import UserError
 
 from . import embeddings
-from .async_engine import AsyncEngine, Broken, EngineDead, EngineThread, Overloaded
+from .async_engine import CLOSING, AsyncEngine, Broken, EngineDead, EngineThread, Overloaded
 from .chat import ChatTemplate, OwnTemplate, own_template
 from .errors import NOT_AN_OBJECT, ApiError, error_body, failure, validation_message
 from .formats import Completion, Echo, Generate, Offsets, Scores, completion_logprobs
@@ -45,7 +45,7 @@ from .protocol import (
     GenerateBody,
     TokenizeBody,
 )
-from .service import Answer, Choice, Format, Service, due
+from .service import Answer, Choice, Format, Service, due, off_loop
 from .settings import Settings
 from .sse import EventStream
 from .status import AnyEngine
@@ -205,7 +205,7 @@ class Api:
             return await unless_gone(request, tables())
 
 
-Endpoint = Callable[[Request, Any], Awaitable[ASGIApp]]
+Endpoint = Callable[[Request, Any], Coroutine[Any, Any, ASGIApp]]
 
 
 class Direct:
@@ -224,9 +224,13 @@ class Direct:
         kind, answer = endpoint
         try:
             data = (await receive())["body"]  # all of it: the guard has read it
-            work = asyncio.to_thread(parse, kind, data) if len(data) > LONG_BODY else None
-            body = await work if work else parse(kind, data)
-            response = await answer(Request(scope, receive), body)
+            request, long = Request(scope, receive), len(data) > LONG_BODY
+            body = await off_loop(long, parse, kind, data)
+            # A thousand texts may be tokenized first, and not for a client that has left.
+            work = answer(request, body)
+            response = await (unless_gone(request, work) if long else work)
+        except asyncio.CancelledError:  # the shutdown waits no longer
+            response = error_response(EngineDead(CLOSING))
         except Exception as error:
             response = error_response(error)
         await response(scope, receive, send)

@@ -184,8 +184,9 @@ class Service:
         self, prompts: Sequence[str | list[int]], field: str = "prompt"
     ) -> list[list[int]]:
         """The ids of each prompt from `field` of a body. Raises ApiError."""
-        long = len(prompts) > 1 or len(prompts[0]) > LONG_TEXT
-        return await off_loop(long, lambda: [self.prompt_ids(prompt, field) for prompt in prompts])
+        long = sum(map(len, prompts)) > LONG_TEXT
+        # One by one: other clients' texts have their turn between two.
+        return [await off_loop(long, self.prompt_ids, prompt, field) for prompt in prompts]
 
     def prompt_ids(self, prompt: str | list[int], field: str = "prompt") -> list[int]:
         """The ids of a prompt. Raises ApiError if it does not fit into the context."""

@@ -195,6 +195,29 @@ async def test_long_texts_are_tokenized_off_the_event_loop(monkeypatch):
     assert len(places) == 12 and not any(places)
 
 
+@pytest.mark.parametrize("how", ["leave", "shutdown"])
+async def test_many_texts_are_not_tokenized_to_the_end_for_nobody(monkeypatch, how):
+    """A hundred clients with a thousand texts each left, and Ctrl-C showed tracebacks of them."""
+    begun, encode, gate = [], Tokenizer.encode, threading.Event()
+
+    def watched(tokenizer, text):
+        begun.append(text)
+        gate.wait(10)
+        return encode(tokenizer, text)
+
+    async with Inside.serving() as inside:
+        monkeypatch.setattr(Tokenizer, "encode", watched)
+        asking = inside.begin(PATH, {"prompt": ["word " * 900] * 40})
+        await until(lambda: begun)
+        if how == "leave":
+            asking.leave()
+        else:
+            asking._task.cancel()
+        heard = await asking.answer()
+        gate.set()
+        assert heard.status == (None if how == "leave" else 503) and len(begun) == 1
+
+
 async def test_long_texts_are_tokenized_one_at_a_time_and_few_wait(monkeypatch):
     """40 of a megabyte at once held the event loop for two seconds."""
     running, most, encode = [], [], Tokenizer.encode
