@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
@@ -29,7 +29,7 @@ from shared.cli import Loaded
 from shared.errors import UserError
 
 from . import embeddings
-from .async_engine import AsyncEngine, Broken, EngineDead, EngineThread, Overloaded
+from .async_engine import CLOSING, AsyncEngine, Broken, EngineDead, EngineThread, Overloaded
 from .chat import ChatTemplate, OwnTemplate, own_template
 from .errors import NOT_AN_OBJECT, ApiError, error_body, failure, validation_message
 from .formats import Completion, Echo, Generate, Offsets, Scores, completion_logprobs
@@ -45,7 +45,7 @@ from .protocol import (
     GenerateBody,
     TokenizeBody,
 )
-from .service import Answer, Choice, Format, Service, due
+from .service import Answer, Choice, Format, Service, due, off_loop
 from .settings import Settings
 from .sse import EventStream
 from .status import AnyEngine
@@ -105,9 +105,9 @@ class Api:
             if body.max_tokens == 0:
                 self._release(choices)
                 scores = Scores(body, echoed, choices, service.name)
-                return await self._respond(request, (), scores, streams, deadline)
+                return await self._respond(request, (), scores, streams, deadline, echoes=True)
         form = Completion(body, choices, service, echoes)
-        return await self._respond(request, choices, form, streams, deadline)
+        return await self._respond(request, choices, form, streams, deadline, bool(body.echo))
 
     async def chat(self, request: Request, body: ChatBody) -> ASGIApp:
         service, deadline = self.service, self._deadline()
@@ -126,9 +126,10 @@ class Api:
         form: Format,
         streams: bool,
         deadline: float,
+        echoes: bool = False,
     ) -> ASGIApp:
         """Answer with `choices`, which the engine has, in the format `form`: as a stream or as one
-        body, by `deadline` (event-loop time)."""
+        body, by `deadline` (event-loop time). echoes: the body has the prompts, too."""
         if streams:
             events = Events(self.service, choices, form, self.service.stream_interval)
             return Stream(events, lambda: self._release(choices), deadline)
@@ -137,9 +138,12 @@ class Api:
             async with asyncio.timeout_at(deadline):
                 answers = await self._answers(choices)
             # Log-probabilities of thousands of tokens take half a second.
-            if sum(len(answer.tokens) for answer in answers) > LONG_ANSWER:
-                return await self.service.in_turn(lambda: JSONResponse(form.whole(answers)))
-            return JSONResponse(form.whole(answers))
+            if echoes or sum(len(answer.tokens) for answer in answers) > LONG_ANSWER:
+                return await self.service.in_turn(body, answers)
+            return body(answers)
+
+        def body(answers: Sequence[Answer]) -> Response:
+            return Response(to_json(form.whole(answers)), media_type="application/json")
 
         try:
             return await unless_gone(request, answer())
@@ -177,7 +181,12 @@ class Api:
         Raises ApiError, Broken, EngineDead, TimeoutError.
         """
         engine, tokenizer = self.service.engine, self.service.loaded.tokenizer
-        texts = [text if isinstance(text, str) else tokenizer.decode(text) for text in body.prompts]
+
+        def text_of(prompt: str | Sequence[int]) -> str:
+            return prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+
+        # Thousands of texts: decoded off the event loop.
+        texts = await self.service.in_turn(lambda: [*map(text_of, body.prompts)])
         if body.logprobs is None:
             return [(text, None) for text in texts]
 
@@ -186,7 +195,6 @@ class Api:
             for text, choice in zip(texts, choices, strict=True):
                 scores = await engine.result(choice.ticket)
                 scored = list(zip(choice.prompt_ids, scores, strict=True))
-                # Thousands of texts: decoded off the event loop.
                 table = await self.service.in_turn(
                     completion_logprobs, tokenizer, scored, Offsets()
                 )
@@ -197,7 +205,7 @@ class Api:
             return await unless_gone(request, tables())
 
 
-Endpoint = Callable[[Request, Any], Awaitable[ASGIApp]]
+Endpoint = Callable[[Request, Any], Coroutine[Any, Any, ASGIApp]]
 
 
 class Direct:
@@ -216,9 +224,13 @@ class Direct:
         kind, answer = endpoint
         try:
             data = (await receive())["body"]  # all of it: the guard has read it
-            work = asyncio.to_thread(parse, kind, data) if len(data) > LONG_BODY else None
-            body = await work if work else parse(kind, data)
-            response = await answer(Request(scope, receive), body)
+            request, long = Request(scope, receive), len(data) > LONG_BODY
+            body = await off_loop(long, parse, kind, data)
+            # A thousand texts may be tokenized first, and not for a client that has left.
+            work = answer(request, body)
+            response = await (unless_gone(request, work) if long else work)
+        except asyncio.CancelledError:  # the shutdown waits no longer
+            response = error_response(EngineDead(CLOSING))
         except Exception as error:
             response = error_response(error)
         await response(scope, receive, send)
@@ -318,6 +330,7 @@ def create_app(
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        openapi_url=None,  # see `openapi`
         responses=ERRORS,
         redirect_slashes=False,  # a redirect would name the host that the client chose
     )
@@ -349,7 +362,7 @@ def create_app(
         "/v1/completions": (forms.completion_body, completions),
         "/v1/chat/completions": (forms.chat_body, chat_completions),
     }
-    embeddings.add(app, state, unless_gone)
+    direct |= embeddings.add(app, state, unless_gone)
 
     def card(name: str) -> dict[str, Any]:
         service: Service = state.service
@@ -416,6 +429,11 @@ def create_app(
         import torch  # the router uses this module without it
 
         return {"version": VERSION, "torch": torch.__version__}
+
+    @app.get("/openapi.json", response_model=None, include_in_schema=False)
+    async def openapi() -> Response:
+        """Off the event loop: the first time takes a quarter of a second."""
+        return JSONResponse(await asyncio.to_thread(app.openapi))
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:

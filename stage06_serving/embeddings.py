@@ -65,7 +65,7 @@ async def embed(
     Raises ApiError for a text that is empty or too long.
     """
     salt = tenant + service.check_model(body.model)
-    prompts = [await service.prompt_ids(text, field, sum(map(len, texts))) for text in texts]
+    prompts = await service.all_prompt_ids(texts, field)
     for ids in prompts:
         service.check_ids(ids, field)
     if not service.engine.embeds:
@@ -97,9 +97,23 @@ def written(vectors: Sequence[Vector], encoding: str) -> list[bytes]:
     return items
 
 
-def add(app: FastAPI, state: Any, unless_gone: Callable[..., Any]) -> None:
-    """Add both endpoints to the application. `state.service` answers them; `unless_gone` ends the
-    work for a client that leaves."""
+def ranking(body: RerankBody, model: str, vectors: Sequence[Vector], tokens: int) -> bytes:
+    """The answer of /v1/rerank. vectors: of the query, and of the documents."""
+    query, *rest = vectors
+    scores = [sum(a * b for a, b in zip(query, vector, strict=True)) for vector in rest]
+    order = sorted(range(len(rest)), key=lambda index: -scores[index])[: body.top_n]
+    results: list[dict[str, Any]] = [
+        {"index": index, "relevance_score": scores[index]} for index in order
+    ]
+    if body.return_documents:
+        for result in results:
+            result["document"] = {"text": body.documents[result["index"]]}
+    return to_json({"model": model, "usage": {"total_tokens": tokens}, "results": results})
+
+
+def add(app: FastAPI, state: Any, unless_gone: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
+    """Add both endpoints to the application; returns their bodies and themselves by path.
+    `state.service` answers them; `unless_gone` ends the work for a client that leaves."""
 
     async def embedded(
         request: Request, texts: Sequence[str | list[int]], field: str, body: _Pooled
@@ -122,17 +136,12 @@ def add(app: FastAPI, state: Any, unless_gone: Callable[..., Any]) -> None:
         answer = b'%b,"data":[%b]}' % (rest.removesuffix(b"}"), b",".join(items))
         return Response(answer, media_type="application/json")
 
-    @app.post("/v1/rerank")
-    async def rerank(request: Request, body: RerankBody) -> dict[str, Any]:
+    @app.post("/v1/rerank", response_model=None)
+    async def rerank(request: Request, body: RerankBody) -> Response:
         service: Service = state.service
         texts = [body.query, *body.documents]
-        (query, *rest), tokens = await embedded(request, texts, "documents", body)
-        scores = [sum(a * b for a, b in zip(query, vector, strict=True)) for vector in rest]
-        order = sorted(range(len(rest)), key=lambda index: -scores[index])[: body.top_n]
-        results: list[dict[str, Any]] = [
-            {"index": index, "relevance_score": scores[index]} for index in order
-        ]
-        if body.return_documents:
-            for result in results:
-                result["document"] = {"text": body.documents[result["index"]]}
-        return {"model": service.name, "usage": {"total_tokens": tokens}, "results": results}
+        vectors, tokens = await embedded(request, texts, "documents", body)
+        answer = await service.in_turn(ranking, body, service.name, vectors, tokens)
+        return Response(answer, media_type="application/json")
+
+    return {"/v1/embeddings": (EmbeddingBody, embeddings), "/v1/rerank": (RerankBody, rerank)}

@@ -37,8 +37,10 @@ TYPES = {
     504: "TimeoutError",
 }
 # Where several kinds of value are valid, pydantic only explains why a value is not the first kind.
+PROMPTS = f"send text or token ids, or a list of at most {MOST_PROMPTS} of either, none empty"
 KINDS = {
-    "prompt": f"send text or token ids, or a list of at most {MOST_PROMPTS} of either, none empty",
+    "prompt": PROMPTS,
+    "input": PROMPTS,
     "stop": f"send a text, or a list of at most {MOST_STOPS} texts, "
     f"each 1 to {LONGEST_STOP} characters long",
 }

@@ -14,7 +14,7 @@ from stage01_forward.generation import Logprobs, Token
 
 from .protocol import ChatBody, CompletionBody
 from .service import Answer, Choice, Format, Piece, Service
-from .sse import event, to_json
+from .sse import event, written
 
 MINUS_INFINITY = -9999.0  # JSON has no infinity
 Echo = tuple[str, dict[str, list[Any]] | None]  # a prompt's text and its log-probabilities
@@ -49,12 +49,12 @@ class Frame:
 
     def __init__(self, answer: Format, choice: Choice) -> None:
         (chunk,) = answer.chunks(choice, Piece(self.TEXT, (Token(-1, None, None),)))
-        self.head, _, tail = event(chunk).rpartition(to_json(self.TEXT).encode())
+        self.head, _, tail = event(chunk).rpartition(written(self.TEXT))
         before, ids, after = tail.partition(b"[-1]")
         self.tail, self.after = (before + b"[", b"]" + after) if ids else (tail, b"")
 
     def event(self, piece: Piece) -> bytes:
-        text = to_json(piece.text).encode()
+        text = written(piece.text)
         if not self.after:
             return b"".join((self.head, text, self.tail))
         ids = ",".join([str(token.id) for token in piece.tokens]).encode()

@@ -28,9 +28,9 @@ class Inside:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
-        """Serve the engine, with the server's switch interval, and the objects so far kept from the
-        garbage collector. Yields the address."""
-        usual = sys.getswitchinterval()
+        """Serve the engine, with the server's switch interval and garbage collection. Yields the
+        address."""
+        usual, often = sys.getswitchinterval(), gc.get_threshold()
         sys.setswitchinterval(SWITCH)
         try:
             async with listening(create_app(self.loading, self.settings, None, self.thread)) as url:
@@ -38,6 +38,7 @@ class Inside:
                 yield url
         finally:
             gc.unfreeze()
+            gc.set_threshold(*often)
             sys.setswitchinterval(usual)
 
 

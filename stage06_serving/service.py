@@ -40,6 +40,11 @@ Result = TypeVar("Result")
 FIELD = re.compile(rf"\b({'|'.join(SamplingBody.model_fields)}|logprobs)\b")  # in an error
 
 
+async def off_loop(long: bool, work: Callable[..., Result], *arguments: object) -> Result:
+    """The result of `work`: on a thread if it is long, else at once."""
+    return await asyncio.to_thread(work, *arguments) if long else work(*arguments)
+
+
 class Piece(NamedTuple):
     """A part of one answer, as a stream sends it."""
 
@@ -175,25 +180,15 @@ class Service:
             raise ApiError(404, message, "model")
         return self.engine.variants[name]
 
-    async def encode(
-        self, text: str, field: str = "prompt", characters: int | None = None
-    ) -> list[int]:
-        """The ids of a text from `field` of a body. characters: length of all such texts in the
-        body. Raises ApiError."""
-        try:
-            if (characters or len(text)) > LONG_TEXT:
-                return await asyncio.to_thread(self.loaded.tokenizer.encode, text)
-            return self.loaded.tokenizer.encode(text)
-        except UserError as error:
-            raise ApiError(400, str(error), field) from None
+    async def all_prompt_ids(
+        self, prompts: Sequence[str | list[int]], field: str = "prompt"
+    ) -> list[list[int]]:
+        """The ids of each prompt from `field` of a body. Raises ApiError."""
+        long = sum(map(len, prompts)) > LONG_TEXT
+        # One by one: other clients' texts have their turn between two.
+        return [await off_loop(long, self.prompt_ids, prompt, field) for prompt in prompts]
 
-    async def all_prompt_ids(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        characters = sum(map(len, prompts))
-        return [await self.prompt_ids(prompt, "prompt", characters) for prompt in prompts]
-
-    async def prompt_ids(
-        self, prompt: str | list[int], field: str = "prompt", characters: int | None = None
-    ) -> list[int]:
+    def prompt_ids(self, prompt: str | list[int], field: str = "prompt") -> list[int]:
         """The ids of a prompt. Raises ApiError if it does not fit into the context."""
         most = self.context - 1
         if isinstance(prompt, str):
@@ -205,7 +200,10 @@ class Service:
                     "tokens allowed: shorten it."
                 )
                 raise ApiError(400, message, field)
-            prompt = await self.encode(prompt, field, characters)
+            try:
+                prompt = self.loaded.tokenizer.encode(prompt)
+            except UserError as error:
+                raise ApiError(400, str(error), field) from None
         if len(prompt) > most:
             message = (
                 f"This model's maximum context length is {self.context} tokens, answer included, "
@@ -216,9 +214,9 @@ class Service:
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
         """Raise ApiError for an id that is not in the vocabulary."""
-        size = self.loaded.config.vocab_size
-        if invalid := next((token for token in ids if token >= size), None):
-            message = f"Token id {invalid} is not in the vocabulary: send ids from 0 to {size - 1}."
+        size, largest = self.loaded.config.vocab_size, max(ids, default=0)
+        if largest >= size:
+            message = f"Token id {largest} is not in the vocabulary: send ids from 0 to {size - 1}."
             raise ApiError(400, message, field)
 
     def check_scores(self, tokens: int, top: int) -> None:
@@ -235,9 +233,9 @@ class Service:
     # ---- from body to choices -------------------------------------------------------------------
 
     async def generate(self, body: GenerateBody, salt: bytes) -> list[Choice]:
-        ids = await self.prompt_ids(body.prompt)
+        prompts = await self.all_prompt_ids([body.prompt])
         return self.begin(
-            body, [ids], 1, self.limit(body.max_tokens, DEFAULT_TOKENS), None, body.stops, salt
+            body, prompts, 1, self.limit(body.max_tokens, DEFAULT_TOKENS), None, body.stops, salt
         )
 
     async def complete(self, body: CompletionBody, salt: bytes) -> list[Choice]:
@@ -269,7 +267,8 @@ class Service:
             prompt = await asyncio.to_thread(render, messages, tools)
         except UserError as error:
             raise ApiError(400, str(error), "messages") from None
-        return await self.prompt_ids(prompt, "messages")
+        (ids,) = await self.all_prompt_ids([prompt], "messages")
+        return ids
 
     def limit(self, max_tokens: int | None, default: int) -> int:
         """The most tokens of an answer. Raises ApiError."""
@@ -369,8 +368,7 @@ class Service:
         return Piece(text, tokens)
 
     async def decode(self, ids: Sequence[int]) -> str:
-        decode = self.loaded.tokenizer.decode
-        return await asyncio.to_thread(decode, ids) if len(ids) > LONG_TEXT else decode(ids)
+        return await off_loop(len(ids) > LONG_TEXT, self.loaded.tokenizer.decode, ids)
 
     async def in_turn(self, work: Callable[..., Result], *arguments: object) -> Result:
         """Do long work on the one thread for it: several at once would hold up the event loop, as
@@ -380,18 +378,18 @@ class Service:
     async def tokenized(self, text: str, strings: bool) -> bytes:
         """The answer of /tokenize for a text. Raises ApiError, and Overloaded while many long texts
         wait."""
-        if len(text) <= LONG_TEXT:
-            return self.tokens_json(await self.encode(text), strings)
-        if self._texts >= MOST_TEXTS:
+        long, encode = len(text) > LONG_TEXT, self.loaded.tokenizer.encode
+        if long and self._texts >= MOST_TEXTS:
             raise Overloaded("Many long texts wait to be tokenized: try again in a moment.")
-        self._texts += 1
-        encode = self.loaded.tokenizer.encode
+        self._texts += long
         try:
-            return await self.in_turn(lambda: self.tokens_json(encode(text), strings))
+            if long:
+                return await self.in_turn(lambda: self.tokens_json(encode(text), strings))
+            return self.tokens_json(encode(text), strings)
         except UserError as error:
             raise ApiError(400, str(error), "prompt") from None
         finally:
-            self._texts -= 1
+            self._texts -= long
 
     def tokens_json(self, ids: Sequence[int], strings: bool) -> bytes:
         """The body of an answer with `ids`, and if `strings` the text of each by itself; written

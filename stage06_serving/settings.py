@@ -261,6 +261,13 @@ class Settings(BaseSettings):
             raise ValueError(str(error).removesuffix(".")) from None
         return text
 
+    @field_validator("api_key")
+    @classmethod
+    def _has_a_key(cls, text: str) -> str:
+        if text and not text.strip(", \t"):  # the server would be open
+            raise ValueError("it has no key: write one, or leave the option out")
+        return text
+
     @field_validator("api_key_file")
     @classmethod
     def _has_keys(cls, file: str) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 from fastapi.responses import StreamingResponse
+from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
@@ -17,13 +18,13 @@ START = {
     "status": 200,
     "headers": StreamingResponse((), headers=HEADERS, media_type=KIND).raw_headers,
 }
-# In ASCII: for some clients, U+2028 and U+0085 end a line.
-to_json = json.JSONEncoder(separators=(",", ":")).encode
+# Bytes of ASCII: for some clients, U+2028 and U+0085 end a line.
+written = partial(to_json, ensure_ascii=True)
 
 
 def event(data: dict[str, Any]) -> bytes:
     """One event with `data` as JSON."""
-    return f"data: {to_json(data)}\n\n".encode()
+    return b"data: %b\n\n" % written(data)
 
 
 class EventStream(StreamingResponse):

@@ -11,15 +11,15 @@ from itertools import groupby
 from typing import Any
 
 import pytest
-from fastapi import Request
+from fastapi import FastAPI, Request
 
 from shared.course.museum.inside import Asking, Inside
 from shared.tokenizer import Tokenizer
 from stage01_forward.model import GPT2
-from stage06_serving import app, service
+from stage06_serving import app, embeddings, service
 from stage06_serving.app import unless_gone
 from stage06_serving.errors import ApiError
-from stage06_serving.formats import Completion
+from stage06_serving.formats import Completion, Scores
 from stage06_serving.live import MOST_WATCHERS
 from stage06_serving.service import Service
 
@@ -195,6 +195,29 @@ async def test_long_texts_are_tokenized_off_the_event_loop(monkeypatch):
     assert len(places) == 12 and not any(places)
 
 
+@pytest.mark.parametrize("how", ["leave", "shutdown"])
+async def test_many_texts_are_not_tokenized_to_the_end_for_nobody(monkeypatch, how):
+    """A hundred clients with a thousand texts each left, and Ctrl-C showed tracebacks of them."""
+    begun, encode, gate = [], Tokenizer.encode, threading.Event()
+
+    def watched(tokenizer, text):
+        begun.append(text)
+        gate.wait(10)
+        return encode(tokenizer, text)
+
+    async with Inside.serving() as inside:
+        monkeypatch.setattr(Tokenizer, "encode", watched)
+        asking = inside.begin(PATH, {"prompt": ["word " * 900] * 40})
+        await until(lambda: begun)
+        if how == "leave":
+            asking.leave()
+        else:
+            asking._task.cancel()
+        heard = await asking.answer()
+        gate.set()
+        assert heard.status == (None if how == "leave" else 503) and len(begun) == 1
+
+
 async def test_long_texts_are_tokenized_one_at_a_time_and_few_wait(monkeypatch):
     """40 of a megabyte at once held the event loop for two seconds."""
     running, most, encode = [], [], Tokenizer.encode
@@ -244,7 +267,8 @@ def noting_threads():
 
 
 async def test_long_bodies_are_parsed_and_decoded_off_the_event_loop(monkeypatch):
-    """25,000 parts of a chat held it for 0.1 s, and 100,000 ids for 40 ms."""
+    """25,000 parts of a chat held it for 0.1 s, 100,000 ids for 40 ms, and a body of 250,000 lists
+    at /v1/embeddings for 0.6 s."""
     places, watched = noting_threads()
     parse, decode = app.parse, Tokenizer.decode
     monkeypatch.setattr(app, "parse", watched(parse))
@@ -254,21 +278,32 @@ async def test_long_bodies_are_parsed_and_decoded_off_the_event_loop(monkeypatch
     async with Inside.serving() as inside:
         assert (await inside.ask("/v1/chat/completions", chat)).status == 400  # too long
         answer = await inside.ask("/detokenize", {"tokens": [5] * 20_000})
-    assert len(answer.json()["prompt"]) >= 20_000 and places == [False] * 3
+        lists = await inside.ask("/v1/embeddings", {"input": [[]] * 20_000})
+    assert len(answer.json()["prompt"]) >= 20_000 and places == [False] * 4
+    assert "a list of at most 1024 of either" in lists.json()["error"]["message"]
 
 
 async def test_long_answers_are_formatted_off_the_event_loop(monkeypatch):
-    """The log-probabilities that one body may have held it for half a second."""
+    """The log-probabilities that one body may have held it for half a second: those of an answer,
+    and those of its prompts. So did a first look at the schema."""
     places, watched = noting_threads()
-    whole, encode = Completion.whole, base64.b64encode
-    monkeypatch.setattr(Completion, "whole", watched(whole))
-    monkeypatch.setattr(base64, "b64encode", watched(encode))
+    for owner, name in (
+        *((Completion, "whole"), (Scores, "whole"), (Tokenizer, "decode")),
+        *((base64, "b64encode"), (embeddings, "ranking"), (FastAPI, "openapi")),
+    ):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
     long = SHORT | {"prompt": ["a"] * 40, "max_tokens": 8, "ignore_eos": True}
     async with Inside.serving() as inside:
         answer = await inside.ask(PATH, long)
         assert answer.json()["usage"]["completion_tokens"] == 320
         await inside.ask("/v1/embeddings", {"input": ["a", "b"], "encoding_format": "base64"})
-    assert places == [False] * 3
+        await inside.ask("/v1/rerank", {"query": "a", "documents": ["b"]})
+        assert (await inside.ask("/openapi.json")).json()["paths"]
+        assert places == [False] * 5
+        places.clear()
+        for fields in ({}, {"max_tokens": 1}):  # the prompt is decoded, and the answer is written
+            assert (await inside.ask(PATH, SCORED | {"prompt": [5, 6]} | fields)).status == 200
+    assert places == [False] * 4
 
 
 async def test_the_loop_answers_while_the_engine_computes():
@@ -377,10 +412,10 @@ async def test_an_event_is_one_line_for_every_client():
 
 
 async def test_the_text_of_an_unexpected_error_is_logged_and_not_sent(monkeypatch, caplog):
-    async def encode(*arguments):
+    async def fail(*arguments):
         raise RuntimeError("a planted fault")
 
-    monkeypatch.setattr(Service, "encode", encode)
+    monkeypatch.setattr(Service, "all_prompt_ids", fail)
     async with Inside.serving() as inside:
         heard = await inside.ask(PATH, SCORED)
         assert "a planted fault" in caplog.text

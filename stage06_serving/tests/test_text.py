@@ -178,12 +178,13 @@ def test_long_texts_are_tokenized_and_joined_off_the_loop(monkeypatch):
 
     tokenizer = SimpleNamespace(encode=watched(REAL.encode), decode=watched(REAL.decode))
     nothing: Any = None
-    loaded = cast(Any, SimpleNamespace(tokenizer=tokenizer))
+    config = SimpleNamespace(n_positions=1000)
+    loaded = cast(Any, SimpleNamespace(tokenizer=tokenizer, config=config))
     service = Service(nothing, loaded, "", None, nothing, 1)
     monkeypatch.setattr("stage06_serving.service.LONG_TEXT", 20)
     for text, expected in ("once", (1, 1)), ("once upon a time " * 2, (0, 1)), ("a " * 80, (0, 0)):
         on_loop.clear()
-        ids = asyncio.run(service.encode(text))
+        (ids,) = asyncio.run(service.all_prompt_ids([text]))
         assert ids == REAL.encode(text)
         assert asyncio.run(service.decode(ids)) == text
         assert (on_loop[0], all(on_loop[1:])) == expected == (on_loop[0], any(on_loop[1:]))

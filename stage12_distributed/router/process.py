@@ -12,6 +12,7 @@ from shared.paths import ROOT
 from shared.server import READY, STOPPING
 
 LONGEST_LINE = 2**20  # bytes of a log
+ERROR = "error: "  # begins the sentence with which a program ends
 SERVER = "stage06_serving.__main__"
 
 
@@ -48,9 +49,10 @@ async def close(process: Process, patience: float = STOPPING) -> None:
 
 
 async def _show(name: str, process: Process, url: asyncio.Future[str]) -> None:
-    """Copy a server's log to standard error, each line after its name, and set `url` from it."""
+    """Copy a server's log to standard error, each line after its name, and set `url` from it. The
+    error that ends its start is only in `url`: who waits for it shows it."""
     assert process.stderr is not None
-    last = "try python -m stage06_serving to see why."
+    why, last = "", "try python -m stage06_serving to see why."
     while True:
         try:
             line = await process.stderr.readline()
@@ -59,9 +61,12 @@ async def _show(name: str, process: Process, url: asyncio.Future[str]) -> None:
         if not line:
             break
         text = line.decode(errors="replace").rstrip()
-        last = text.removeprefix("error: ").strip() or last
+        if text.startswith(ERROR) and not url.done():
+            why = text.removeprefix(ERROR)
+            continue
+        last = text.strip() or last
         print(f"[{name}] {text}", file=sys.stderr, flush=True)
         if text.startswith(READY) and not url.done():
             url.set_result(text.split()[-1])
     if not url.done():
-        url.set_exception(UserError(f"{name} did not start: {last}"))
+        url.set_exception(UserError(f"{name} did not start: {why or last}"))

@@ -334,7 +334,7 @@ class Relay:
         if status == 503:
             self.pool.full(replica, seconds(headers.get("retry-after", "")))
             raise Failed(status, headers, body)
-        if kind != "application/json":
+        if kind != "application/json" or not like_json(body):
             status = 502
         if status >= 500 or status == 429:
             self.pool.erred(replica, f"most of its answers have a status such as {status}")
@@ -383,6 +383,12 @@ async def whole_events(
         elif len(left) > LARGEST_EVENT:
             raise aiohttp.ClientPayloadError("an event is too long")
     raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
+
+
+def like_json(body: bytes) -> bool:
+    """Whether it begins and ends as an object or a list. To parse all of it would take too long."""
+    text = body.strip()
+    return text[:1] + text[-1:] in (b"{}", b"[]")
 
 
 def seconds(retry_after: str) -> float:

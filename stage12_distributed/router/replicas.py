@@ -31,7 +31,9 @@ from .sources import Find, Sources
 from .standing import FIRST, LONGEST, WEIGHT, Standing
 
 log = logging.getLogger(__name__)
-CHECK = 1.0  # seconds between two health checks of a server
+CHECK = 0.5  # seconds between two health checks of a server, where there are few
+MOST_CHECKS = 100  # a second: each takes the event loop a millisecond
+FOLLOW = 1.0  # seconds between two looks at the sources
 PATIENCE = 5.0  # seconds that a health check may take
 MISSES = 3  # unanswered checks, after which a process is started again
 STEADY = 10.0  # seconds that a process must have lived to be started again at once
@@ -166,7 +168,7 @@ class Pool:
     async def stalled(self, replica: Replica) -> None:
         """Wait until the replica, which has a request to compute, has shown no progress for
         `first_byte` seconds. A long answer comes at its end, and looks like none until then."""
-        limit, late = self.options.first_byte, CHECK + PATIENCE  # a sign may be as old
+        limit, late = self.options.first_byte, self.pause + PATIENCE  # a sign may be as old
         moved = began = self._now()
         while (left := max(began, moved + late) + limit - self._now()) > 0:
             await asyncio.sleep(min(left, limit))
@@ -255,12 +257,17 @@ class Pool:
 
     # ---- which servers there are, and their health ----------------------------------------------
 
+    @property
+    def pause(self) -> float:
+        """Seconds between two health checks of a server."""
+        return max(CHECK, len(self.backends) / MOST_CHECKS)
+
     def _all(self) -> list[Backend]:
         return list(self.backends.values())
 
     async def _follow_always(self) -> None:
         while True:
-            await asyncio.sleep(CHECK)
+            await asyncio.sleep(FOLLOW)
             await self.follow()
 
     async def follow(self) -> list[Backend]:
@@ -280,7 +287,7 @@ class Pool:
                     await self.check(backend)
             except Exception:
                 log.exception("a health check failed")
-            await asyncio.sleep(CHECK)
+            await asyncio.sleep(self.pause)
 
     async def check(self, backend: Backend) -> None:
         """Check a server's health, and let it in or shut it out."""
@@ -454,9 +461,11 @@ class Pool:
             wait = FIRST if self._now() - started > STEADY else min(LONGEST, 2 * wait)
             await asyncio.sleep(wait)
             self.restarts += 1
-            with contextlib.suppress(UserError, OSError):  # its log is shown; it is tried again
+            try:
                 await self._launch(backend)
                 await self.check(backend)
+            except (UserError, OSError) as error:  # it is tried again
+                log.warning("%s", error)
 
     async def _end(self, backend: Backend) -> None:
         """Stop the process in order, or kill it; nothing is sent to the server any more."""

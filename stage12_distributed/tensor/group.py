@@ -47,8 +47,8 @@ from .collectives import Collectives
 from .shard import digest, shard
 
 START = 180.0  # seconds for a rank to import PyTorch and load its model
-PING = 0.25  # seconds without a pass, after which rank 0 asks all ranks for a sign of life
-STILL = 0.5  # seconds without that sign, after which the group is not ready
+PING = 0.1  # seconds between two times that rank 0 asks all ranks for a sign of life
+STILL = 0.2  # seconds without that sign, after which the group is not ready
 CACHE, PASS, MEET = "cache", "pass", "meet"  # kinds of commands
 LOST = "A rank of the model has ended: all keys and values are lost."
 
@@ -156,7 +156,6 @@ class RankGroup:
         self.workers: list[Any] = []
         self.cache: Any = None  # rank 0's, of the engine that was made last
         self._lock = threading.Lock()  # held while the ranks compute
-        self._passed = 0.0  # end of the last pass
         self._asked: float | None = None  # when the sign of life was asked for that is still due
         self._folder: Any = None
         self.collectives, self.digest, self.linear = take_part(setup, self.model, 0)
@@ -201,7 +200,7 @@ class RankGroup:
                 self._lose()
                 raise RankLost(LOST) from error
             finally:
-                self.collectives.passing, self._passed = False, time.monotonic()
+                self.collectives.passing = False
 
     def hold(self, cache: BlockCache) -> None:
         """Give every rank a cache like rank 0's `cache`, in place of its previous one."""
@@ -276,8 +275,7 @@ class RankGroup:
         """Wait for the end of a rank, and ask idle ranks for signs of life."""
         sentinels = [worker.sentinel for worker in self.workers]
         while not connection.wait(sentinels, PING):
-            idle = time.monotonic() - self._passed > PING
-            if idle and self._lock.acquire(blocking=False):  # else a pass shows that all are there
+            if self._lock.acquire(blocking=False):  # else a pass shows that all are there
                 try:
                     self._asked = time.monotonic()
                     self.collectives.send_command(MEET)

@@ -28,10 +28,12 @@ from stage05_paged.blocks import BlockPool
 from stage05_paged.make import make as make_paged
 from stage06_serving.scoring import ScoredRequest
 from stage06_serving.tests.asking import HANG, get, post
+from stage06_serving.tests.asking import until as wait_until
 from stage06_serving.tests.conftest import serving
 from stage06_serving.tests.tools import said, started, submit, until, words
+from stage12_distributed.router.replicas import CHECK
 from stage12_distributed.tensor.collectives import BLOCK
-from stage12_distributed.tensor.group import MEET, RankGroup, RankLost, Setup, make
+from stage12_distributed.tensor.group import MEET, PING, STILL, RankGroup, RankLost, Setup, make
 from stage12_distributed.tensor.server import Served
 from stage12_distributed.tensor.shard import shards
 from stage12_distributed.tests import parts
@@ -111,6 +113,11 @@ async def test_an_idle_rank_that_stands_still_is_not_ready_until_it_goes_on(grou
         assert await said(running, submit(running, [1, 2, 3], 8))
 
 
+def test_a_router_notices_an_idle_rank_that_stands_still_within_a_second():
+    """At worst, rank 0 has just asked, and the router looks just before rank 0 knows."""
+    assert PING + STILL + CHECK <= 0.8
+
+
 async def test_prompts_are_scored_on_all_ranks(group):
     """The scores are the whole model's."""
     ids = random_prompt(300, group.model.config, 0)
@@ -180,8 +187,8 @@ def test_ranks_must_agree_on_the_model():
 
 def test_the_server_and_its_ranks(tmp_path):
     """Two models in one, behind the router. A rank is killed in the middle of a stream, while
-    another request waits: the stream ends with an error, the other one is repeated. When the router
-    is killed, no rank outlives it."""
+    another request waits: the stream ends with an error, the other one is repeated. The router is
+    not ready while the new rank stands still. When the router is killed, no rank outlives it."""
     shapes = {name: part.shape for name, part in shards(parts.stored("stories"), 0, 1).items()}
     parts.write_adapter(tmp_path / "fable", shapes)
     options = ("--adapters", str(tmp_path), "--kv-memory", "8MiB", "--max-num-seqs", "1")
@@ -223,6 +230,11 @@ def test_the_server_and_its_ranks(tmp_path):
             assert waiting.result() == before[0]
         assert get(server, "/ready").json()["status"] == "ok"
         (rank,) = ranks_of(server.pid)
+        if hasattr(signal, "SIGSTOP"):  # the router notices an idle rank that stands still
+            rank.suspend()
+            wait_until(lambda: get(server, "/ready").status_code == 503)
+            rank.resume()
+            wait_until(lambda: get(server, "/ready").status_code == 200)
         server.process.kill()
         gone, alive = psutil.wait_procs([rank], HANG)
         assert gone and not alive

@@ -215,13 +215,19 @@ async def test_a_client_that_leaves_while_the_replica_is_being_reached_leaves_no
 
 
 async def test_a_server_that_is_no_engine_is_an_error_in_one_sentence():
+    """One whose JSON is garbage or a part passed for healthy, and every answer went to clients."""
+
     async def page(request: web.Request) -> web.StreamResponse:
         return web.Response(text="<html>hello</html>", content_type="text/html")
 
     async def elsewhere(request: web.Request) -> web.StreamResponse:
         raise web.HTTPFound(NOWHERE)
 
-    for answer in (page, elsewhere):
+    async def broken(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=bodies.pop(), content_type="application/json")
+
+    bodies = [b"\x93{}\x1b", b'{"choices": [{"te', b""]
+    for answer in (page, elsewhere, *[broken] * len(bodies)):
         async with plain(answer) as engine, routed(engine) as router:
             got = await router.post()
             assert got.status == 502 and "something other than JSON" in got.body["error"]["message"]

@@ -14,7 +14,10 @@ from stage06_serving.tests.asking import events
 from stage06_serving.tests.tools import until
 from stage12_distributed.router import replicas, standing
 from stage12_distributed.router.relay import MOST_BUDGET
+from stage12_distributed.router.replicas import Options, Pool
 from stage12_distributed.tests.tools import STREAM, answered, dies, held, mock, plain, routed, two
+
+MOCK = "stage07_loadtest.mock"
 
 
 async def test_a_slow_health_check_leaves_the_load_and_shuts_the_replica_out(monkeypatch):
@@ -34,6 +37,25 @@ async def test_a_slow_health_check_leaves_the_load_and_shuts_the_replica_out(mon
         assert backend.ready and replica.requests == 1 and backend.replica is replica
         asking.cancel()
         await until(lambda: router.idle)
+
+
+async def test_why_a_process_does_not_start_is_shown_once(monkeypatch, capsys, caplog):
+    """By who waits for it: here the log, as the process should start again."""
+    why = "replica-0 did not start: Argument --itl:"
+    async with routed(replicas=1, module=MOCK) as router:
+        (backend,) = router.backends
+        assert backend.process is not None
+        monkeypatch.setattr(replicas, "FIRST", 0.01)
+        router.pool.options = Options(arguments=("--itl", "-1"), module=MOCK)
+        backend.process.kill()
+        await until(lambda: why in caplog.text)
+    assert "--itl" not in capsys.readouterr().err
+
+
+async def test_many_servers_are_checked_less_often():
+    """A hundred, twice a second, took a quarter of the event loop."""
+    few, many = (Pool(Options(replicas=count)) for count in (2, 64))
+    assert few.pause == replicas.CHECK and many.pause == 64 / replicas.MOST_CHECKS
 
 
 async def test_failures_outlive_the_request_that_met_them():
