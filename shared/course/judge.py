@@ -491,6 +491,8 @@ def verdict(rule: Rule, seeds: Sequence[int], expected: Sequence[Any], ended: En
             why = rule(right, result.get("data"))
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError):
             why = "what came back is not a result."
+        except RecursionError:  # lists in lists that could be parsed, and just not be shown
+            why = "what came back is nested too deep."
         if why:
             return f"seed {seed}: {plain(why, 600)}"
     if ended.why:

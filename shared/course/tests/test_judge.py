@@ -335,6 +335,10 @@ def test_results_are_parsed_with_limits():
         found = judge.verdict(judge.difference, [5], [[1]], Ended(lines, why, ""))
         assert words in found and bool(found) == bool(words)
 
+    for depth in range(sys.getrecursionlimit()):  # some can be parsed, and not be shown
+        nested = b'{"data": [' + b"[" * depth + b"]" * depth + b"]}"
+        assert judge.verdict(judge.difference, [5], [[1]], Ended([nested], "", ""))
+
     def strange(expected: object, result: object) -> str:
         raise TypeError("it is no list")
 
