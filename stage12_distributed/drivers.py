@@ -217,16 +217,20 @@ def copies(draw: Random) -> Iterator[Entry]:
         yield entry | {"pool": state_of(pool)}
 
 
-def reduced(inputs: Sequence[torch.Tensor]) -> tuple[list[Any], list[list[int]]]:
+def reduced(
+    inputs: Sequence[torch.Tensor], noisy: tuple[int, int] | None = None
+) -> tuple[list[Any], list[list[int]]]:
     """What `all_reduce` returns on each rank, a thread with one of `inputs`, or its error; and how
-    many numbers the rank has sent in each turn."""
+    many numbers the rank has sent in each turn. noisy: a rank and a turn; 1 is added to what it
+    sends then."""
     ways: list[Queue[torch.Tensor]] = [Queue() for _ in inputs]
     sent: list[list[int]] = [[] for _ in inputs]
 
     def work(rank: int) -> object:
         def exchange(piece: torch.Tensor) -> torch.Tensor:
+            noise = float((rank, len(sent[rank])) == noisy)
             sent[rank].append(piece.numel())
-            ways[(rank + 1) % len(inputs)].put(piece.clone())
+            ways[(rank + 1) % len(inputs)].put(piece.clone() + noise)
             return ways[rank].get(timeout=4)
 
         try:
@@ -236,6 +240,17 @@ def reduced(inputs: Sequence[torch.Tensor]) -> tuple[list[Any], list[list[int]]]
 
     with ThreadPoolExecutor(len(inputs)) as pool:
         return list(pool.map(work, range(len(inputs)))), sent
+
+
+def noise(inputs: Sequence[torch.Tensor], rank: int, turn: int) -> list[Any]:
+    """How many numbers of each rank's sum are wrong if 1 is added to what `rank` sends in `turn`:
+    none where the numbers did not come by the ring, as threads share a memory."""
+    results, _ = reduced(inputs, (rank, turn))
+    total = torch.stack(list(inputs)).sum(0)
+    return [
+        int(((result - total).abs() > 0.5).sum()) if isinstance(result, torch.Tensor) else result
+        for result in results
+    ]
 
 
 def rings(draw: Random) -> Iterator[Entry]:
@@ -252,6 +267,11 @@ def rings(draw: Random) -> Iterator[Entry]:
         entry: Entry = {"call": call, "results": results, "same": same, "unchanged": unchanged}
         entry |= {"turns": [len(counts) for counts in sent]}
         yield entry | {"too many": [max(counts, default=0) > most for counts in sent]}
+        if size > 1:  # pieces of one size: how many numbers are wrong does not depend on the cut
+            rank, turn = draw.randrange(size), draw.randrange(2 * (size - 1))
+            call = f"all_reduce on {size} ranks; 1 is added to what rank {rank} sends in turn {turn}"
+            whole = [tensors(draw, 2 * size) for _ in range(size)]
+            yield {"call": call, "wrong numbers": noise(whole, rank, turn)}
 
 
 DRIVERS = {1: choices, 2: parts, 3: tries, 4: copies, 5: rings}
