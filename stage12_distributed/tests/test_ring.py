@@ -38,4 +38,5 @@ def test_the_sum_comes_by_the_ring(turn, ranks):
     numbers. Before the last two turns these are sums of all ranks."""
     inputs = [torch.randn(6, dtype=torch.float64) for _ in range(3)]
     wrong = noise(inputs, rank=1, turn=turn)
+    assert all(isinstance(count, int) for count in wrong), wrong
     assert wrong == [2 * (rank in ranks) for rank in range(3)]
