@@ -36,13 +36,16 @@ def choices(draw: Random) -> Iterator[Entry]:
         size = draw.choice([1, 4])
         routing = Routing(size, draw.choice([1.0, 1.5, 4.0]), seed=draw.randrange(1000))
         texts = [[draw.randrange(9) for _ in range(12 * size)] for _ in range(2)]
+        alike = draw.random() < 0.3  # then any that remembers may be chosen
+        text, known = draw.choice(texts), 12 * size
         for number in range(draw.randint(0, 6)):
             replica = routing.add(f"replica-{number}")
             replica.ready = draw.random() < 0.85
-            replica.requests, replica.queued = draw.choice([0, 0, 1, 5]), draw.choice([0, 0, 6])
-            replica.tokens = draw.choice([0, 0, 3, 40])
-            known = draw.choice([0, 0, 4 * size, 12 * size])
-            replica.remember(routing.digests(draw.choice(texts)[:known]))
+            if not alike:
+                replica.requests, replica.queued = draw.choice([0, 0, 1, 5]), draw.choice([0, 0, 6])
+                replica.tokens = draw.choice([0, 0, 3, 40])
+                text, known = draw.choice(texts), draw.choice([0, 0, 4 * size, 12 * size])
+            replica.remember(routing.digests(text[:known]))
         prompt = draw.choice(texts)[: draw.choice([1, 4 * size, 9 * size + 1, 12 * size])]
         digests, answer = routing.digests(prompt), draw.choice([0, 7])
         replicas = list(routing.replicas.values())
