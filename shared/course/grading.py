@@ -121,6 +121,7 @@ def grade_class(
         raise UserError(f"There is no folder {submissions}: name the one of all submissions.")
     out.mkdir(parents=True, exist_ok=True)
     folders = sorted(p for p in submissions.iterdir() if p.is_dir() and not p.is_symlink())
+    folders = [folder for folder in folders if folder.resolve() != out.resolve()]
     chosen = sorted(chosen)  # results are in this order
     numbers = [number_of(stage, task) for stage in chosen for task in mine.tasks(stage)]
     results: dict[str, Any] = {}

@@ -109,7 +109,7 @@ def test_a_class_is_graded_in_one_go_and_goes_on_where_it_was(tmp_path, fake, ca
     for name in ("ada", "bob", "eve"):
         mine.write(tmp_path / "all" / name / STAGE / FILE, REFERENCE)
     (tmp_path / "all" / "empty").mkdir()
-    out = tmp_path / "results"
+    out = tmp_path / "all" / "results"  # it is not a submission
     words = ["grade-class", str(tmp_path / "all"), "stage04", "--out", str(out)]
     exercise.main(words)
     assert sorted(path.name for path in out.iterdir()) == [
