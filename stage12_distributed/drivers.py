@@ -272,7 +272,7 @@ def rings(draw: Random) -> Iterator[Entry]:
         yield entry | {"too many": [max(counts, default=0) > most for counts in sent]}
         if size > 1:  # pieces of one size: how many numbers are wrong does not depend on the cut
             rank, turn = draw.randrange(size), draw.randrange(2 * (size - 1))
-            call = f"all_reduce on {size} ranks; 1 is added to what rank {rank} sends in turn {turn}"
+            call = f"all_reduce on {size} ranks; 1 is added to what rank {rank} sends in {turn=}"
             whole = [tensors(draw, 2 * size) for _ in range(size)]
             yield {"call": call, "wrong numbers": noise(whole, rank, turn)}
 
