@@ -113,7 +113,7 @@ def capstone(judge: Judge, submission: Path, plan: Any, rounds: int = ROUNDS) ->
     print(f"judging {len(tasks)} tasks of {', '.join(stages)}", flush=True)
     failed = []
     with ThreadPoolExecutor(grading.JOBS if judge.confined else 1) as pool:
-        results = pool.map(lambda entry: judge.why_together(*entry, files), tasks)
+        results = pool.map(lambda entry: judge.why_together(entry[0], entry[1], files), tasks)
         for (stage, task), why in zip(tasks, results, strict=True):
             name = mine.label(stage, task)
             print(f"{'fails' if why else 'right'}  {name}: {task.title}", flush=True)
