@@ -109,6 +109,7 @@ TASKS = (
         tests=(
             "tests/test_cache.py::test_any_packing_is_explicit_attention_of_each_sequence",
             "tests/test_cache.py::test_the_cache_has_a_dtype_of_its_own",
+            "tests/test_cache.py::test_query_heads_read_the_head_of_keys_that_they_share",
         ),
     ),
     Task(

@@ -36,13 +36,16 @@ def choices(draw: Random) -> Iterator[Entry]:
         size = draw.choice([1, 4])
         routing = Routing(size, draw.choice([1.0, 1.5, 4.0]), seed=draw.randrange(1000))
         texts = [[draw.randrange(9) for _ in range(12 * size)] for _ in range(2)]
+        alike = draw.random() < 0.3  # then any that remembers may be chosen
+        text, known = draw.choice(texts), 12 * size
         for number in range(draw.randint(0, 6)):
             replica = routing.add(f"replica-{number}")
             replica.ready = draw.random() < 0.85
-            replica.requests, replica.queued = draw.choice([0, 0, 1, 5]), draw.choice([0, 0, 6])
-            replica.tokens = draw.choice([0, 0, 3, 40])
-            known = draw.choice([0, 0, 4 * size, 12 * size])
-            replica.remember(routing.digests(draw.choice(texts)[:known]))
+            if not alike:
+                replica.requests, replica.queued = draw.choice([0, 0, 1, 5]), draw.choice([0, 0, 6])
+                replica.tokens = draw.choice([0, 0, 3, 40])
+                text, known = draw.choice(texts), draw.choice([0, 0, 4 * size, 12 * size])
+            replica.remember(routing.digests(text[:known]))
         prompt = draw.choice(texts)[: draw.choice([1, 4 * size, 9 * size + 1, 12 * size])]
         digests, answer = routing.digests(prompt), draw.choice([0, 7])
         replicas = list(routing.replicas.values())
@@ -217,16 +220,20 @@ def copies(draw: Random) -> Iterator[Entry]:
         yield entry | {"pool": state_of(pool)}
 
 
-def reduced(inputs: Sequence[torch.Tensor]) -> tuple[list[Any], list[list[int]]]:
+def reduced(
+    inputs: Sequence[torch.Tensor], noisy: tuple[int, int] | None = None
+) -> tuple[list[Any], list[list[int]]]:
     """What `all_reduce` returns on each rank, a thread with one of `inputs`, or its error; and how
-    many numbers the rank has sent in each turn."""
+    many numbers the rank has sent in each turn. noisy: a rank and a turn; 1 is added to what it
+    sends then."""
     ways: list[Queue[torch.Tensor]] = [Queue() for _ in inputs]
     sent: list[list[int]] = [[] for _ in inputs]
 
     def work(rank: int) -> object:
         def exchange(piece: torch.Tensor) -> torch.Tensor:
+            noise = float((rank, len(sent[rank])) == noisy)
             sent[rank].append(piece.numel())
-            ways[(rank + 1) % len(inputs)].put(piece.clone())
+            ways[(rank + 1) % len(inputs)].put(piece.clone() + noise)
             return ways[rank].get(timeout=4)
 
         try:
@@ -236,6 +243,17 @@ def reduced(inputs: Sequence[torch.Tensor]) -> tuple[list[Any], list[list[int]]]
 
     with ThreadPoolExecutor(len(inputs)) as pool:
         return list(pool.map(work, range(len(inputs)))), sent
+
+
+def noise(inputs: Sequence[torch.Tensor], rank: int, turn: int) -> list[Any]:
+    """How many numbers of each rank's sum are wrong if 1 is added to what `rank` sends in `turn`:
+    none where the numbers did not come by the ring, as threads share a memory."""
+    results, _ = reduced(inputs, (rank, turn))
+    total = torch.stack(list(inputs)).sum(0)
+    return [
+        int(((result - total).abs() > 0.5).sum()) if isinstance(result, torch.Tensor) else result
+        for result in results
+    ]
 
 
 def rings(draw: Random) -> Iterator[Entry]:
@@ -252,6 +270,11 @@ def rings(draw: Random) -> Iterator[Entry]:
         entry: Entry = {"call": call, "results": results, "same": same, "unchanged": unchanged}
         entry |= {"turns": [len(counts) for counts in sent]}
         yield entry | {"too many": [max(counts, default=0) > most for counts in sent]}
+        if size > 1:  # pieces of one size: how many numbers are wrong does not depend on the cut
+            rank, turn = draw.randrange(size), draw.randrange(2 * (size - 1))
+            call = f"all_reduce on {size} ranks; 1 is added to what rank {rank} sends in {turn=}"
+            whole = [tensors(draw, 2 * size) for _ in range(size)]
+            yield {"call": call, "wrong numbers": noise(whole, rank, turn)}
 
 
 DRIVERS = {1: choices, 2: parts, 3: tries, 4: copies, 5: rings}

@@ -125,6 +125,7 @@ TASKS = (
         tests=(
             "tests/test_ring.py::test_every_rank_has_the_sum",
             "tests/test_ring.py::test_each_rank_sends_less_than_two_tensors",
+            "tests/test_ring.py::test_the_sum_comes_by_the_ring",
         ),
     ),
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,7 +84,7 @@ def proved_rates(
 
     def run(name: str) -> staircase.Run:
         stage, laid = (stages[-1], {}) if name == OURS else (name, files)
-        print(f"running the workload: {name}")
+        print(f"running the workload: {name}", flush=True)
         return staircase.Run(**judge.measured(stage, laid, vars(plan)))
 
     ways = {name: partial(run, name) for name in (*stages, OURS)}
@@ -109,11 +110,14 @@ def capstone(judge: Judge, submission: Path, plan: Any, rounds: int = ROUNDS) ->
         print(f"still to be written, so the reference's runs: {name}")
     stages = [stage for stage in (*STAGES, LAST) if any(name.startswith(stage) for name in files)]
     tasks = [(stage, task) for stage in stages for task in mine.tasks(stage)]
+    print(f"judging {len(tasks)} tasks of {', '.join(stages)}", flush=True)
     failed = []
-    for stage, task in tasks:
-        why = judge.why_together(stage, task, files)
-        print(f"{'fails' if why else 'right'}  {mine.label(stage, task)}: {task.title}")
-        failed += [f"{mine.label(stage, task)}: {why}"] if why else []
+    with ThreadPoolExecutor(grading.JOBS if judge.confined else 1) as pool:
+        results = pool.map(lambda entry: judge.why_together(entry[0], entry[1], files), tasks)
+        for (stage, task), why in zip(tasks, results, strict=True):
+            name = mine.label(stage, task)
+            print(f"{'fails' if why else 'right'}  {name}: {task.title}", flush=True)
+            failed += [f"{name}: {why}"] if why else []
     checks = len(tasks) - len(failed), len(tasks)
     print(f"{checks[0]} of {checks[1]} checks passed")
     if failed:

@@ -245,6 +245,7 @@ def _judge(options: argparse.Namespace) -> Judge:
 
 
 def capstone(options: argparse.Namespace) -> int:
+    print("loading the stages", flush=True)  # this takes seconds
     from ..bench import staircase  # it needs the stages, and no other command does
     from .capstone import ROUNDS, capstone
 

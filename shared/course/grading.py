@@ -116,34 +116,40 @@ def grade_class(
 ) -> dict[str, int]:
     """Grade every folder in `submissions`: a file of results for each in `out`, and all points in
     grades.csv. What is in `out` already is kept, so that an interrupted run goes on. Returns the
-    points by name."""
+    points by name. Raises UserError if what is there is of other stages."""
     if not submissions.is_dir():
         raise UserError(f"There is no folder {submissions}: name the one of all submissions.")
     out.mkdir(parents=True, exist_ok=True)
     folders = sorted(p for p in submissions.iterdir() if p.is_dir() and not p.is_symlink())
-    todo = [folder for folder in folders if not (out / f"{folder.name}.json").is_file()]
-    tasks = sum(len(mine.tasks(stage)) for stage in chosen)
-    with tqdm(total=len(todo) * tasks, unit="task", disable=None) as bar:
+    folders = [folder for folder in folders if folder.resolve() != out.resolve()]
+    chosen = sorted(chosen)  # results are in this order
+    numbers = [number_of(stage, task) for stage in chosen for task in mine.tasks(stage)]
+    results: dict[str, Any] = {}
+    for folder in folders:
+        if (path := out / f"{folder.name}.json").is_file():
+            results[folder.name] = json.loads(path.read_text("utf-8"))
+            if [test["number"] for test in results[folder.name]["tests"]] != numbers:
+                raise UserError(f"{path} has results of other stages: name another folder.")
+    todo = [folder for folder in folders if folder.name not in results]
+    with tqdm(total=len(todo) * len(numbers), unit="task", disable=None) as bar:
         for folder in todo:
             bar.set_description(folder.name[:20])
             verdicts = []
             for verdict in grade(judge, chosen, folder):
                 verdicts.append(verdict)
                 bar.update()
-            write(out / f"{folder.name}.json", json.dumps(gradescope(verdicts), indent=2) + "\n")
-    results = {}
-    for folder in folders:
-        results[folder.name] = json.loads((out / f"{folder.name}.json").read_text("utf-8"))
-    with open(out / "grades.csv", "w", newline="", encoding="utf-8") as file:
+            results[folder.name] = gradescope(verdicts)
+            write(out / f"{folder.name}.json", json.dumps(results[folder.name], indent=2) + "\n")
+    # A name may be no text: some other system's bytes.
+    with open(
+        out / "grades.csv", "w", newline="", encoding="utf-8", errors="backslashreplace"
+    ) as file:
         rows = csv.writer(file)
-        numbers = sorted(
-            {test["number"] for result in results.values() for test in result["tests"]}
-        )
         rows.writerow(["submission", "score", *numbers])
-        for name, result in results.items():
-            scores = {test["number"]: test["score"] for test in result["tests"]}
-            rows.writerow([name, result["score"], *(scores.get(number, "") for number in numbers)])
-    return {name: int(result["score"]) for name, result in results.items()}
+        for name, result in sorted(results.items()):
+            scores = [test["score"] for test in result["tests"]]
+            rows.writerow([name, result["score"], *scores])
+    return {name: int(result["score"]) for name, result in sorted(results.items())}
 
 
 def write(path: Path, text: str) -> None:
@@ -156,6 +162,11 @@ def write(path: Path, text: str) -> None:
 # ---- results ----
 
 
+def number_of(stage: str, task: Task) -> str:
+    """The number of a task among those of all stages: "4.1"."""
+    return f"{int(stage[5:7])}.{task.number}"
+
+
 def gradescope(verdicts: Iterable[Verdict]) -> dict[str, Any]:
     """The content of Gradescope's /autograder/results/results.json."""
     verdicts = list(verdicts)
@@ -166,7 +177,7 @@ def gradescope(verdicts: Iterable[Verdict]) -> dict[str, Any]:
         "tests": [
             {
                 "name": verdict.name,
-                "number": f"{int(verdict.stage[5:7])}.{verdict.task.number}",
+                "number": number_of(verdict.stage, verdict.task),
                 "score": verdict.points,
                 "max_score": verdict.task.points,
                 "status": "passed" if verdict.passed else "failed",

@@ -178,7 +178,9 @@ class Judge:
         """Why a task's driver returns something else with all these files, by path, than with the
         reference; "" if it does not. What they leave open is the reference's."""
         job = {"stage": stage, "task": task.number, "seeds": self.seeds, "alone": False}
-        with self._tree(self._base(max(files).partition("/")[0]), files) as tree:
+        with self._lock:
+            base = self._base(max(files).partition("/")[0])
+        with self._tree(base, files) as tree:
             ended = run(tree, job, self.limits, self.confined)
         return verdict(rule_of(stage, task), self.seeds, self.expected(stage, task), ended)
 
@@ -491,6 +493,8 @@ def verdict(rule: Rule, seeds: Sequence[int], expected: Sequence[Any], ended: En
             why = rule(right, result.get("data"))
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError):
             why = "what came back is not a result."
+        except RecursionError:  # lists in lists that could be parsed, and just not be shown
+            why = "what came back is nested too deep."
         if why:
             return f"seed {seed}: {plain(why, 600)}"
     if ended.why:

@@ -125,8 +125,9 @@ def test_the_steady_part_begins_when_all_users_have_sent_and_ends_with_the_last_
     found = metrics.steady([record(i, intended=0.7 * (i // 2)) for i in range(6)], users=2)
     assert found is not None and (found.start, found.end) == (0.0, approx(1.4))
     assert found.output_rate == approx(12 / 1.4)  # two of the three rounds
-    staggered = metrics.steady([record(i, intended=0.2 * i) for i in range(6)], users=3)
-    assert staggered is not None and staggered.start == approx(0.4)
+    staggered = metrics.steady([record(i, intended=0.22 * i) for i in range(6)], users=3)
+    assert staggered is not None and staggered.start == approx(0.44)
+    assert staggered.output_rate == approx(8 / 0.66)  # two answers, and two tokens of a third
     opened = metrics.steady([record(i, intended=0.4 * i) for i in range(4)], users=None)
     assert opened is not None and (opened.start, opened.end) == (approx(0.7), approx(1.2))
     assert opened.output_rate == approx(3 / 0.5)  # without the first answer's

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -383,6 +384,26 @@ def test_collecting(submission):
     path.unlink()
     with pytest.raises(UserError, match=f"There is no {task.file} in the submission"):
         capstone.collect(submission)
+
+
+def test_the_capstone_judges_two_tasks_at_once_and_says_so_first(submission, capsys):
+    """One at a time, `--quick` takes more than three minutes."""
+    both = threading.Barrier(2)
+
+    class Slow(Judge):
+        def __init__(self) -> None:
+            self.confined, self.said = True, list[str]()
+
+        def why_together(self, *_: Any) -> str:
+            self.said.append(capsys.readouterr().out)
+            if len(self.said) <= 2:
+                both.wait(10)
+            return "wrong"
+
+    judge = Slow()
+    result = capstone.capstone(judge, submission, None)
+    assert len(result.failed) == len(judge.said) and result.rates == {}
+    assert judge.said[0].startswith(f"judging {len(judge.said)} tasks of stage02_kv_cache, ")
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def test_a_file_that_is_missing_too_large_or_a_link_is_no_solution(tmp_path, mon
 @pytest.mark.skipif(os.name != "posix", reason="files of POSIX")
 def test_a_folder_of_odd_files_is_graded(tmp_path, fake, capsys):
     """What an archive may hold, one oddity a submission: they get 0, and none ends the run."""
-    for name in ("a\n 100  b", "circle", "closed", "folder", "pipe"):
+    for name in ("a\n 100  b", "circle", "closed", "folder", "pipe", "x\udce9"):
         (tmp_path / "all" / name / STAGE).mkdir(parents=True)
     folder = tmp_path / "all"
     (folder / "outside").symlink_to(paths.ROOT, target_is_directory=True)
@@ -89,7 +89,7 @@ def test_a_folder_of_odd_files_is_graded(tmp_path, fake, capsys):
     finally:
         (folder / "closed" / STAGE).chmod(0o700)
     lines = capsys.readouterr().out.splitlines()
-    names = [r"'a\n 100  b'", "circle", "closed", "folder", "pipe"]
+    names = [r"'a\n 100  b'", "circle", "closed", "folder", "pipe", r"'x\udce9'"]
     assert [line[6:] for line in lines] == names
     # Root may read what is closed.
     assert {line[:4] for line in lines if "closed" not in line} == {"   0"}
@@ -109,7 +109,7 @@ def test_a_class_is_graded_in_one_go_and_goes_on_where_it_was(tmp_path, fake, ca
     for name in ("ada", "bob", "eve"):
         mine.write(tmp_path / "all" / name / STAGE / FILE, REFERENCE)
     (tmp_path / "all" / "empty").mkdir()
-    out = tmp_path / "results"
+    out = tmp_path / "all" / "results"  # it is not a submission
     words = ["grade-class", str(tmp_path / "all"), "stage04", "--out", str(out)]
     exercise.main(words)
     assert sorted(path.name for path in out.iterdir()) == [
@@ -126,6 +126,9 @@ def test_a_class_is_graded_in_one_go_and_goes_on_where_it_was(tmp_path, fake, ca
         *(["ada", "5", "5"], ["bob", "99", "5"], ["empty", "0", "0"], ["eve", "5", "5"])
     ]
     assert "   5  eve" in capsys.readouterr().out
+    words[2] = "stage02"  # what was graded is not taken for the results of another stage
+    with pytest.raises(UserError, match="results of other stages"):
+        exercise.main(words)
     with pytest.raises(UserError, match="no folder"):
         exercise.main(["grade-class", str(tmp_path / "none"), "4", "--out", str(out)])
 

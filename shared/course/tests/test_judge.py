@@ -59,6 +59,15 @@ def test_the_reference_passes_and_nothing_else_that_is_in_the_file(two_seeds):
     assert "SyntaxError" in why and "plan.py" in why
 
 
+@contained
+def test_a_crash_in_c_names_its_call(two_seeds):
+    stage, task = "stage09_kernels", mine.find_task("stage09_kernels", 3)
+    reference = mine.read(paths.ROOT / stage / task.file)
+    body = ["import ctypes", "ctypes.string_at(0)"]
+    why = two_seeds.why(stage, task, mine.emptied(reference, stage, task, body).encode())
+    assert re.fullmatch(r"product of \(\d, \d\) and .*: Its process crashed \(SIGSEGV\)\.", why)
+
+
 QUICK = ("all processes", "a daemon that would write later", "results of its own, and the end")
 
 
@@ -334,6 +343,10 @@ def test_results_are_parsed_with_limits():
     ):
         found = judge.verdict(judge.difference, [5], [[1]], Ended(lines, why, ""))
         assert words in found and bool(found) == bool(words)
+
+    for depth in range(sys.getrecursionlimit()):  # some can be parsed, and not be shown
+        nested = b'{"data": [' + b"[" * depth + b"]" * depth + b"]}"
+        assert judge.verdict(judge.difference, [5], [[1]], Ended([nested], "", ""))
 
     def strange(expected: object, result: object) -> str:
         raise TypeError("it is no list")
