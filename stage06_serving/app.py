@@ -139,7 +139,7 @@ class Api:
                 answers = await self._answers(choices)
             # Log-probabilities of thousands of tokens take half a second.
             if echoes or sum(len(answer.tokens) for answer in answers) > LONG_ANSWER:
-                return await self.service.in_turn(body, answers)
+                return await self.service.in_turn(lambda: body(answers))
             return body(answers)
 
         def body(answers: Sequence[Answer]) -> Response:
