@@ -318,6 +318,7 @@ class Source:
     def __init__(self, interval: bool) -> None:
         self.choices = [SimpleNamespace(ticket=SimpleNamespace(news=None)) for _ in range(2)]
         self.ended, self.fresh, self.last, self.due = False, b"", False, True
+        self.behind = False  # what has come is read at once
         self.interval = interval
 
     def read(self) -> bytes:
@@ -387,7 +388,8 @@ def streams(draw: Random) -> Any:
         seen.append({"call": "in the end", "arrived": bytes(arrived).decode(), "known": known})
         seen[-1] |= {"released": len(released), "done": task.done()}
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        (end,) = await asyncio.gather(task, return_exceptions=True)
+        seen[-1] |= {"error": type(end).__name__ if isinstance(end, Exception) else None}
         return seen
 
     return [timeless(work()) for _ in range(10)]
