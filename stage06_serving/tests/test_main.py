@@ -115,7 +115,7 @@ def test_the_defaults_are_safe_and_what_is_open_to_all():
     for host, key, open_to_all in (
         *((host, "", False) for host in ("127.0.0.1", "localhost", "::1")),
         *((host, "", True) for host in ("0.0.0.0", "::", "192.168.1.5")),
-        *(("0.0.0.0", " , ", True), ("0.0.0.0", "secret", False)),
+        ("0.0.0.0", "secret", False),
     ):
         assert parse(["--host", host, "--api-key", key]).open_to_all == open_to_all
 
