@@ -288,8 +288,9 @@ def test_keys_are_not_for_the_list_of_processes(tmp_path, capsys, monkeypatch):
             file.write_text(content, encoding="utf-8")
         with pytest.raises(UserError, match="--api-key-file"):
             parse(["--api-key-file", str(file)])
-    with pytest.raises(UserError, match="--api-key: it has no key"):
-        parse(["--api-key", ", ,"])
+    for nothing in (", ,", "\n"):
+        with pytest.raises(UserError, match="--api-key: it has no key"):
+            parse(["--api-key", nothing])
     assert "process list" not in capsys.readouterr().err
     assert parse(["--api-key", "secret"]).keys == ["secret"]
     shown = capsys.readouterr().err
