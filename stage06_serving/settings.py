@@ -327,7 +327,7 @@ def parse(argv: list[str] | None) -> Settings:
             shown = f"{{{choices}}}" if choices else "VALUE"
             group.add_argument(option, default=argparse.SUPPRESS, metavar=shown, help=about)
     options: dict[str, Any] = vars(parser.parse_args(argv))
-    if options.get("api_key", "").strip(" ,"):
+    if any(map(str.strip, options.get("api_key", "").split(","))):
         print(
             "WARNING: every user of this machine can read --api-key in the process list: use "
             f"--api-key-file or {PREFIX}API_KEY.",
