@@ -192,6 +192,58 @@ static inline floats code_of(const struct quantized *q, words w, int b, const in
     return as_floats((words)((bits32)w >> shift & (bits == 8 ? 255 : 15)) - (int32_t)q->offset);
 }
 
+#if BYTES == 32
+/* `madd_group` for codes of 4 bits. AVX2 multiplies bytes, too, and adds two products each in 16
+   bits, which hold 8 such sums: each is at most 2 * 15 * 127. Gain: 1.2x with 32
+   rows, 1.3x for a prompt of 512. */
+static inline __attribute__((always_inline)) void
+madd_nibbles(words (*tile)[NR], const uint8_t *codes, const int32_t *const *x, int64_t steps,
+             const int rows, const int wide) {
+    const __m256i one = _mm256_set1_epi16(1);
+    for (int64_t k = 0, end; k < steps; k = end) {
+        shorts sums[MR][NR] = {0};
+        end = steps - k < 8 ? steps : k + 8;
+        for (int64_t step = k; step < end; step += 2, codes += PANEL * 4)
+            for (int j = 0; j < wide; j++) {
+                words w = *(const words *)(codes + j * BYTES);
+                __m256i low = (__m256i)(w & 0x0f0f0f0f);
+                __m256i high = (__m256i)((bits32)w >> 4 & 0x0f0f0f0f);
+                for (int i = 0; i < rows; i++) {
+                    __m256i first = _mm256_set1_epi32(x[i][step]);
+                    __m256i second = _mm256_set1_epi32(x[i][step + 1]);
+                    sums[i][j] += (shorts)_mm256_maddubs_epi16(low, first);
+                    sums[i][j] += (shorts)_mm256_maddubs_epi16(high, second);
+                }
+            }
+        for (int i = 0; i < rows; i++)
+            for (int j = 0; j < wide; j++)
+                tile[i][j] += (words)_mm256_madd_epi16((__m256i)sums[i][j], one);
+    }
+}
+#endif
+
+/* tile += products of the codes of a group, `bits` each, and those of x. */
+static inline __attribute__((always_inline)) void
+madd_group(words (*tile)[NR], const uint8_t *codes, const int32_t *const *x, int64_t steps,
+           const int rows, const int bits, const int wide) {
+#if BYTES == 32
+    if (bits == 4) {
+        madd_nibbles(tile, codes, x, steps, rows, wide);
+        return;
+    }
+#endif
+    for (int64_t k = 0; k < steps; k += 8 / bits, codes += PANEL * 4)
+        for (int j = 0; j < wide; j++) {
+            words w = *(const words *)(codes + j * BYTES);
+            words low = bits == 8 ? w : w & 0x0f0f0f0f;
+            words high = (words)((bits32)w >> 4) & 0x0f0f0f0f;
+            for (int i = 0; i < rows; i++) {
+                tile[i][j] = madd_codes(tile[i][j], low, x[i][k]);
+                if (bits == 4) tile[i][j] = madd_codes(tile[i][j], high, x[i][k + 1]);
+            }
+        }
+}
+
 /* The outputs of `rows` rows for a panel whose codes have `bits` bits, `wide` vectors at a time. x
    is rounded, or `as_it_is`. */
 static inline __attribute__((always_inline)) void
@@ -220,23 +272,16 @@ multiply(const struct linear *l, int64_t panel, int64_t row, float (*out)[PANEL]
                     sums[i][j] = (floats){0};
                     tile[i][j] = (words){0} - of_x[i][g].sum * (int32_t)q->offset;
                 }
-            for (int64_t k = 0; k < steps; k += 8 / bits) {
+            for (int64_t k = 0; k < steps && as_it_is; k += 8 / bits, codes += PANEL * 4)
                 for (int j = 0; j < wide; j++) {
                     words w = *(const words *)(codes + j * BYTES);
-                    words low = bits == 8 ? w : w & 0x0f0f0f0f;
-                    words high = (words)((bits32)w >> 4) & 0x0f0f0f0f;
-                    for (int b = 0; b < 32 / bits && as_it_is; b++) {
+                    for (int b = 0; b < 32 / bits; b++) {
                         floats code = code_of(q, w, b, bits, all);
                         for (int i = 0; i < rows; i++)
                             sums[i][j] += code * ((const float *)x[i])[4 * k + b];
                     }
-                    for (int i = 0; i < rows && !as_it_is; i++) {
-                        tile[i][j] = madd_codes(tile[i][j], low, x[i][k]);
-                        if (bits == 4) tile[i][j] = madd_codes(tile[i][j], high, x[i][k + 1]);
-                    }
                 }
-                codes += PANEL * 4;
-            }
+            if (!as_it_is) madd_group(tile, codes, x, steps, rows, bits, wide);
             for (int j = 0; j < wide; j++) {
                 floats scale = load_scales(q, group, (first + j) * F_LANES);
                 for (int i = 0; i < rows; i++) {

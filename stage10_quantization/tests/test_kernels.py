@@ -44,10 +44,12 @@ EACH = [  # source and level; levels but the first are compiled for this test al
 
 
 def a_matrix(rows, groups, group, bits, minimum=False, half=False) -> QuantizedMatrix:
-    """Random codes, with both ends in each row, and scales, some of which are 0 or negative."""
+    """Random codes, with both ends in each row, or the last one alone, and scales, some of which
+    are 0 or negative."""
     first = 0 if minimum else -(2 ** (bits - 1))
     codes = torch.randint(2**bits, (rows, groups * group)) + first
-    codes[::2, 0], codes[:, -1] = first, first + 2**bits - 1
+    last = first + 2**bits - 1
+    codes[::2, 0], codes[:, -1], codes[5::6] = first, last, last
     scale = torch.randn(rows, groups) / 50
     scale[0] = 0
     low = torch.randn(rows, groups) / 10
@@ -63,12 +65,13 @@ def a_layer(
 
 
 def inputs_of(rows: int, width: int) -> Tensor:
-    """Rows of all sizes, one of zeros, one with NaN, one with infinity."""
+    """Rows of all sizes, one of zeros, one with NaN, one with infinity, one whose codes are 127."""
     x = torch.randn(rows, width) * 10.0 ** torch.arange(rows)[:, None].sub(rows // 2)
     x[1::6] = 0
     x[2::7, width // 2] = torch.nan
     x[3::8, -1] = -torch.inf
     x[4::9] *= 1e-38
+    x[5::9] = 1
     return x
 
 
