@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -466,9 +467,23 @@ def peak_memory(module: str, arguments: Sequence[str] = (), interval: float = 0.
 
 
 def process(initial: Callable[..., object] | None = None, *arguments: Any) -> Executor:
-    """A fresh process that runs what it is given, after `initial(*arguments)`."""
+    """A fresh process that runs what it is given, after `initial(*arguments)`. It ends with this
+    one, even if this one is killed."""
     spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, spawn, initial, arguments)
+    return ProcessPoolExecutor(1, spawn, _begin, (initial, *arguments))
+
+
+def _begin(initial: Callable[..., object] | None, *arguments: Any) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if initial:
+        initial(*arguments)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def peak_so_far(pid: int) -> int:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import subprocess
 import sys
 
+import psutil
 import pytest
 import torch
 
 from shared import measure
 from shared.errors import UserError
+from shared.paths import ROOT
 
 MIB = 2**20
 
@@ -129,6 +134,27 @@ def test_peak_memory_is_that_of_the_fresh_process(tmp_path, monkeypatch):
     assert ballast[0] == ord("x")
     reason = r"hungry_program many ended with status 1(.|\n)*invalid literal"
     pytest.raises(RuntimeError, measure.peak_memory, "hungry_program", ["many"]).match(reason)
+
+
+KILLED = """
+import os
+from shared import measure
+if __name__ == "__main__":
+    print(measure.process().submit(os.getpid).result(), flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no kill -9")
+def test_a_process_ends_with_the_one_that_made_it(tmp_path):
+    program = tmp_path / "killed.py"
+    program.write_text(KILLED)
+    command = [sys.executable, str(program)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, timeout=120)
+    worker = int(ended.stdout)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(worker).wait(timeout=20)
 
 
 LIMITS = measure.Limits("cpu", 2, 40.0, {"float32": 500.0})
