@@ -47,7 +47,7 @@ LEVELS = {  # by level: flags that turn its instructions on, and what the proces
     ),
     "avx512_vnni": (f"{WIDE} -mavx512vnni", (*WIDE_NEEDS, "avx512_vnni")),
     "avx512": (WIDE, WIDE_NEEDS),
-    "avx2": ("-mavx2 -mfma", ("avx2", "fma3")),
+    "avx2": ("-mavx2 -mfma -mf16c", ("avx2", "fma3", "f16c")),
     "plain": ("", ()),
 }
 SECONDS = 120  # to compile one file

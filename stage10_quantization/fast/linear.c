@@ -75,6 +75,8 @@ static inline floats load_scales(const struct quantized *q, const uint8_t *p, in
     if (q->scale_bytes == 4) return *(const floats *)(p + 4 * i);
 #if BYTES == 64
     return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)(p + 2 * i)));
+#elif BYTES == 32 /* gain: 1.1x, int4 and one row */
+    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const void *)(p + 2 * i)));
 #else
     typedef uint16_t halves16 __attribute__((vector_size(BYTES / 2), aligned(2)));
     bits32 half = __builtin_convertvector(*(const halves16 *)(p + 2 * i), bits32);
