@@ -30,32 +30,38 @@
 #else
 #define NR 4 /* or in 32 registers */
 #endif
+#define FORWARDS (NR >= VECTORS) /* a tile is as wide as a panel, so it reads without gaps */
 
 typedef real sums_of[PANEL]; /* of one row */
 
 /* Add steps `begin` to `end` of a panel to the sums of `rows` rows. The steps follow each other in
    memory, and for few rows the processor fetches them by itself in time. Many rows leave memory
    idle while they use a block, so each step of a full tile prefetches a line of the next block,
-   `next` weights on. */
+   `next` weights on. A tile narrower than a panel reads a block in rounds, with gaps, and the
+   processor fetches less by itself. So fewer rows take more vectors (gain with AVX2: 1.9x, one row;
+   1.5x, two or three), or prefetch the next of smaller blocks (1.5x, 4 to 9 rows). */
 static inline __attribute__((always_inline)) void
 madd_rows(const struct linear *l, const weight *panel, int64_t row, int64_t begin, int64_t end,
           int64_t next, sums_of *sums, const int rows) {
     const weight_factor *x = (const weight_factor *)(l->x + row * l->x_stride);
     const int64_t stride = l->x_stride / K_STEP;
-    for (int first = 0; first < VECTORS; first += NR) {
-        vec tile[MR][NR];
+    const int most = rows == 1 ? 4 * NR : rows <= 3 ? 2 * NR : NR;
+    const int wide = most < VECTORS ? most : VECTORS;
+    for (int first = 0; first < VECTORS; first += wide) {
+        vec tile[MR][VECTORS];
         for (int i = 0; i < rows; i++)
-            for (int j = 0; j < NR; j++) tile[i][j] = *(vec *)(sums[i] + (first + j) * LANES);
+            for (int j = 0; j < wide; j++) tile[i][j] = *(vec *)(sums[i] + (first + j) * LANES);
         for (int64_t k = begin; k < end; k++) {
             const weight *line = panel + k * STEP + first * LANES * K_STEP;
-            if (rows == MR) __builtin_prefetch(line + next);
-            weight_vec w[NR];
-            for (int j = 0; j < NR; j++) w[j] = *(const weight_vec *)(line + j * LANES * K_STEP);
+            if (FORWARDS ? rows == MR : rows > 1) __builtin_prefetch(line + next);
+            weight_vec w[VECTORS];
+            for (int j = 0; j < wide; j++) w[j] = *(const weight_vec *)(line + j * LANES * K_STEP);
             for (int i = 0; i < rows; i++)
-                for (int j = 0; j < NR; j++) tile[i][j] = madd(tile[i][j], w[j], x[i * stride + k]);
+                for (int j = 0; j < wide; j++)
+                    tile[i][j] = madd(tile[i][j], w[j], x[i * stride + k]);
         }
         for (int i = 0; i < rows; i++)
-            for (int j = 0; j < NR; j++) *(vec *)(sums[i] + (first + j) * LANES) = tile[i][j];
+            for (int j = 0; j < wide; j++) *(vec *)(sums[i] + (first + j) * LANES) = tile[i][j];
     }
 }
 
@@ -93,9 +99,10 @@ static void linear(int64_t first, int64_t last, void *context) { /* panels */
             for (int64_t i = 0; i < count; i++)
                 if (l->bias) memcpy(sums[i], l->bias + panel * PANEL, sizeof(sums_of));
                 else memset(sums[i], 0, sizeof(sums_of));
-            const int prefetch = LINEAR_PREFETCH && count >= 2 * MR;
+            const int prefetch = LINEAR_PREFETCH && count >= (FORWARDS ? 2 * MR : 4);
+            const int64_t block = FORWARDS || count < 4 || count > 2 * MR ? KC : 8;
             for (int64_t k = 0, end; k < steps; k = end) {
-                end = k + KC < steps ? k + KC : steps;
+                end = k + block < steps ? k + block : steps;
                 for (int64_t i = 0; i < count; i += MR) {
                     int64_t next = prefetch ? (end - k) * STEP + i / MR % 4 * LINE : 0;
                     switch (count - i < MR ? count - i : MR) { /* constants keep the sums in registers */

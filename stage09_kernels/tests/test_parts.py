@@ -108,10 +108,10 @@ def test_the_best_level_that_the_processor_has_comes_first(monkeypatch):
 
     wide = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl")
     assert levels() == ["plain"]
-    assert levels("avx2", "fma3") == ["avx2", "plain"]
-    assert levels(*wide, "avx2", "fma3") == ["avx512", "avx2", "plain"]
-    assert levels(*wide[:2], "avx2", "fma3") == ["avx2", "plain"]
-    assert levels("avx2", "fma3", machine="aarch64") == ["plain"]
+    assert levels("avx2", "fma3", "f16c") == ["avx2", "plain"]
+    assert levels(*wide, "avx2", "fma3", "f16c") == ["avx512", "avx2", "plain"]
+    assert levels(*wide[:2], "avx2", "fma3", "f16c") == ["avx2", "plain"]
+    assert levels("avx2", "fma3", "f16c", machine="aarch64") == ["plain"]
 
 
 def test_a_technique_states_the_gain_that_was_measured():
