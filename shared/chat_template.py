@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UserError
-from .files import read_json
+from .files import read_json, read_text
 
 SECONDS = 1.0
 MOST_CHARACTERS = 2**20
@@ -179,7 +179,7 @@ def load(folder: Path | None, control: Collection[str] = ()) -> FolderTemplate |
         source = named.get("default")
     if path.exists():
         try:
-            source = path.read_text(encoding="utf-8")
+            source = read_text(path)
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read as text ({error}): copy it again.") from None
     if not isinstance(source, str):

@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 from . import models
 from .config import Config
 from .errors import UserError, advised
+from .files import read_bytes
 from .tokenizer import AnyTokenizer, IdTokenizer, IncrementalDecoder, has_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -495,17 +496,12 @@ def _more(stream: Any) -> bool:
 
 def _lines(name: str) -> list[str]:
     try:
-        with open(name, "rb") as file:
-            data = file.read(MOST_FILE_BYTES + 1)
+        data = read_bytes(Path(name), MOST_FILE_BYTES)
     except (OSError, ValueError) as error:  # ValueError: a name with a null character
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UserError(
             f"--prompts {name} cannot be read ({why}): name a text file with one prompt a line."
         ) from None
-    if len(data) > MOST_FILE_BYTES:
-        raise UserError(
-            f"--prompts {name} is over {MOST_FILE_BYTES // 2**20} MiB: split it into several files."
-        )
     text = _decoded(data)
     if text is None or "\0" in text:
         raise UserError(

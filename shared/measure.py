@@ -37,6 +37,7 @@ import torch
 
 from . import linear
 from .errors import UserError
+from .files import read_text
 from .paths import ROOT
 
 SCHEMA = 2
@@ -566,7 +567,7 @@ def save(path: Path, content: Mapping[str, Any]) -> None:
 def load(path: Path, expected: int = SCHEMA) -> dict[str, Any]:
     """What `save` wrote. UserError if the file is absent, damaged, or of another schema."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+        content = json.loads(read_text(path), parse_constant=_no_constant)
     except OSError as error:
         raise UserError(
             f"The results {path} cannot be read ({error.strerror}): run the stage's benchmark."

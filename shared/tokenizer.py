@@ -16,7 +16,7 @@ from typing import Protocol
 import tiktoken
 
 from .errors import UserError
-from .files import read_json
+from .files import read_json, read_text
 from .spelling import byte_alphabet, end_of_text, number_of, well_formed
 
 # Where GPT-2 cuts a text before BPE: contractions, words, numbers, signs (each with the space
@@ -207,7 +207,7 @@ def _read_merges(folder: Path) -> list[str]:
     if not path.exists():
         raise _missing(path)
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = read_text(path).split("\n")
     except (OSError, ValueError) as error:
         raise UserError(
             f"{path} cannot be read as text ({error}): copy or download it again."

@@ -100,10 +100,8 @@ class SamplingParams:
         eos_ids: the ids that end a text, which min_tokens suppresses, like stop_token_ids.
         """
         for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
-            for token in ids:
-                _check_integer(
-                    f"A token id in {name}", token, 0, vocab_size - 1, hint=" for this model"
-                )
+            largest = max(ids, default=0)  # a thousand prompts may share three hundred biases
+            _check_integer(f"A token id in {name}", largest, 0, vocab_size - 1, " for this model")
         _check_integer("top_k", self.top_k, -1, vocab_size, " for this model (0 turns it off)")
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, 0, vocab_size, " for this model")

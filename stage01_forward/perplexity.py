@@ -12,14 +12,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from shared import cli
+from shared import cli, files
 from shared.errors import UserError
 
 
 def read_text(name: str) -> str:
     """The file's text. Raises UserError if it cannot be read as UTF-8."""
     try:
-        return Path(name).read_text(encoding="utf-8-sig")  # PowerShell puts a byte order mark first
+        return files.read_text(Path(name))
     except UnicodeDecodeError:
         raise UserError(f"{name} is not UTF-8 text: save or convert it as UTF-8.") from None
     except (OSError, ValueError) as error:

@@ -81,8 +81,9 @@ def edit(scores: Tensor, row: Row, eos_ids: Sequence[int]) -> None:
         scores.masked_fill_(~row.mask.to(scores.device), -math.inf)
     if len(row.output) < p.min_tokens:
         scores[[*p.stop_token_ids, *eos_ids]] = -math.inf
-    for token, bias in p.logit_bias.items():
-        scores[token] += bias
+    if p.logit_bias:  # all at once: one by one, 300 of them take longer than a small model's pass
+        biases = torch.tensor([*p.logit_bias.values()], dtype=torch.float64)
+        scores[[*p.logit_bias]] += biases.to(scores)
     if p.repetition_penalty != 1:
         ids = torch.tensor([*{*row.prompt, *row.output}], dtype=torch.int64)
         seen = scores[ids]  # dividing a negative score would raise it

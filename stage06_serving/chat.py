@@ -16,9 +16,11 @@ from typing import Any
 from shared import chat_template
 from shared.cli import Loaded
 from shared.errors import UserError
+from shared.files import read_text
 
 from .protocol import Message
 
+MOST_TEMPLATE_BYTES = 2**20
 NO_TEMPLATE = (
     "This server has no chat template, and its model was not trained on chats: use "
     "/v1/completions, or start the server with --chat-template simple."
@@ -94,7 +96,7 @@ def load_template(name: str) -> ChatTemplate | None:
     if name in ("auto", "simple", "none"):
         return None if name == "none" else SIMPLE
     try:
-        data = json.loads(Path(name).read_text(encoding="utf-8"))
+        data = json.loads(read_text(Path(name), MOST_TEMPLATE_BYTES))
         roles, start, stops = data["roles"], data["start"], data["stops"]
         if not all(isinstance(line, str) and "{content}" in line for line in roles.values()):
             raise ValueError("a role is not a text that contains {content}")

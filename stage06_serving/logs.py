@@ -51,8 +51,11 @@ class Queued(logging.Handler):
         threading.Thread(target=self._write, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
+        self.write(self.format(record))
+
+    def write(self, line: str) -> None:
         try:
-            self._lines.put_nowait(self.format(record))
+            self._lines.put_nowait(line)
         except queue.Full:
             self.dropped += 1
 
@@ -72,6 +75,14 @@ class Queued(logging.Handler):
                 self.stream.write(line + "\n")
                 self.stream.flush()
             self._lines.task_done()
+
+
+def show(line: str) -> None:
+    """Write a line as it is to standard error, in the log's way."""
+    for handler in logging.root.handlers:
+        if isinstance(handler, Queued):
+            return handler.write(line)
+    print(line, file=sys.stderr, flush=True)
 
 
 def start(requests: bool) -> None:

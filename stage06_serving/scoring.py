@@ -62,6 +62,11 @@ class ScoredRequest(PromptRequest):
 
     scores: Scores = field(init=False, default_factory=lambda: [None])
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.wanted:  # of a prompt of one token, which no row scores
+            self.done(self.scores)
+
     @property
     def wanted(self) -> range:
         return range(len(self.scores) - 1, len(self.output.prompt_ids) - 1)

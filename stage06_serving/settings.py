@@ -7,6 +7,7 @@ import ipaddress
 import os
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -23,12 +24,14 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from shared import models
 from shared.cli import MOST_TOKENS, OTHER_NAMES, Parser, with_default
 from shared.errors import UserError, advised
+from shared.files import read_text
 from stage01_forward import offer as brought
 from stage01_forward.offer import AUTO, Offer, offers
 from stage05_paged.memory import parse_memory
 
 PREFIX = "STAIRCASE_"
 OFF = "off"  # no drafts
+MOST_KEY_BYTES = 2**20
 # Of the router, the tests, the exercises, and Ray's replicas.
 OTHER_VARIABLES = ("ADMIN_KEY", "GPT2", "MINE", "NODE")
 # What Kubernetes tells every container about a service whose name begins with "staircase".
@@ -225,6 +228,13 @@ class Settings(BaseSettings):
     def _may_exist(cls, name: str) -> str:
         return models.checked(name)
 
+    @field_validator("max_model_len")
+    @classmethod
+    def _room_for_an_answer(cls, tokens: int) -> int:
+        if tokens == 1:
+            raise ValueError("1 leaves no token for an answer: give at least 2, or 0")
+        return tokens
+
     @field_validator("engine", "weights", "kv_dtype", "speculate")
     @classmethod
     def _known(cls, name: str, field: ValidationInfo) -> str:
@@ -272,7 +282,7 @@ class Settings(BaseSettings):
     @classmethod
     def _has_keys(cls, file: str) -> str:
         try:
-            if file and not Path(file).read_text(encoding="utf-8").strip():
+            if file and not any(_keys_in(file)):
                 raise ValueError(f"{file} has no key: write one into it")
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "it is not UTF-8 text"
@@ -281,10 +291,8 @@ class Settings(BaseSettings):
 
     @property
     def keys(self) -> list[str]:
-        keys = self.api_key.split(",")
-        if self.api_key_file:
-            keys += Path(self.api_key_file).read_text(encoding="utf-8").splitlines()
-        return [key for key in map(str.strip, keys) if key]
+        in_file = _keys_in(self.api_key_file) if self.api_key_file else ()
+        return [key for key in (*map(str.strip, self.api_key.split(",")), *in_file) if key]
 
     @property
     def hosts(self) -> list[str]:
@@ -299,6 +307,13 @@ class Settings(BaseSettings):
         except ValueError:
             local = self.host == "localhost"
         return not local and not self.keys
+
+
+@cache
+def _keys_in(file: str) -> tuple[str, ...]:
+    """The lines of a file with keys. Read once: <(pass show key) is a pipe, which would have no key
+    the second time. Raises OSError, UnicodeDecodeError."""
+    return tuple(map(str.strip, read_text(Path(file), MOST_KEY_BYTES).splitlines()))
 
 
 def parse(argv: list[str] | None) -> Settings:

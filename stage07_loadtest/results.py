@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from shared.errors import UserError
+from shared.files import read_text
 
 from .client import Record
 from .load import Point
 from .metrics import Slo, Summary, summarize
 
 SCHEMA = 1  # of a folder
+MOST_BYTES = 2**30  # of the requests: a million of them
 KIND = "stage07_loadtest"
 REQUESTS, SUMMARY = "requests.jsonl", "summary.json"
 INFINITE = "inf"  # JSON has no infinity
@@ -181,7 +183,7 @@ def load_requests(folder: Path) -> list[list[Record]]:
     damaged."""
     path = folder / REQUESTS
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, MOST_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise UserError(

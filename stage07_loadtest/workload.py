@@ -3,6 +3,7 @@ lengths."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import random
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import UserError
+from shared.files import read_bytes
 
 LENGTHS = {"short": 8, "medium": 32, "long": 64}  # tokens of the prompt
 WORKLOADS = (*LENGTHS, "mixed", "shared")
@@ -154,13 +156,10 @@ def load_trace(path: Path, seed: int | str = 0, *, vocab: int = VOCABULARY) -> l
     line for anything else.
     """
     try:
-        if path.stat().st_size > MOST_TRACE_BYTES:
-            raise UserError(f"The trace {path} is over {MOST_TRACE_BYTES // 2**20} MiB: split it.")
-        lines = path.read_bytes().splitlines()
+        lines = read_bytes(path, MOST_TRACE_BYTES).splitlines()
     except OSError as error:
-        raise UserError(
-            f"The trace {path} cannot be read ({error.strerror}): name a JSONL file."
-        ) from None
+        advice = "split it" if error.errno == errno.EFBIG else "name a JSONL file"
+        raise UserError(f"The trace {path} cannot be read ({error.strerror}): {advice}.") from None
     chance = random.Random(f"trace {seed}")
 
     def random_ids(count: int) -> list[int]:

@@ -5,6 +5,7 @@ A conversation that no longer fits into the context loses its oldest turns, each
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +19,13 @@ ROOM = 0.25  # share of the context that is kept free for an answer
 HELP = (
     "/reset forgets the conversation, /regenerate answers again, Ctrl-C stops an answer, /quit ends"
 )
+
+
+def typed() -> str:
+    """A line of standard input. Raises EOFError at its end, and if it is closed."""
+    if sys.stdin is None:
+        raise EOFError
+    return input("> ")
 
 
 class Chat:
@@ -90,12 +98,14 @@ class Chat:
     def reset(self) -> None:
         self.messages.clear()
 
-    def run(self, read: Callable[[], str] = lambda: input("> ")) -> int:
+    def run(self, read: Callable[[], str] = typed) -> int:
         """Read questions until the end of the input, /quit, or Ctrl-C at the prompt."""
         lines = [f"[{line}]" for line in (*self.about, HELP)]
         if self.loaded.config.name == "stories-chat":
             lines.append("[this small model knows only its own stories: ask it for one]")
         print("\n".join(lines), file=sys.stderr, flush=True)
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")  # a letter that was cut does not end the chat
         while True:
             try:
                 line = read().strip()

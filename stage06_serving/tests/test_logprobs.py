@@ -142,6 +142,14 @@ def test_logprobs_of_a_chat(expected, top):
     assert asked(logprobs=False, top_logprobs=0).json()["choices"][0]["logprobs"] is None
 
 
+def test_the_echo_of_one_token_has_no_score(client):
+    """Nothing was computed for it, and its end was taken for a failure of the engine."""
+    for length in (0, 2):
+        (choice,) = complete(client, [[7]], echo=True, logprobs=1, max_tokens=length).choices
+        assert choice.logprobs.token_logprobs[0] is None
+        assert len(choice.logprobs.tokens) == 1 + length
+
+
 def test_an_echo_needs_no_logprobs_and_one_body_has_a_bounded_number(client):
     """More of them get an error, but a stream may have them."""
     two = complete(client, [PROMPT, OTHER], echo=True, max_tokens=0).choices

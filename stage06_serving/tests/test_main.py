@@ -126,7 +126,7 @@ def test_the_defaults_are_safe_and_what_is_open_to_all():
         *(("port", "-1 65536 http 1.5"), ("max-num-seqs", "0 5000 many"), ("max-queue", "-1 x")),
         *(("request-timeout", "0 -1 nan inf soon"), ("grace", "-1 nan 4000")),
         *(("block-size", "0 2000"), ("threads", "-1 x"), ("dtype", "int8"), ("device", "tpu")),
-        *(("preemption", "never"), ("engine", "fastest")),
+        *(("preemption", "never"), ("engine", "fastest"), ("max-model-len", "1 -1")),
     ],
 )
 def test_invalid_values_are_an_error_of_one_sentence(capsys, monkeypatch, option, values):
@@ -155,8 +155,9 @@ def test_what_stops_the_start(capsys, tmp_path, monkeypatch):
     """A missing template or model, a host that is elsewhere or unknown. The port is opened before
     the model is loaded, and closed on failure: a program that catches the error and tries again
     must get it."""
-    status, shown = ended(capsys, "--chat-template", str(tmp_path / "absent.json"))
-    assert status == 2 and shown.startswith("error: --chat-template")
+    for file, why in ((tmp_path / "absent.json", "No such file"), ("/dev/zero", "over 1 MiB")):
+        status, shown = ended(capsys, "--chat-template", str(file))
+        assert status == 2 and shown.startswith("error: --chat-template") and why in shown
     for host in ("nowhere.invalid", "192.0.2.1"):
         status, shown = ended(capsys, "--port", "0", "--host", host)
         assert status == 2 and f"--host {host} is not an address of this machine" in shown

@@ -281,6 +281,16 @@ def test_keys_do_not_share_a_prefix(locked):
     assert [count - found[0] for count in found] == [0, 32, 32, 64]
 
 
+def test_a_pipe_with_a_key_locks_the_server():
+    """--api-key-file <(pass show key): it was read twice, and the second time it had no key."""
+    read, write = os.pipe()
+    os.write(write, b"secret\n")
+    os.close(write)
+    settings = parse(["--host", "0.0.0.0", "--api-key-file", f"/dev/fd/{read}"])
+    assert settings.keys == settings.keys == ["secret"] and not settings.open_to_all
+    os.close(read)
+
+
 def test_keys_are_not_for_the_list_of_processes(tmp_path, capsys, monkeypatch):
     file = tmp_path / "keys"
     for content in (None, "", " \n"):  # without a key the server would be open
@@ -288,6 +298,8 @@ def test_keys_are_not_for_the_list_of_processes(tmp_path, capsys, monkeypatch):
             file.write_text(content, encoding="utf-8")
         with pytest.raises(UserError, match="--api-key-file"):
             parse(["--api-key-file", str(file)])
+    with pytest.raises(UserError, match=r"--api-key-file: .* cannot be read \(it is over 1 MiB\)"):
+        parse(["--api-key-file", "/dev/zero"])
     for nothing in (", ,", "\n"):
         with pytest.raises(UserError, match="--api-key: it has no key"):
             parse(["--api-key", nothing])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import io
 import itertools
 import json
 import random
 import shutil
+import sys
 from unittest.mock import Mock
 
 import pytest
@@ -129,6 +131,15 @@ def test_a_chat_begins_with_what_runs(folder, capsys, monkeypatch):
     assert first.startswith(f"[{folder.name}, engine paged, float32 on cpu, ")
     assert second.startswith("[context of 512 tokens, whose keys and values take ")
     assert third.startswith("[faster: --engine auto ")
+
+
+@pytest.mark.parametrize("data", [None, b"hello\n", b"half a l\xc3\n"], ids=str)
+def test_a_chat_reads_any_standard_input(chat, capsys, monkeypatch, data):
+    """Closed, at its end, or with a letter that was cut."""
+    pipe = io.TextIOWrapper(io.BufferedReader(io.BytesIO(data or b"")), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", pipe if data else None)
+    assert chat.run() == 0
+    assert "error" not in capsys.readouterr().err
 
 
 def test_the_command_line(folder, capsys):

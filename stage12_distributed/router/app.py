@@ -16,16 +16,17 @@ from typing import Any
 
 import aiohttp
 from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.routing import Route as Path
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shared import cli
 from shared.errors import UserError
 from stage06_serving import logs
 from stage06_serving.__main__ import Server, configure, listen
 from stage06_serving.app import PAGE, answer_errors
-from stage06_serving.errors import ApiError
+from stage06_serving.errors import ApiError, error_body
 from stage06_serving.guard import Guard
 from stage06_serving.settings import PREFIX, parse
 from stage06_serving.sse import HEADERS, KIND
@@ -40,8 +41,23 @@ from .sources import source
 POSTS = ("/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/detokenize")
 GETS = ("/v1/models", "/v1/models/{model:path}", "/version")
 ADMIN = "x-admin-key"  # header
+LOOP = "The request has come back to this router: remove the server that leads here."
 ROUTERS = {"host", "port", "allowed_host", "api_key", "api_key_file", "log_requests", "block_size"}
 ROUTERS |= {"request_timeout", "grace"}  # options of stage 06 that the router has too
+
+
+class NoLoop:
+    """Refuses what this router has sent itself. A server may lead back here, and a request would go
+    round until no connection is left; so would a health check that it must fail."""
+
+    def __init__(self, app: ASGIApp, via: bytes) -> None:
+        self.app, self.via = app, via
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self.app
+        if any(self.via in value for name, value in scope.get("headers", ()) if name == b"via"):
+            app = JSONResponse(error_body(503, LOOP), 503, {"retry-after": "60"})
+        await app(scope, receive, send)
 
 
 def create_app(options: Options) -> FastAPI:
@@ -76,6 +92,7 @@ def create_app(options: Options) -> FastAPI:
     state: Any = app.state
     state.engine, state.pool, state.relay, state.statuses = None, pool, relay, Counter[int]()
     metrics = Metrics(relay, state.statuses)
+    app.add_middleware(NoLoop, via=pool.via.encode())
     app.add_middleware(
         Guard, keys=options.keys, hosts=options.hosts, statuses=state.statuses, state=state
     )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from shared.errors import UserError
 from shared.paths import ROOT
 from shared.server import READY, STOPPING
+from stage06_serving import logs
 
 LONGEST_LINE = 2**20  # bytes of a log
 ERROR = "error: "  # begins the sentence with which a program ends
@@ -49,7 +50,7 @@ async def close(process: Process, patience: float = STOPPING) -> None:
 
 
 async def _show(name: str, process: Process, url: asyncio.Future[str]) -> None:
-    """Copy a server's log to standard error, each line after its name, and set `url` from it. The
+    """Copy a server's log to ours, each line after its name, and set `url` from it. The
     error that ends its start is only in `url`: who waits for it shows it."""
     assert process.stderr is not None
     why, last = "", "try python -m stage06_serving to see why."
@@ -65,7 +66,7 @@ async def _show(name: str, process: Process, url: asyncio.Future[str]) -> None:
             why = text.removeprefix(ERROR)
             continue
         last = text.strip() or last
-        print(f"[{name}] {text}", file=sys.stderr, flush=True)
+        logs.show(f"[{name}] {text}")
         if text.startswith(READY) and not url.done():
             url.set_result(text.split()[-1])
     if not url.done():

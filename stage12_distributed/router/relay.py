@@ -44,7 +44,8 @@ STALLED = 5.0  # seconds in which a client may still read its last event
 DONE = b"data: [DONE]"
 FAULT = b'data: {"error"'  # an event in place of tokens
 ENDS = (b"\n\n", b"\r\n\r\n")  # of an event
-SENT = ("authorization", "content-type", "accept", "traceparent", "tracestate")  # to a replica
+# Headers to a replica.
+SENT = ("authorization", "content-type", "accept", "traceparent", "tracestate", "via")
 SHOWN = ("content-type", "cache-control", "retry-after", "x-should-retry", "x-accel-buffering")
 AUTOMATIC = ("accept-encoding", "user-agent")  # headers that aiohttp would add
 REPLICA = "x-replica"  # header of an answer: the replica that gave it
@@ -270,7 +271,7 @@ class Relay:
             request.method,
             URL(self.pool.backends[replica.name].url + request.path, encoded=True),
             data=request.body or None,
-            headers=request.headers,
+            headers={**request.headers, "via": f"{request.headers.get('via', '')} {self.pool.via}"},
             allow_redirects=False,
             skip_auto_headers=AUTOMATIC,
         )
@@ -316,6 +317,7 @@ class Relay:
         silence: ends the reading of the next bytes. Nothing limits how long the client reads them.
         """
         sent, status = response.headers, response.status
+        status = status if 200 <= status < 600 else 502  # others cannot be passed on
         headers = {name: sent[name] for name in SHOWN if name in sent}
         kind = headers.get("content-type", "").partition(";")[0]
         if kind == "text/event-stream":

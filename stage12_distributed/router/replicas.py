@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import secrets
 from asyncio.subprocess import Process
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -124,7 +125,8 @@ class Pool:
         self.options, self.routing = options, Routing(options.block_size)
         self.sources = Sources(options.backends, options.find)
         key = next(iter(options.keys), "")
-        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.via = f"1.1 {secrets.token_hex(8)}"  # in all requests to servers, to know them again
+        self.headers = {"via": self.via} | ({"Authorization": f"Bearer {key}"} if key else {})
         self.model = ""  # that all servers must have: the first one's
         self.restarts = 0
         self._numbers = count()
@@ -203,7 +205,7 @@ class Pool:
         it leaves the policy at once, with everything remembered of its cache."""
         backend = self.backends.get(replica.name)
         if backend and backend.replica is replica:
-            log.warning("%s: %s", backend.name, str(error)[:200])
+            log.warning("%s: %s", backend.name, " ".join(str(error).split())[:200])
             self._lose(backend, f"a request failed on it ({type(error).__name__})")
 
     async def revival(self) -> None:

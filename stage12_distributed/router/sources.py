@@ -12,15 +12,20 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from shared import cli
+from shared.files import read_text
 
 log = logging.getLogger(__name__)
 Find = Callable[[], Awaitable[Collection[str]]]  # the addresses of all servers
-LARGEST_FILE = 2**20  # characters
+LARGEST_FILE = 2**20  # bytes
+MOST_SERVERS = 1_000  # of a source: more would be checked too seldom
+# Not the event loop's threads, which look up names: a name server that is away holds all of them.
+FILES = ThreadPoolExecutor(1, "sources")
 
 
 def source(text: str) -> str:
@@ -47,7 +52,7 @@ class Sources:
     """
 
     def __init__(self, texts: Sequence[str], find: Find | None = None) -> None:
-        self.fixed = [text for text in texts if text.startswith("http")]
+        self.fixed = list(dict.fromkeys(text for text in texts if text.startswith("http")))
         self.lists = {text: reader(text) for text in texts if text not in self.fixed}
         if find:
             self.lists["the list"] = find
@@ -56,7 +61,12 @@ class Sources:
     async def __call__(self) -> list[str]:
         for name, find in self.lists.items():
             try:
-                self.listed[name] = await find() or self.listed.get(name, ())
+                listed = await find() or self.listed.get(name, ())
+                if len(listed) > MOST_SERVERS:
+                    raise ValueError(
+                        f"{len(listed)} servers, and at most {MOST_SERVERS} are allowed"
+                    )
+                self.listed[name] = listed
             except Exception as error:  # of whatever finds them
                 log.warning("%s: the known servers stay: %s", name, str(error)[:200])
         return list(dict.fromkeys(chain(self.fixed, *map(sorted, self.listed.values()))))
@@ -66,16 +76,20 @@ def reader(text: str) -> Find:
     """What returns the current addresses of a file or a name."""
     kind, _, rest = text.partition(":")
     if kind == "file":
-        return partial(asyncio.to_thread, from_file, Path(rest))
+        return partial(from_path, Path(rest))
     host, _, port = rest.rpartition(":")
     return partial(from_dns, host.strip("[]"), int(port))
+
+
+async def from_path(path: Path) -> set[str]:
+    return await asyncio.get_running_loop().run_in_executor(FILES, from_file, path)
 
 
 def from_file(path: Path) -> set[str]:
     """The addresses in a file, one per line; "#" begins a comment. Raises ArgumentTypeError for a
     line that is no address, OSError, UnicodeDecodeError."""
-    with path.open(encoding="utf-8") as file:
-        lines = [line.partition("#")[0].strip() for line in file.read(LARGEST_FILE).splitlines()]
+    text = read_text(path, LARGEST_FILE)
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     return {cli.address(line) for line in lines if line}
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from shared import cli
 from shared.errors import UserError
+from shared.files import read_text
 from stage07_loadtest.workload import ANSWER, QUESTION, SYSTEM
 
 from ..router.routing import Routing
@@ -125,7 +126,7 @@ def scenarios(
 def read_steps(path: Path) -> list[list[float]]:
     """Amounts and seconds of passes, as JSON. Raises UserError if they cannot be read."""
     try:
-        steps = json.loads(path.read_text(encoding="utf-8"))
+        steps = json.loads(read_text(path))
         if not steps or any(len(step) != len(AMOUNTS) + 1 or min(step) < 0 for step in steps):
             raise ValueError("no list of passes")
         return [list(map(float, step)) for step in steps]

@@ -223,11 +223,14 @@ async def test_a_server_that_is_no_engine_is_an_error_in_one_sentence():
     async def elsewhere(request: web.Request) -> web.StreamResponse:
         raise web.HTTPFound(NOWHERE)
 
+    async def odd(request: web.Request) -> web.StreamResponse:
+        return web.json_response({}, status=999)  # uvicorn dropped the client's connection
+
     async def broken(request: web.Request) -> web.StreamResponse:
         return web.Response(body=bodies.pop(), content_type="application/json")
 
     bodies = [b"\x93{}\x1b", b'{"choices": [{"te', b""]
-    for answer in (page, elsewhere, *[broken] * len(bodies)):
+    for answer in (page, elsewhere, odd, *[broken] * len(bodies)):
         async with plain(answer) as engine, routed(engine) as router:
             got = await router.post()
             assert got.status == 502 and "something other than JSON" in got.body["error"]["message"]

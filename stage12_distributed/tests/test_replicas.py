@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+import logging
+import os
+import sys
+import threading
+from asyncio.subprocess import PIPE
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import pytest
 from aiohttp import web
 from yarl import URL
 
+from shared.errors import UserError
+from stage06_serving.logs import Queued
 from stage06_serving.tests.asking import events
 from stage06_serving.tests.tools import until
-from stage12_distributed.router import replicas, standing
+from stage12_distributed.router import process, replicas, standing
 from stage12_distributed.router.relay import MOST_BUDGET
 from stage12_distributed.router.replicas import Options, Pool
 from stage12_distributed.tests.tools import STREAM, answered, dies, held, mock, plain, routed, two
@@ -50,6 +57,31 @@ async def test_why_a_process_does_not_start_is_shown_once(monkeypatch, capsys, c
         backend.process.kill()
         await until(lambda: why in caplog.text)
     assert "--itl" not in capsys.readouterr().err
+
+
+async def test_the_log_of_a_process_waits_for_no_reader(monkeypatch):
+    """When its standard error was a pipe that was full, the router answered nothing any more."""
+    reading, writing = os.pipe()
+    code = "import sys; [print('x' * 99, file=sys.stderr) for _ in range(2_000)]"
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stderr=PIPE)
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    late = threading.Event()
+
+    def drain() -> None:  # lest a test that fails waits for ever
+        late.set()
+        os.close(reading)
+
+    timer = threading.Timer(5, drain)
+    timer.start()
+    with suppress(BrokenPipeError), open(writing, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr(logging.root, "handlers", [Queued(stream)])
+        await process._show("replica-0", child, url)
+        timer.cancel()
+        os.close(reading)
+    assert not late.is_set()
+    with pytest.raises(UserError, match="did not start: x+"):
+        await url
 
 
 async def test_many_servers_are_checked_less_often():
@@ -248,12 +280,48 @@ async def test_servers_that_have_left_the_list_get_nothing_though_they_answer(tm
         async with routed(f"file:{file}") as router:
             assert (await router.post()).status == 200
             await listed(new.url)
-            for text in (new.url, "", "no address"):
+            large = f"{old.url}\n{'#' * 2**20}"  # it would be cut, perhaps within an address
+            crowd = "".join(f"http://127.0.0.1:{port}\n" for port in range(1, 1_002))
+            for text in (new.url, "", "no address", large, crowd):
                 await listed(text)
                 assert [backend.url for backend in router.backends] == [new.url]
             for number in range(6):
                 assert (await router.post({"prompt": str(number)})).status == 200
             assert (old.requests, new.requests) == (1, 6)
+
+
+async def test_a_file_is_read_though_no_name_can_be_looked_up(tmp_path):
+    """Names that do not resolve held all threads of the event loop, which read the file, too."""
+    file, free = tmp_path / "backends.txt", threading.Event()
+    async with plain(answered) as old, plain(answered) as new:
+        file.write_text(old.url, encoding="utf-8")
+        async with routed(f"file:{file}") as router:
+            waiting = [asyncio.create_task(asyncio.to_thread(free.wait)) for _ in range(40)]
+            try:
+                file.write_text(new.url, encoding="utf-8")
+                await until(lambda: [backend.url for backend in router.backends] == [new.url])
+            finally:
+                free.set()
+                await asyncio.gather(*waiting)
+
+
+async def test_a_router_that_leads_to_itself_gets_no_requests():
+    """Without another server, each request opened a thousand connections until its deadline."""
+    async with plain(answered) as engine, routed(engine, admin_key="a") as router:
+        for url in (router.url, router.url.replace("127.0.0.1", "localhost")):
+            got = await router.post({"url": url}, "/admin/add", **{"x-admin-key": "a"})
+            assert got.body["ready"] is False
+        await router.pool.drain(router.backends[0], 0.0)
+        got = await router.post()
+        assert got.status == 503 and router.relay.counts["requests"] == 1
+
+
+async def test_a_request_names_the_routers_on_its_way_and_is_refused_if_it_comes_back():
+    async with plain(answered) as engine, routed(engine) as router:
+        assert (await router.post(via="1.1 another")).status == 200
+        via = engine.seen["via"]
+        assert via.startswith("1.1 another") and router.pool.via in via
+        assert (await router.post(via=via)).status == 503 and engine.requests == 1
 
 
 async def test_servers_come_from_dns_too():
