@@ -50,7 +50,7 @@ SEEDS = 20
 MOST_OUTPUT = 2000  # characters shown of a submission's output, and of a message
 MOST_LINE = 2**20  # bytes of a result: parsed, a hostile one takes 25 times as many
 MOST_DATA = 2**25  # bytes of all results of a process
-POLL = 0.05  # seconds
+POLL = 0.2  # seconds: to look at all processes of the machine takes 4 ms
 WAIT = 4  # times its limit of processor time that a process may take: machines are shared
 LEFT_OUT = (
     *("__pycache__", ".*", "*.ipynb", "*.svg", "*.png", "*.md", "*.json", "*.safetensors"),
