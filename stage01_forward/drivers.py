@@ -166,8 +166,10 @@ def samples(draw: Random) -> Iterator[Entry]:
         call = f"sample, {kind}, {[row.params for row in rows]}"
         same = torch.equal(before.nan_to_num(), logits.nan_to_num())
         yield {"call": call, "sampled": drawn, "unchanged": same}
-        more = draw.choice([0, 1])
-        again = outcome(sampling.sample, logits, rows[:more] or rows, (3, 50))
+        some = draw.choice([rows, rows[:1]])
+        if isinstance(drawn, Exception):  # rows before the one refused may have thrown their darts
+            continue
+        again = outcome(sampling.sample, logits[: len(some)], some, (3, 50))
         yield {"call": f"again, {call}", "sampled": again}
     for _ in range(12):
         scores, params = tensors(draw, 40) * draw.choice([1, 4]), options_of(draw, temperature=0.9)
@@ -176,9 +178,10 @@ def samples(draw: Random) -> Iterator[Entry]:
         if draw.random() < 0.5:
             scores = scores.float()
         call = f"distribution, {params}"
-        yield {"call": call, "result": sampling.distribution(scores, params)}
+        # Weights may be in float64 from the start, or as long as the scores are in float32.
+        yield {"call": call, "result": sampling.distribution(scores, params).to(scores)}
         weights = (scores - scores.max()).exp()
-        if params.min_p and draw.random() < 0.5:
+        if params.min_p and draw.random() < 0.5 and weights.dtype == torch.float64:
             weights[draw.randrange(40)] = params.min_p
         yield {"call": f"_filtered, {params}", "result": sampling._filtered(weights, params)}
         spread = weights.double() * (torch.rand(40) < 0.4)

@@ -98,13 +98,13 @@ TASKS = (
         functions=("sample", "distribution", "_filtered", "draw"),
         title="sampling by one sort",
         text="`sample`: edit a copy of each row of logits (edit), in float64 or float32; refuse "
-        "scores that are not finite. A greedy row takes its highest score; any other, a draw from "
-        "its distribution, with one dart. Log probabilities are those of the unmodified logits. "
-        "`distribution`: divide by the temperature, filter the weights, scaled so that the largest "
-        "is 1, and divide by their sum. `_filtered`: min_p drops weights below min_p; top_k, those "
-        "below the k-th largest of the rest; top_p, those with top_p of the rest or more in "
-        "heavier tokens. Equal weights are kept or dropped together, and the result is float64. "
-        "`draw`: the token that the dart hits.",
+        "a row whose highest score is not finite. A greedy row takes its highest score; any other, "
+        "a draw from its distribution, with one dart. Log probabilities are those of the "
+        "unmodified logits. `distribution`: divide by the temperature, filter the weights, scaled "
+        "so that the largest is 1, and divide by their sum. `_filtered`: min_p drops weights below "
+        "min_p; top_k, those below the k-th largest of the rest; top_p, those with top_p of the "
+        "rest or more in heavier tokens. Equal weights are kept or dropped together, and the "
+        "result is float64. `draw`: the token that the dart hits.",
         points=20,
         hints=(
             "Subtract the row's maximum before exp. A temperature below MIN_TEMPERATURE is raised "

@@ -112,15 +112,15 @@ def attend(draw: Random) -> Iterator[Entry]:
 
 
 def settings(draw: Random) -> Options:
-    sequences = draw.randint(1, 4)
+    sequences, chunked = draw.randint(1, 4), draw.random() < 0.7
     return {
         "max_sequences": sequences,
         "token_budget": draw.randint(max(sequences, 20), 40)
         if draw.random() < 0.4
         else sequences + draw.randint(0, 12),
         "policy": draw.choice(scheduler.POLICIES),
-        "max_chunk": draw.choice([None, None, 1, 4, 9]),
-        "chunked": draw.random() < 0.7,
+        "max_chunk": draw.choice([None, None, 1, 4, 9]) if chunked else None,
+        "chunked": chunked,
         "patience": draw.choice([1, 3, 256]),
     }
 

@@ -83,16 +83,16 @@ TASKS = (
         "requests go first; the rest of the budget goes to chunks of prompts, and then to waiting "
         "requests for which a slot is free. No request overtakes the first in line. To admit a "
         "request, take it out of the line, make it RUNNING, give it the lowest free slot, plan a "
-        "Wipe of what the slot's last sequence used (0 in a new slot), and add it to the running "
-        "requests. `finish` undoes this. `_chunk_size` is how much of a request fits into a "
-        "budget, `_work` its entry in the plan.",
+        "Wipe of as many positions as the slot's last sequence had tokens (0 in a new slot), and "
+        "add it to the running requests. `finish` undoes this. `_chunk_size` is how much of a "
+        "request fits into a budget, `_work` its entry in the plan.",
         points=30,
         hints=(
             "Decodes and chunks are one list. Python's sort keeps the order of equals.",
             "A share is limited by what remains, by max_chunk and by the budget; without chunks it "
             "is all or nothing. Logits are wanted when the last token is computed.",
-            "Count the step before anything else. free_slots is a heap. dirty counts the positions "
-            "used in each slot: what writes it, and when?",
+            "Count the step before anything else. free_slots is a heap. dirty has the tokens of "
+            "each slot's last sequence: what writes it, and when?",
         ),
         tests=(
             "tests/test_scheduler.py::test_plans_step_by_step",

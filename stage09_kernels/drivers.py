@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from random import Random
-from typing import Any
 
 import torch
 
-from shared.course.difference import difference
 from shared.course.driver import Entry, now, tensors
 
 from . import online, program, tile
@@ -53,42 +51,31 @@ def merged(draw: Random) -> Iterator[Entry]:
         yield {"call": call, "out": online.merge(parts)}
 
 
+class Worn(tile.Memory):
+    """A memory in which each load adds 1 to the numbers loaded: a product shows which it used."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        super().__init__(numbers)
+        self.numbers = numbers
+
+    def load(self, row: int, column: int, count: int = 1) -> torch.Tensor:
+        if row < 0 or column < 0 or count < 1 or column + count > self.numbers.shape[1]:
+            raise IndexError(f"{count} numbers at ({row}, {column}) of {list(self.numbers.shape)}")
+        line = self.numbers[row, column : column + count]
+        loaded = line.clone()
+        line += 1
+        return loaded
+
+
 def tiles(draw: Random) -> Iterator[Entry]:
-    """Products of all sizes, with what was loaded."""
+    """Products of all sizes. No count of loads is returned, which a submission could forge."""
     for _ in range(6):
         rows = draw.choice([1, 3, 4, 5, 9])
         inputs, outputs = draw.choice([1, 2, 7]), draw.choice([1, 15, 16, 17, 40])
-        counts = {"x": 0, "weights": 0}
-
-        def counted(name: str, numbers: torch.Tensor, counts: Any = counts) -> tile.Memory:
-            """A memory whose numbers can only be loaded."""
-            memory = tile.Memory(numbers)
-            del memory._numbers
-
-            def load(row: int, column: int, count: int = 1) -> torch.Tensor:
-                if row < 0 or column < 0 or count < 1 or column + count > numbers.shape[1]:
-                    raise IndexError(f"{count} numbers at ({row}, {column}) of {name}")
-                counts[name] += count
-                return numbers[row, column : column + count].clone()
-
-            setattr(memory, "load", load)  # noqa: B010
-            return memory
-
-        x, weights = tensors(draw, rows, inputs), tensors(draw, inputs, outputs)
-        call = f"product of ({rows}, {inputs}) and ({inputs}, {outputs})"
+        x, weights = Worn(tensors(draw, rows, inputs)), Worn(tensors(draw, inputs, outputs))
+        call = f"product of ({rows}, {inputs}) and ({inputs}, {outputs}), each load of which adds 1"
         now(call)
-        out = tile.product(counted("x", x), counted("weights", weights))
-        yield {"call": call, "out": out, "loads": counts}
-
-
-def loads_little(expected: Any, result: Any) -> str:
-    """The products are right, and no more was loaded than a tile needs; less is as good."""
-    for right, entry in zip(expected, result, strict=True):
-        for name, most in right["loads"].items():
-            if entry["loads"][name] > most:
-                return f"{right['call']}: {name} loaded {entry['loads'][name]}, at most {most}"
-        entry["loads"] = right["loads"]
-    return difference(expected, result)
+        yield {"call": call, "out": tile.product(x, weights)}
 
 
 def panels(draw: Random) -> Iterator[Entry]:
@@ -103,4 +90,3 @@ def panels(draw: Random) -> Iterator[Entry]:
 
 
 DRIVERS = {1: running_softmax, 2: merged, 3: tiles, 4: panels}
-RULES = {3: loads_little}

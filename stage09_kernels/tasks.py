@@ -47,10 +47,11 @@ TASKS = (
         file="tile.py",
         functions=("product",),
         title="the register tile",
-        text="Multiply x by weights in tiles of MR rows and NR columns of the result. A tile's "
-        "sums stay in a small tensor until they are whole. For each input a tile loads its "
-        "numbers of x and its weights once, so a weight is loaded once for every MR rows. Tiles "
-        "at the edges are smaller, and nothing outside may be loaded.",
+        text="Multiply x by weights in tiles of MR rows and NR columns of the result, from the "
+        "first row and column on. A tile's sums stay in a small tensor until they are whole. For "
+        "each input a tile loads its numbers of x and its weights once, and keeps none for the "
+        "next tile: a weight is loaded once for every MR rows. Tiles at the edges are smaller, and "
+        "nothing outside may be loaded.",
         points=30,
         hints=(
             "Three loops are around the sums. Which of them must be the innermost, if the sums "

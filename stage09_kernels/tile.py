@@ -35,7 +35,8 @@ class Memory:
 def product(x: Memory, weights: Memory) -> Tensor:
     """x (rows, inputs) times weights (inputs, outputs), tile by tile: (rows, outputs).
 
-    For each input a tile loads at most MR numbers of x and NR weights, and each of them once.
+    For each input a tile loads at most MR numbers of x and NR weights, and each of them once; it
+    keeps none for the next tile.
     """
     (rows, inputs), (_, outputs) = x.shape, weights.shape
     out = torch.empty(rows, outputs, dtype=x.dtype)
@@ -53,5 +54,5 @@ def product(x: Memory, weights: Memory) -> Tensor:
 
 
 def most_loads(rows: int, inputs: int, outputs: int) -> tuple[int, int]:
-    """How many numbers of x, and how many weights, `product` may load."""
+    """How many numbers of x, and how many weights, `product` loads: no tile keeps any."""
     return rows * inputs * -(-outputs // NR), inputs * outputs * -(-rows // MR)

@@ -50,6 +50,8 @@ def n_grams(draw: Random) -> Any:
             call = f"NGram({longest}, {shortest})._of {text}, at most {count}"
             seen.append({"call": call, "drafts": proposer._of(request, count)})
             if draw.random() < 0.1:
+                if request not in proposer.ends:
+                    raise LookupError("after a call, `ends` must have a dictionary of the n-grams")
                 proposer.ends[request].clear()
     return seen
 

@@ -185,7 +185,7 @@ class Labels:
         for move in moves:
             self.held[move.target] = self.held[move.source]
             self.moved.append(f"{move.kind} {self.held[move.source]}")
-        if self.taken:
+        if self.taken and moves:  # without any, a copy may end before it begins
             self.generations[self.taken] += 1
 
 
@@ -216,7 +216,8 @@ def copies(draw: Random) -> Iterator[Entry]:
         call = f"_copy of {len(leased)} blocks, {known} known, {free} available, at {late} of 10 s"
         call += f", block {cache.taken} taken meanwhile" if cache.taken else ""
         labels = [cache.held[block] for block in pool.match(digests)]
-        entry: Entry = {"call": call, "valid": bool(valid), "moved": cache.moved, "found": labels}
+        entry: Entry = {"call": call, "valid": bool(valid), "found": labels}
+        entry["moved"] = sorted(cache.moved)  # in which order they are copied is free
         yield entry | {"pool": state_of(pool)}
 
 

@@ -89,14 +89,14 @@ TASKS = (
         title="a valid copy",
         text="Copy the leased blocks that this engine's prefix cache lacks, as far as there is "
         "room. Return whether the copies are what was leased: the lease has not expired, and no "
-        "block was taken for something else in the meantime. Only then publish them. In the end "
-        "the cache holds the blocks, and no table does.",
+        "leased block was taken for something else in the meantime. Only then publish them. In the "
+        "end the cache holds the blocks, and no table does: give them back from the last to the "
+        "first, so that the end of a chain is evicted before its beginning.",
         points=15,
         hints=(
             "Share the blocks that match before you take others, which could evict them.",
             "A generation read before the copy proves nothing about it.",
-            "Give back the last block first: the end of a chain must be evicted before its "
-            "beginning.",
+            "`pool.take` owns a block, as `pool.share` does. Which blocks have to be given back?",
         ),
         tests=(
             f"{LEASES}::test_the_tokens_are_those_of_one_engine",

@@ -301,7 +301,7 @@ def main(argv: list[str] | None = None) -> int | None:
             type=cli.number(1, 3600),
             default=seconds,
             metavar="S",
-            help="time for each process",
+            help="processor time for each process",
         )
         subparser.add_argument(
             "--memory",

@@ -32,7 +32,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
@@ -47,8 +48,10 @@ from .difference import difference
 
 SEEDS = 20
 MOST_OUTPUT = 2000  # characters shown of a submission's output, and of a message
-MOST_DATA = 2**26  # bytes of all results of a process
-POLL = 0.05  # seconds
+MOST_LINE = 2**20  # bytes of a result: parsed, a hostile one takes 25 times as many
+MOST_DATA = 2**25  # bytes of all results of a process
+POLL = 0.2  # seconds: to look at all processes of the machine takes 4 ms
+WAIT = 4  # times its limit of processor time that a process may take: machines are shared
 LEFT_OUT = (
     *("__pycache__", ".*", "*.ipynb", "*.svg", "*.png", "*.md", "*.json", "*.safetensors"),
     *("tests", "wrong.txt", "right.txt", "figures", "benchmark.py", "stories"),
@@ -57,17 +60,18 @@ COURSE = ("__init__.py", "difference.py", "driver.py", "mine.py", "stages.py")  
 KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT")  # environment variables
 HOMES = ("HOME", "TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME", "MPLCONFIGDIR", "HF_HOME")
 UNPRIVILEGED = 65534
-# Architectures and numbers of: memfd_create, memfd_secret and shmget, which take memory that no
-# process is seen to have; ptrace and process_vm_*; keys; bpf, perf, userfaultfd, io_uring.
-REFUSED = {
-    "x86_64": (0xC000003E, (319, 447, 29, 101, 310, 311, 248, 249, 250, 321, 298, 323, 425)),
-    "aarch64": (0xC00000B7, (279, 447, 194, 117, 270, 271, 217, 218, 219, 280, 241, 282, 425)),
-}
+# Architectures and numbers of: memfd_create, memfd_secret, shmget, semget and msgget, which take
+# memory that no process is seen to have; ptrace and process_vm_*; keys; bpf, perf, userfaultfd,
+# io_uring. And that of setsockopt, for options of which a socket holds megabytes.
+_X86 = (319, 447, 29, 64, 68, 101, 310, 311, 248, 249, 250, 321, 298, 323, 425)
+_ARM = (279, 447, 194, 190, 186, 117, 270, 271, 217, 218, 219, 280, 241, 282, 425)
+REFUSED = {"x86_64": (0xC000003E, _X86, 54), "aarch64": (0xC00000B7, _ARM, 208)}
+BUFFERS = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE, SO_RCVBUFFORCE
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of one process: seconds, and MiB of memory and of disk."""
+    """The limits of one process: seconds of processor time, and MiB of memory and of disk."""
 
     seconds: float = 60.0
     memory: int = 4096
@@ -76,7 +80,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended. lines: its results, "" in `why` if it ended well, what it printed."""
+    """How a process ended. lines: its results without notes, "" in `why` if it ended well, what it
+    printed."""
 
     lines: list[bytes]
     why: str
@@ -153,45 +158,75 @@ class Judge:
             if key not in self._expected:
                 reference = None if extra is None else extra.reference.encode()
                 ended = self._drive(stage, task, reference, extra)
-                results = [parsed(line) for line in ended.lines if not is_note(line)]
-                data = [result["data"] for result in results if result and "data" in result]
-                if ended.why or len(data) != len(self.seeds):
-                    raise RuntimeError(
-                        f"{stage} task {task.number}: the reference fails: {ended.why} "
-                        f"{plain(str(results[-1:]), 500)} {plain(ended.printed)}"
-                    )
-                self._expected[key] = data
+                self._expected[key] = self._right(stage, task, ended)
             return self._expected[key]
+
+    def _right(self, stage: str, task: Task, ended: Ended) -> list[Any]:
+        """What the reference has returned."""
+        results = [parsed(line) for line in ended.lines]
+        data = [result["data"] for result in results if result and "data" in result]
+        if ended.why or len(data) != len(self.seeds):
+            raise RuntimeError(
+                f"{stage} task {task.number}: the reference fails: {ended.why} "
+                f"{plain(str(results[-1:]), 500)} {plain(ended.printed)}"
+            )
+        return data
 
     def _drive(self, stage: str, task: Task, source: bytes | None, extra: Extra | None) -> Ended:
         """Run the driver with a submission's file, or with the reference."""
         files = {} if source is None else {f"{stage}/{task.file}": source}
-        job = {"stage": stage, "task": task.number, "seeds": self.seeds, "alone": True}
         with self._lock:
             base = self._base(stage)
         with self._tree(base, files) as tree:
             if source is not None and extra is None:
                 empty_out(tree, stage, task)
-            return run(tree, job, self.limits, self.confined)
+            return self._run(tree, stage, [task], alone=True)
 
-    def why_together(self, stage: str, task: Task, files: Mapping[str, bytes]) -> str:
-        """Why a task's driver returns something else with all these files, by path, than with the
-        reference; "" if it does not. What they leave open is the reference's."""
-        job = {"stage": stage, "task": task.number, "seeds": self.seeds, "alone": False}
-        with self._lock:
-            base = self._base(max(files).partition("/")[0])
-        with self._tree(base, files) as tree:
-            ended = run(tree, job, self.limits, self.confined)
-        return verdict(rule_of(stage, task), self.seeds, self.expected(stage, task), ended)
+    def _run(self, tree: Path, stage: str, tasks: Sequence[Task], alone: bool) -> Ended:
+        numbers = [task.number for task in tasks]
+        job = {"stage": stage, "tasks": numbers, "seeds": self.seeds, "alone": alone}
+        return run(tree, job, self.limits, self.confined)
+
+    def why_together(self, stage: str, files: Mapping[str, bytes]) -> list[str]:
+        """For each task of a stage, why its driver returns something else with all these files, by
+        path, than with the reference; "" if it does not. What they leave open is the reference's.
+        """
+        tasks = mine.tasks(stage)
+        base = self._base(max(files).partition("/")[0])
+        with ThreadPoolExecutor(2 if self.confined else 1) as pool:
+            sides = [pool.submit(self._together, base, stage, laid) for laid in ({}, files)]
+            references, submitted = (side.result() for side in sides)
+        return [
+            verdict(rule_of(stage, task), self.seeds, self._right(stage, task, reference), ended)
+            for task, reference, ended in zip(tasks, references, submitted, strict=True)
+        ]
+
+    def _together(self, base: Path, stage: str, files: Mapping[str, bytes]) -> list[Ended]:
+        """How each task of a stage ended: all in one process, which loads PyTorch once. If it ends
+        in a task, another one goes on with the next."""
+        tasks, count = mine.tasks(stage), len(self.seeds)
+        parts: list[Ended] = []
+        while rest := tasks[len(parts) :]:
+            with self._tree(base, files) as tree:
+                for name, source in files.items():
+                    hide_solved(tree, name, source)
+                ended = self._run(tree, stage, rest, alone=False)
+            whole = min(len(ended.lines) // count, len(rest) - 1)
+            starts = range(0, whole * count, count)
+            parts += [Ended(ended.lines[start : start + count], "", "") for start in starts]
+            parts.append(Ended(ended.lines[whole * count :], ended.why, ended.printed))
+        return parts
 
     def measured(self, stage: str, files: Mapping[str, bytes], plan: Mapping[str, Any]) -> Any:
         """What `shared.bench.staircase.work` returns with these files laid over their stages.
 
         Raises UserError if it returns nothing.
         """
-        job = {"measure": stage, "plan": dict(plan), "threads": os.cpu_count(), "alone": False}
+        threads = os.cpu_count() or 1
+        limits = replace(self.limits, seconds=threads * self.limits.seconds)
+        job = {"measure": stage, "plan": dict(plan), "threads": threads, "alone": False}
         with self._tree(paths.ROOT, files) as tree:
-            ended = run(tree, job, self.limits, self.confined)
+            ended = run(tree, job, limits, self.confined)
         answer = parsed(ended.lines[-1]) if ended.lines else None
         if ended.why or not isinstance(answer, dict) or "data" not in answer:
             why = ended.why or plain(str(answer))
@@ -228,6 +263,14 @@ def empty_out(tree: Path, stage: str, task: Task) -> None:
     mine.write(path, mine.emptied(mine.read(path), stage, task))
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
         compiled.unlink()
+
+
+def hide_solved(tree: Path, name: str, source: bytes) -> None:
+    """Empty the reference's functions of all tasks that a submission's file does not leave open."""
+    stage, _, file = name.partition("/")
+    for task in mine.tasks(stage):
+        if task.file == file and not mine.is_open(source.decode("utf-8-sig"), stage, task):
+            empty_out(tree, stage, task)
 
 
 def rule_of(stage: str, task: Task) -> Rule:
@@ -294,7 +337,7 @@ def run(tree: Path, job: Mapping[str, Any], limits: Limits, confined: bool = Tru
     data, printed = _Pipe(process.stdout, MOST_DATA), _Pipe(process.stderr, 4 * MOST_OUTPUT)
     try:
         # The job comes when it is contained: without a judge it has none, and ends.
-        data.first.wait(limits.seconds)
+        data.first.wait(WAIT * limits.seconds)
         with contextlib.suppress(OSError):  # it has ended already
             job = {**job, "seconds": limits.seconds, "disk": limits.disk}
             process.stdin.write(json.dumps(job).encode() + b"\n")
@@ -306,7 +349,8 @@ def run(tree: Path, job: Mapping[str, Any], limits: Limits, confined: bool = Tru
     note = next((parsed(line) for line in reversed(lines) if is_note(line)), None)
     if why and isinstance(note, dict) and note["now"]:
         why = f"{plain(str(note['now']), 300)}: {why}"
-    return Ended(lines, why, printed.end().decode("utf-8", "replace"))
+    results = [line for line in lines if not is_note(line)]
+    return Ended(results, why, printed.end().decode("utf-8", "replace"))
 
 
 def bubblewrap(tree: Path, limits: Limits) -> list[str]:
@@ -339,13 +383,20 @@ def system_calls() -> bytes:
     for an unknown machine."""
     if platform.machine() not in REFUSED:
         return b""
-    architecture, numbers = REFUSED[platform.machine()]
-    last = len(numbers) + 1  # steps from the first comparison to the refusal
-    steps = [(0x20, 0, 0, 4), (0x15, 0, last + 2, architecture), (0x20, 0, 0, 0)]
-    steps += [(0x35, last, 0, 0x40000000)]  # x32
-    steps += [(0x15, last - 1 - i, 0, number) for i, number in enumerate(numbers)]
+    architecture, numbers, setsockopt = REFUSED[platform.machine()]
+    allow, refuse = -2, -1  # the places, from the end, of the last two steps
+    load, equal, at_least = 0x20, 0x15, 0x35  # at_least and equal jump to the second or the third
+    steps = [(load, 0, 0, 4), (equal, 0, refuse, architecture), (load, 0, 0, 0)]
+    steps += [(at_least, refuse, 0, 0x40000000)]  # x32
+    steps += [(equal, refuse, 0, number) for number in numbers]
+    steps += [(equal, 0, allow, setsockopt), (load, 0, 0, 32)]  # its third argument
+    steps += [(equal, refuse, 0, option) for option in BUFFERS]
     steps += [(0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x00050001)]  # allowed; EPERM
-    return b"".join(struct.pack("HBBI", *step) for step in steps)
+    packed = b""
+    for here, (code, then, otherwise, number) in enumerate(steps, 1):
+        jumps = (place and place + len(steps) - here for place in (then, otherwise))
+        packed += struct.pack("HBBI", code, *jumps, number)
+    return packed
 
 
 @functools.cache
@@ -400,19 +451,23 @@ class _Pipe:
 
 
 def _watch(process: subprocess.Popen[bytes], scratch: Path | None, limits: Limits) -> str:
-    """Wait until the process has ended or reached a limit; returns why it did not end well."""
-    deadline = time.monotonic() + limits.seconds
+    """Wait until the process has ended or reached a limit; returns why it did not end well. Its
+    seconds are of processor time, so that what else the machine does costs it nothing."""
+    deadline = time.monotonic() + WAIT * limits.seconds
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(POLL)
             break
         if time.monotonic() > deadline:
-            return f"It took longer than {limits.seconds:g} s: is there a loop that does not end?"
-        memory = 0
+            return f"It has not ended after {WAIT * limits.seconds:g} s: what does it wait for?"
+        memory = seconds = 0.0
         with contextlib.suppress(psutil.Error):  # one has just ended
-            for known in psutil.Process(process.pid).children(recursive=True):
+            root = psutil.Process(process.pid)
+            for known in [*root.children(recursive=True), root]:
                 memory += known.memory_info().rss
-            memory += psutil.Process(process.pid).memory_info().rss
+                seconds += sum(known.cpu_times()[:4])  # and of those that it has waited for
+        if seconds > limits.seconds:
+            return f"It took more than {limits.seconds:g} s of processor time: an endless loop?"
         if memory > limits.memory * 2**20:
             return f"It took more than {limits.memory:,} MiB of memory."
         if scratch is not None and _size(scratch) > limits.disk * 2**20:
@@ -469,24 +524,24 @@ def is_note(line: bytes) -> bool:
 
 
 def parsed(line: bytes) -> Any:
-    """The value of a line of JSON, or None for what is not JSON, is nested too deep, or is NaN."""
+    """The value of a line of JSON, or None for what is not JSON, is too long, is nested too deep,
+    or is NaN."""
 
     def refuse(text: str) -> None:
         raise ValueError(text)
 
     try:
-        return json.loads(line, parse_constant=refuse)
+        return None if len(line) > MOST_LINE else json.loads(line, parse_constant=refuse)
     except (ValueError, RecursionError):
         return None
 
 
 def verdict(rule: Rule, seeds: Sequence[int], expected: Sequence[Any], ended: Ended) -> str:
     """Why results are not the reference's; "" if they are. They are untrusted: check all."""
-    lines = [line for line in ended.lines if not is_note(line)]
-    for seed, right, line in zip(seeds, expected, lines, strict=False):
+    for seed, right, line in zip(seeds, expected, ended.lines, strict=False):
         result = parsed(line)
         if not isinstance(result, dict) or len(result) != 1:
-            return f"seed {seed}: what came back is not a result."
+            return f"seed {seed}: what came back is not a result, or too long."
         if "raised" in result:
             return f"seed {seed}: {plain(str(result['raised']), 600)}"
         try:
@@ -499,8 +554,8 @@ def verdict(rule: Rule, seeds: Sequence[int], expected: Sequence[Any], ended: En
             return f"seed {seed}: {plain(why, 600)}"
     if ended.why:
         return ended.why
-    if len(lines) != len(seeds):
-        return f"There are {len(lines)} results for {len(seeds)} seeds."
+    if len(ended.lines) != len(seeds):
+        return f"There are {len(ended.lines)} results for {len(seeds)} seeds."
     return ""
 
 

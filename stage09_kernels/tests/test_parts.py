@@ -69,10 +69,8 @@ def test_a_tile_loads_each_number_once(sizes):
     rows, inputs, outputs = sizes
     x, weights = Memory(torch.randn(rows, inputs)), Memory(torch.randn(inputs, outputs))
     product(x, weights)
-    most = most_loads(*sizes)
-    assert (x.loads, weights.loads) <= most and weights.loads <= most[1], (
-        f"{sizes}: {x.loads} numbers of x and {weights.loads} weights were loaded, at most {most}"
-    )
+    loads, expected = (x.loads, weights.loads), most_loads(*sizes)
+    assert loads == expected, f"{sizes}: {loads} of x and weights were loaded, not {expected}"
 
 
 def test_a_pass_is_cut_into_items_of_a_few_tokens():

@@ -63,9 +63,21 @@ def test_the_reference_passes_and_nothing_else_that_is_in_the_file(two_seeds):
 def test_a_crash_in_c_names_its_call(two_seeds):
     stage, task = "stage09_kernels", mine.find_task("stage09_kernels", 3)
     reference = mine.read(paths.ROOT / stage / task.file)
+    assert two_seeds.why(stage, task, reference.encode()) == ""
     body = ["import ctypes", "ctypes.string_at(0)"]
     why = two_seeds.why(stage, task, mine.emptied(reference, stage, task, body).encode())
     assert re.fullmatch(r"product of \(\d, \d\) and .*: Its process crashed \(SIGSEGV\)\.", why)
+
+
+@contained
+def test_a_forged_count_gains_nothing(two_seeds):
+    """The result itself depends on which loads of a tile it comes from."""
+    stage, task = "stage09_kernels", mine.find_task("stage09_kernels", 3)
+    reference = mine.read(paths.ROOT / stage / task.file)
+    body = ["x.loads, weights.loads = most_loads(*x.shape, weights.shape[1])"]
+    body += ["return x._numbers @ weights._numbers"]
+    source = mine.emptied(reference, stage, task, body).encode()
+    assert "seed 3: product of" in two_seeds.why(stage, task, source)
 
 
 QUICK = ("all processes", "a daemon that would write later", "results of its own, and the end")
@@ -197,7 +209,7 @@ def test_what_a_submission_sees(two_seeds, monkeypatch):
 def seen_by(made: Judge, code: str) -> str:
     """The text of the ValueError that `code` raises in a contained process."""
     with made._tree(made._base(STAGE), {f"{STAGE}/{FILE}": f"{code}\n".encode()}) as tree:
-        job = {"stage": STAGE, "task": 1, "seeds": [1], "alone": True}
+        job = {"stage": STAGE, "tasks": [1], "seeds": [1], "alone": True}
         ended = judge.run(tree, job, made.limits)
     *_, line = ended.lines
     monkey = judge.parsed(line)["raised"]
@@ -215,9 +227,35 @@ raise ValueError(json.dumps([os.strerror(ctypes.get_errno()), failed, os.getpid(
 @contained
 @pytest.mark.skipif(not judge.system_calls(), reason="the numbers are not known here")
 def test_some_system_calls_are_refused(two_seeds):
-    _, numbers = judge.REFUSED[platform.machine()]
+    _, numbers, _ = judge.REFUSED[platform.machine()]
     seen = json.loads(seen_by(two_seeds, CALLS.replace("NUMBERS", str(list(numbers)))))
     assert seen == ["Operation not permitted", [-1] * len(numbers), True]
+
+
+HOARD = """
+import ctypes, json, resource, socket
+libc = ctypes.CDLL(None)
+calls = [libc.semget(0, 32000, 0o600), libc.msgget(0, 0o600), libc.shmget(0, 4096, 0o600)]
+pair = socket.socketpair()
+for option in (socket.SO_SNDBUF, socket.SO_RCVBUF, socket.SO_REUSEADDR):
+    try:
+        pair[0].setsockopt(socket.SOL_SOCKET, option, 2**22)
+        calls.append(0)
+    except OSError:
+        calls.append(-1)
+limits = resource.getrlimit(resource.RLIMIT_NPROC) + resource.getrlimit(resource.RLIMIT_NOFILE)
+raise ValueError(json.dumps([calls, limits]))
+"""
+
+
+@contained
+@pytest.mark.skipif(not judge.system_calls(), reason="the numbers are not known here")
+def test_no_memory_outside_of_processes(two_seeds):
+    """Semaphores, messages and sockets hold gigabytes that are no process's: the system would end
+    the grader instead."""
+    calls, (processes, _, files, _) = json.loads(seen_by(two_seeds, HOARD))
+    assert calls == [-1, -1, -1, -1, -1, 0]
+    assert processes * files * 212992 < 2 * 2**30  # bytes that a socket holds without options
 
 
 @contained
@@ -333,7 +371,6 @@ def test_results_are_parsed_with_limits():
     good = b'{"data": [1]}'
     for lines, why, words in (
         ([good], "", ""),
-        ([b'{"now": "f(1)"}', good], "", ""),
         ([], "It crashed.", "It crashed."),
         ([], "", "0 results for 1"),
         ([good, good], "", "2 results for 1"),
@@ -345,6 +382,7 @@ def test_results_are_parsed_with_limits():
         found = judge.verdict(judge.difference, [5], [[1]], Ended(lines, why, ""))
         assert words in found and bool(found) == bool(words)
 
+    assert judge.parsed(b"[" + b"[]," * 10**7 + b"0]") is None  # 600 MB of lists
     for depth in range(sys.getrecursionlimit()):  # some can be parsed, and not be shown
         nested = b'{"data": [' + b"[" * depth + b"]" * depth + b"]}"
         assert judge.verdict(judge.difference, [5], [[1]], Ended([nested], "", ""))
@@ -353,6 +391,83 @@ def test_results_are_parsed_with_limits():
         raise TypeError("it is no list")
 
     assert "not a result" in judge.verdict(strange, [5], [[1]], Ended([good], "", ""))
+
+
+ENDLESS_LOOP = "It took more than 1 s of processor time: an endless loop?"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="processes of POSIX")
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("time.sleep(1.5)", ""),
+        ("time.sleep(60)", "It has not ended after 4 s: what does it wait for?"),
+        ("while True: pass", ENDLESS_LOOP),
+        ("os.fork()\nos.fork()\nwhile True: pass", ENDLESS_LOOP),
+    ],
+)
+def test_a_task_has_seconds_of_processor_time(code, why):
+    """On a machine that is busy with other work, right solutions stay right."""
+    with subprocess.Popen([sys.executable, "-c", f"import os, time\n{code}"]) as process:
+        assert judge._watch(process, None, Limits(seconds=1)) == why
+        judge._end(process, None)
+
+
+class Played(Judge):
+    """A judge of two seeds whose processes end as in `ends`: results, and why they are no more."""
+
+    def __init__(self, *ends: tuple[int, str]) -> None:
+        self.seeds, self.confined, self.limits = [1, 2], True, Limits()
+        self.ends, self.runs = list(ends), list[list[int]]()
+
+    @contextlib.contextmanager
+    def _tree(self, base: Path, files: Any) -> Iterator[Path]:
+        yield base
+
+    def _run(self, tree: object, stage: str, tasks: Any, alone: bool) -> Ended:
+        self.runs.append([task.number for task in tasks])
+        results, why = self.ends.pop(0)
+        return Ended([b"{}"] * results, why, "")
+
+
+def test_tasks_that_share_a_process_go_on_behind_a_crash():
+    """Stage 04 has tasks 1 to 6: the process ends in 2, and the next one behind 4."""
+    numbers = [task.number for task in mine.tasks(STAGE)]
+    whole = 2 * len(numbers)
+    made = Played((3, "It crashed."), (4, ""), (whole - 10, ""))
+    parts = made._together(Path(), STAGE, {})
+    assert made.runs == [numbers, numbers[2:], numbers[5:]]
+    counts = [(len(part.lines), part.why) for part in parts]
+    assert counts == [(2, ""), (1, "It crashed."), (2, ""), (2, ""), (0, "")] + [
+        (2, "") for _ in numbers[5:]
+    ]
+    made = Played((whole + 1, "It crashed."))
+    *others, last = made._together(Path(), STAGE, {})
+    assert {len(part.lines) for part in others} == {2} and len(made.runs) == 1
+    assert (len(last.lines), last.why) == (3, "It crashed.")
+
+
+@contained
+def test_the_capstone_shows_no_reference_of_what_is_written():
+    """A file that runs the reference's from the disk gets nothing there, either."""
+    body = [f'code = open("/project/{STAGE}/{FILE}").read()', "exec(code, globals())"]
+    body += ["return globals()['Plan'].tokens(self)"]
+    source = mine.emptied(REFERENCE, STAGE, TASK, body).encode()
+    with Judge(seeds=[3]) as made:
+        first, *_ = made.why_together(STAGE, {f"{STAGE}/{FILE}": source})
+    assert "NotImplementedError" in first
+
+
+def test_a_measured_process_has_the_seconds_for_each_of_its_threads(monkeypatch):
+    seen = []
+
+    def run(tree: object, job: Any, limits: Limits, confined: bool) -> Ended:
+        seen.append(limits.seconds / job["threads"])
+        return Ended([b'{"data": 7}'], "", "")
+
+    monkeypatch.setattr(judge, "run", run)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert Played().measured(STAGE, {}, {}) == 7 and seen == [60]
 
 
 def test_without_bubblewrap_grading_asks_for_a_container(monkeypatch):
