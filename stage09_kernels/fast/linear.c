@@ -39,7 +39,7 @@ typedef real sums_of[PANEL]; /* of one row */
    idle while they use a block, so each step of a full tile prefetches a line of the next block,
    `next` weights on. A tile narrower than a panel reads a block in rounds, with gaps, and the
    processor fetches less by itself. So fewer rows take more vectors (gain with AVX2: 1.9x, one row;
-   1.5x, two or three), or prefetch the next of smaller blocks (1.5x, 4 to 9 rows). */
+   1.4x, two or three), or prefetch the next of smaller blocks (1.5x to 1.9x, 4 to 9 rows). */
 static inline __attribute__((always_inline)) void
 madd_rows(const struct linear *l, const weight *panel, int64_t row, int64_t begin, int64_t end,
           int64_t next, sums_of *sums, const int rows) {
