@@ -94,7 +94,8 @@ class Settings(BaseSettings):
         str, Field(description=f"{brought.ABOUT_WEIGHTS}: {', '.join(brought.weight_formats())}")
     ] = AUTO
     linear: Annotated[
-        Literal["auto", "plain", "packed"], Field(description="layout of the weights on a CPU")
+        Literal["auto", "plain", "packed", "widened"],
+        Field(description="linear layers on a CPU"),
     ] = "auto"
     threads: Annotated[
         int, Field(ge=0, le=1024, description="CPU threads; 0 is PyTorch's choice")
