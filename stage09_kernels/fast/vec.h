@@ -146,7 +146,7 @@ static inline vec madd_pairs(vec sum, pairs a, uint32_t b) {
 #endif
 
 /* Vectors of weights and of cached numbers, and the factors that multiply these. */
-#if WEIGHT == 2
+#if WEIGHT == 2 && defined(__AVX512BF16__)
 typedef pairs weight_vec;
 typedef uint32_t weight_factor;
 #else
