@@ -335,14 +335,17 @@ async def test_routers_that_list_each_other_ask_each_other_once(monkeypatch):
         return get(pool, backend, *question)
 
     key = {"x-admin-key": "a"}
-    async with plain(answered) as engine, routed(engine, admin_key="a") as router:
-        async with routed(router) as other:
-            await router.post({"url": other.url}, "/admin/add", **key)
-            monkeypatch.setattr(Pool, "get", recorded)
-            await router.metrics()
-            assert [path for path, *_ in asked].count("/metrics") == 3
-            async with router.http.get(router.url + "/live", headers={"via": "another"}):
-                assert ("/live", "another") in asked
+    async with (
+        plain(answered) as engine,
+        routed(engine, admin_key="a") as router,
+        routed(router) as other,
+    ):
+        await router.post({"url": other.url}, "/admin/add", **key)
+        monkeypatch.setattr(Pool, "get", recorded)
+        await router.metrics()
+        assert [path for path, *_ in asked].count("/metrics") == 3
+        async with router.http.get(router.url + "/live", headers={"via": "another"}):
+            assert ("/live", "another") in asked
 
 
 async def test_servers_come_from_dns_too():
