@@ -77,7 +77,12 @@ class LLM:
         max_model_len: int | None = None,
         **engine: Any,
     ) -> None:
-        values = {"model": model, "dtype": dtype, "weights": weights, "kv-dtype": kv_dtype}
+        values: dict[str, object] = {
+            "model": model,
+            "dtype": dtype,
+            "weights": weights,
+            "kv-dtype": kv_dtype,
+        }
         values |= {"device": device, "threads": threads, "max-model-len": max_model_len}
         parser = cli.Parser("stage09_kernels", "", "")  # which checks them
         cli.add_model_options(parser)
@@ -117,8 +122,9 @@ class LLM:
 
     def _ids(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt. Raises TypeError if it is none."""
-        text = isinstance(prompt, str)
-        return self.loaded.tokenizer.encode(prompt) if text else list(map(index, prompt))
+        if isinstance(prompt, str):
+            return self.loaded.tokenizer.encode(prompt)
+        return [index(token) for token in prompt]
 
     def chat(
         self,
