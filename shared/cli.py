@@ -15,7 +15,6 @@ import errno
 import math
 import os
 import re
-import signal
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from urllib.parse import urlsplit
 
-from . import models
+from . import models, program
 from .config import Config
 from .errors import UserError, advised
 from .files import read_bytes
@@ -683,6 +682,7 @@ def load_model_from(options: argparse.Namespace, families: Families) -> Loaded:
     weights, kv = (getattr(options, name, "auto") for name in ("weights", "kv_dtype"))
     if weights == "auto" and loaded.conversion is not None:
         weights = "quantized"
+    program.raise_at_interrupt()
     origin = loaded.folder, loaded.files
     return Loaded(model, tokenizer, config, kind, device, dtype, *origin, weights, kv)
 
@@ -744,14 +744,21 @@ class AnswerDecoder(IncrementalDecoder):
         return "" if token_id in self._hidden else super().push(token_id)
 
 
-def run(main: Callable[[list[str] | None], int | None], argv: list[str] | None = None) -> NoReturn:
+def run(
+    main: Callable[[list[str] | None], int | None],
+    argv: list[str] | None = None,
+    loads: bool = False,
+) -> NoReturn:
     """Run a program's `main` and exit with its status.
 
     A UserError becomes `error: ...` on standard error and status 2; Ctrl-C is status 130; a closed
     pipe, as in `... | head`, ends the program without a message.
+
+    loads: whether it first loads a model, by `load_model_from`. Ctrl-C ends the process until then:
+        PyTorch, while it is imported, loses the KeyboardInterrupt or aborts.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see shared/__init__.py
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not loads:
+        program.raise_at_interrupt()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a system's pipes may not be UTF-8
             stream.reconfigure(encoding="utf-8", errors="replace")

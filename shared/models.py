@@ -150,10 +150,11 @@ def stored_dtype(name: str) -> str:
     "" for another format, or if it is not known without a download."""
     location = find(name)
     plain = location is not None and location.format is None
-    files = sorted(location.path.glob("model*.safetensors")) if location and plain else []
+    paths = sorted(location.path.glob("model*.safetensors")) if location and plain else []
     wrong = (LookupError, ValueError, TypeError, AttributeError, StopIteration)  # of a broken file
     with contextlib.suppress(OSError, *wrong):
-        with files[0].open("rb") as file:
+        first = next(path for path in paths if path.is_file())  # to open a pipe, it would wait
+        with first.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(length, MOST_HEADER)))
         return str(next(entry["dtype"] for key, entry in header.items() if key[:2] != "__"))

@@ -12,8 +12,7 @@ import signal
 import sys
 import threading
 from types import TracebackType
-
-from .paths import ROOT
+from typing import Any
 
 INSTALL = "python3 -m venv .venv && .venv/bin/python -m pip install -r requirements.txt"
 # All words that may follow, by the end of a module's name.
@@ -25,15 +24,32 @@ WORDS = {
 }
 
 
+_dying = False  # whether `die_at_interrupt` has set the handler
+
+
 def die_at_interrupt() -> None:
     """Let Ctrl-C end the process at once, without a traceback, until another handler is set."""
+    global _dying
+    _dying = _replaced(signal.default_int_handler, signal.SIG_DFL)
+
+
+def raise_at_interrupt() -> None:
+    """After `die_at_interrupt`, let Ctrl-C raise KeyboardInterrupt again."""
+    global _dying
+    _dying = _dying and not _replaced(signal.SIG_DFL, signal.default_int_handler)
+
+
+def _replaced(old: object, new: Any) -> bool:
+    """Whether this has replaced the handler of Ctrl-C."""
     main = threading.current_thread() is threading.main_thread()  # no other can set handlers
-    if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    change = main and signal.getsignal(signal.SIGINT) is old
+    if change:
+        signal.signal(signal.SIGINT, new)
+    return change
 
 
 def begin() -> None:
-    die_at_interrupt()  # until cli.run
+    die_at_interrupt()  # until cli.run or cli.load_model_from
     sys.excepthook = explain
     if sys.stderr is not None and sys.stderr.isatty():
         print("[starting ...]", file=sys.stderr, flush=True)
@@ -46,6 +62,8 @@ def begin() -> None:
 
 def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """For sys.excepthook: a package that is not installed is one sentence, not a traceback."""
+    from .paths import ROOT  # pathlib takes a while, in which Ctrl-C would be a traceback
+
     name = getattr(error, "name", None) or ""
     ours = "." in name or (ROOT / name).exists() or (ROOT / f"{name}.py").exists()
     if not isinstance(error, ModuleNotFoundError) or ours or importlib.util.find_spec(name):

@@ -116,4 +116,4 @@ def view(engine: Engine, answers: Sequence[live.Answer], width: int, height: int
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, loads=True)

@@ -385,4 +385,4 @@ class Show(live.Show):
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, loads=True)

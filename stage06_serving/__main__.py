@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import errno
 import gc
 import logging
@@ -238,20 +239,16 @@ def serve(
     host, port = listening.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     if settings.open_to_all:
-        print(
+        say(
             f"WARNING: --host {settings.host} opens the server to every machine that can reach "
-            "this one, without an API key: set one with --api-key-file, or listen on 127.0.0.1.",
-            file=sys.stderr,
+            "this one, without an API key: set one with --api-key-file, or listen on 127.0.0.1."
         )
-
-    print(
-        f"Loading {settings.model}; {address} answers 503 until then.", file=sys.stderr, flush=True
-    )
+    say(f"Loading {settings.model}; {address} answers 503 until then.")
 
     def loaded() -> None:
         engine, model = starting.result()
         keep_objects()
-        print(plan(settings, engine.status, model, address), file=sys.stderr, flush=True)
+        say(plan(settings, engine.status, model, address))
 
     sys.setswitchinterval(SWITCH)
     server = Server(configure(app, app.state.statuses), app, settings.grace, loaded)
@@ -259,6 +256,12 @@ def serve(
     loading: asyncio.Task[None] = app.state.loading
     if not loading.cancelled():
         loading.result()  # raises the error that ended the server before it was ready
+
+
+def say(text: str) -> None:
+    """Print it on standard error, unless that is a file on a full disk: the server goes on."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def keep_objects() -> None:

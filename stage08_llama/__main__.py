@@ -109,4 +109,4 @@ def talk(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, loads=True)

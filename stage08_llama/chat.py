@@ -5,6 +5,7 @@ A conversation that no longer fits into the context loses its oldest turns, each
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,15 @@ ROOM = 0.25  # share of the context that is kept free for an answer
 HELP = (
     "/reset forgets the conversation, /regenerate answers again, Ctrl-C stops an answer, /quit ends"
 )
+
+
+def edit() -> None:
+    """On a terminal, let the user edit what is typed, and take pasted lines as one question."""
+    if sys.stdin and sys.stdin.isatty() and sys.stdout.isatty():
+        with contextlib.suppress(ImportError):  # Windows has its own
+            import readline
+
+            readline.parse_and_bind("set enable-bracketed-paste on")
 
 
 def typed() -> str:
@@ -104,6 +114,7 @@ class Chat:
         if self.loaded.config.name == "stories-chat":
             lines.append("[this small model knows only its own stories: ask it for one]")
         print("\n".join(lines), file=sys.stderr, flush=True)
+        edit()
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")  # a letter that was cut does not end the chat
         while True:

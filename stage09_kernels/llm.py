@@ -9,10 +9,11 @@ for output in llm.generate(["Once upon a time", "Long ago"], SamplingParams(max_
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
+from operator import index
 from typing import Any
 
 from tqdm import tqdm
@@ -21,7 +22,7 @@ from shared import chat_template, cli
 from shared.errors import UserError
 from stage01_forward import families
 from stage01_forward.generation import Output, sampling_per_prompt
-from stage01_forward.offer import AUTO
+from stage01_forward.offer import AUTO, add_options
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 
@@ -42,6 +43,15 @@ class Answer:
     token_ids: list[int]
     finish_reason: str | None  # "stop", "length" or "error"
     error: str | None = None
+
+
+def is_message(message: object) -> bool:
+    """Whether it has a role and a content, and all its fields are texts."""
+    return (
+        isinstance(message, Mapping)
+        and {"role", "content"} <= message.keys()
+        and all(isinstance(text, str) for text in message.values())
+    )
 
 
 class LLM:
@@ -67,20 +77,25 @@ class LLM:
         max_model_len: int | None = None,
         **engine: Any,
     ) -> None:
-        options = argparse.Namespace(
-            model=model,
-            dtype=dtype,
-            weights=weights,
-            device=device,
-            threads=threads,
-            random_weights=random_weights,
-            max_model_len=max_model_len,
-            linear=OFFER.linear,
-            seed=None,
-        )
+        values: dict[str, object] = {
+            "model": model,
+            "dtype": dtype,
+            "weights": weights,
+            "kv-dtype": kv_dtype,
+        }
+        values |= {"device": device, "threads": threads, "max-model-len": max_model_len}
+        parser = cli.Parser("stage09_kernels", "", "")  # which checks them
+        cli.add_model_options(parser)
+        add_options(parser)
+        parser.set_defaults(random_weights=random_weights, linear=OFFER.linear)
+        words = [f"--{name}={value}" for name, value in values.items() if value is not None]
+        options = parser.parse_args(words)
         self.loaded = cli.load_model_from(options, families)
-        formats = cli.cache_options(kv_dtype)
-        self.engine = make(self.loaded.model, **formats, **OFFER.alone, **engine)
+        formats = cli.cache_options(options.kv_dtype)
+        try:
+            self.engine = make(self.loaded.model, **formats, **OFFER.alone, **engine)
+        except (TypeError, ValueError, ArithmeticError, AttributeError, MemoryError) as error:
+            raise UserError(f"No engine has the options {engine}: {error!r}.") from error
 
     def generate(
         self,
@@ -94,11 +109,22 @@ class LLM:
         params: for all prompts, or one for each. Raises UserError for a prompt or options that do
         not fit the model, before anything is computed.
         """
-        single = isinstance(prompts, str) or bool(prompts) and isinstance(prompts[0], int)
-        texts: Sequence[Any] = [prompts] if single else prompts
-        encode = self.loaded.tokenizer.encode
-        ids = [encode(text) if isinstance(text, str) else list(text) for text in texts]
+        try:
+            rows: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+            if rows and isinstance(rows[0], Integral):
+                rows = [rows]
+            ids = list(map(self._ids, rows))
+            if isinstance(prompts, bytes | Mapping):  # of which `list` makes something else
+                raise TypeError
+        except TypeError:
+            raise UserError("Prompts must be texts, or lists of token ids.") from None
         return self._answers(ids, params, progress)
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        """The tokens of a prompt. Raises TypeError if it is none."""
+        if isinstance(prompt, str):
+            return self.loaded.tokenizer.encode(prompt)
+        return [index(token) for token in prompt]
 
     def chat(
         self,
@@ -107,6 +133,8 @@ class LLM:
     ) -> Answer:
         """The answer to a conversation, by the template in the model's folder. Raises UserError if
         it has none, and for messages that do not fit the model or its template."""
+        if not messages or not all(map(is_message, messages)):
+            raise UserError('Messages must be a list of {"role": TEXT, "content": TEXT}.')
         tokenizer: Any = self.loaded.tokenizer
         template = self._template
         if template is None:
@@ -128,7 +156,12 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams],
         progress: bool,
     ) -> list[Answer]:
-        options = sampling_per_prompt(prompts, params)
+        try:
+            options = sampling_per_prompt(prompts, params)
+            if not all(isinstance(option, SamplingParams) for option in options):
+                raise TypeError
+        except TypeError:
+            raise UserError("params must be SamplingParams, or a list of them.") from None
         requests = [Request(*pair) for pair in zip(prompts, options, strict=True)]
         for request in requests:
             self.engine.check(request.prompt_ids, request.sampling)

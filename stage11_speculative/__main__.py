@@ -121,4 +121,4 @@ def coloured() -> bool:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, loads=True)

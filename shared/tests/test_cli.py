@@ -22,7 +22,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shared import cli, linear, paths
+from shared import cli, linear, paths, program
 from shared.course import stages
 from shared.course.testing import FIELDS, make_folder, python
 from shared.errors import UserError
@@ -324,17 +324,56 @@ def test_programs_are_checked_before_their_imports():
         assert re.match(f"error: {told}", done.stderr)
 
 
+UNHEEDED = """
+import signal, sys
+class Finder:
+    def find_spec(self, name, *rest):
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
+            print(name)
+sys.argv[0] = "-m"
+sys.meta_path.insert(0, Finder())
+import shared
+"""
+
+
+def test_ctrl_c_is_heeded_before_anything_large_is_imported(interruptible):
+    """pathlib took 10 ms, in which Ctrl-C was a traceback of our modules. -S: packages that are
+    installed may have imported it before."""
+    unheeded = python("-S", "-c", UNHEEDED).stdout.split()
+    assert "shared.program" in unheeded and not {"pathlib", "psutil"} & {*unheeded}
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="there Ctrl-C would reach this process too")
-def test_ctrl_c_while_modules_are_imported_shows_no_traceback(interruptible):
-    command = [sys.executable, "-X", "importtime", "-m", "stage05_paged", "hello"]
+@pytest.mark.parametrize("module", ["shared", "torch._utils", "torch.functional"])
+def test_ctrl_c_while_modules_are_imported_shows_no_traceback(interruptible, module):
+    """A KeyboardInterrupt while PyTorch is imported was lost, or the process aborted."""
+    command = [sys.executable, "-X", "importtime", "-m", "stage08_llama", "hello"]
     with subprocess.Popen(command, cwd=paths.ROOT, stderr=subprocess.PIPE, text=True) as started:
         assert started.stderr is not None
         for line in started.stderr:
-            if line.split("|")[-1].strip() == "shared":
+            if line.split("|")[-1].strip() == module:
                 started.send_signal(signal.SIGINT)
                 break
         assert "Traceback" not in started.stderr.read()
-    assert started.returncode in (-signal.SIGINT, cli.EXIT_INTERRUPTED)
+    assert started.returncode == -signal.SIGINT
+
+
+def test_ctrl_c_is_an_exception_again_once_the_model_is_loaded(run, folder, interruptible):
+    main = MAINS["stage02_kv_cache"]
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+
+    def observed(arguments):
+        program.die_at_interrupt()
+        main(arguments)
+        seen.append(signal.getsignal(signal.SIGINT))
+
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        status, *_ = run(observed, "--prompt-ids", "1,2", "--model", str(folder))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (status, seen) == (0, [signal.default_int_handler])
 
 
 @pytest.mark.parametrize("name", MAINS)

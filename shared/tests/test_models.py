@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from shared import checkpoint, models
 from shared.checkpoint import Opened
 from shared.config import READERS, read_config
+from shared.course.testing import python
 from shared.errors import UserError
 
 
@@ -53,6 +55,13 @@ def test_a_file_and_a_known_name_are_models(file):
             )
             assert list(loaded.files) == ([] if random else [file])
             assert loaded.folder == models.STORIES
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no named pipes")
+def test_a_pipe_in_place_of_the_weights_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors")
+    code = "import sys; from shared import models; print([models.stored_dtype(sys.argv[1])])"
+    assert python("-c", code, tmp_path, timeout=60).stdout == "['']\n"
 
 
 def test_what_no_format_reads_is_refused_with_what_is_read(file, tmp_path):

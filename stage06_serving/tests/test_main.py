@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from itertools import product
@@ -15,9 +17,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from shared import cli
+from shared import cli, paths
 from shared.errors import UserError
-from shared.server import python
+from shared.server import python, stop
 from stage05_paged.sanitizer import Sanitizer
 from stage06_serving import __main__ as stage
 from stage06_serving.inside import Inside
@@ -231,6 +233,28 @@ def test_ctrl_c_while_the_model_loads(interruptible):
 
     status, shown = interrupted(lambda url: until(lambda: loading(url)))
     assert status == -signal.SIGINT and shown.startswith("Loading ") and shown.count("\n") == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="has no disk that is always full")
+def test_a_log_on_a_full_disk_stops_no_server():
+    """Its first line did, with SIGABRT."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, *f"-m stage06_serving --port {port} --engine paged".split()]
+
+    def ready():
+        assert server.poll() is None
+        with contextlib.suppress(httpx2.TransportError):
+            url = f"http://127.0.0.1:{port}/ready"
+            return httpx2.get(url, trust_env=False).status_code == 200
+
+    with open("/dev/full", "w") as full:
+        server = subprocess.Popen(command, cwd=paths.ROOT, stderr=full, env=environment())
+    try:
+        until(ready)
+    finally:
+        stop(server)
+    assert server.returncode == -signal.SIGTERM
 
 
 @pytest.mark.slow

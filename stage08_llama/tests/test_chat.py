@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import io
 import itertools
 import json
+import os
 import random
 import shutil
+import subprocess
 import sys
 from unittest.mock import Mock
 
@@ -140,6 +143,29 @@ def test_a_chat_reads_any_standard_input(chat, capsys, monkeypatch, data):
     monkeypatch.setattr(sys, "stdin", pipe if data else None)
     assert chat.run() == 0
     assert "error" not in capsys.readouterr().err
+
+
+TYPED = "from stage08_llama import chat; chat.edit(); print(ascii(chat.typed()), flush=True)"
+
+
+def test_pasted_lines_are_one_question():
+    """Each was a question of its own, and the last one waited for Enter."""
+    readline, pty = pytest.importorskip("readline"), pytest.importorskip("pty")
+    if "libedit" in readline.__doc__ or readline._READLINE_RUNTIME_VERSION < 0x801:
+        pytest.skip("this readline knows no pasted text")
+    screen, terminal = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", TYPED], stdin=terminal, stdout=terminal) as typing:
+        shown = b""
+        while b"> " not in shown:
+            shown += os.read(screen, 4096)
+        os.write(screen, b"\x1b[200~one\ntwo\x1b[201~\x1b[D, \r")
+        assert typing.wait(60) == 0
+    os.close(terminal)
+    with contextlib.suppress(OSError):  # how Linux says that no more comes
+        while more := os.read(screen, 4096):
+            shown += more
+    os.close(screen)
+    assert shown.splitlines()[-1] == rb"'one\ntw, o'"
 
 
 def test_the_command_line(folder, capsys):

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,6 +78,42 @@ def test_errors_come_before_any_work_and_an_interrupt_loses_only_its_own(llm, mo
         llm.generate(PROMPTS)
     assert not llm.engine.requests
     assert llm.generate(PROMPTS[0], SamplingParams(max_tokens=3), progress=False)[0].text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"model": 3}, "no model or folder called '3'"),
+        ({"dtype": "float8"}, "did you mean float64"),
+        ({"weights": "int3"}, "choose from 'auto'"),  # was taken for auto
+        ({"kv_dtype": 8}, "choose from 'auto'"),
+        ({"device": "tpu"}, "choose from 'auto'"),
+        ({"threads": 10**9}, "whole number from 1 to"),  # OpenMP ended the process
+        ({"max_model_len": float("nan")}, "whole number from 2 to"),
+        ({"block_size": 0}, "No engine has the options"),
+        ({"max_num_seq": 4}, "unexpected keyword argument 'max_num_seq'"),
+    ],
+    ids=str,
+)
+def test_an_invalid_option_is_one_sentence(options, words):
+    with pytest.raises(UserError, match=words):
+        LLM(**options)
+
+
+def test_what_is_no_prompt_no_message_and_no_options(llm):
+    for prompts in (None, 3, b"abc", [None], [[1.5]], [["a"]], ["a", 1], {"prompt": "a"}, [1, "a"]):
+        with pytest.raises(UserError, match="^Prompts must be texts, or lists of token ids"):
+            llm.generate(prompts, progress=False)
+    for params in (None, [None], {"max_tokens": 2}, "a", SamplingParams):
+        with pytest.raises(UserError, match="^params must be SamplingParams, or a list"):
+            llm.generate(["a"], params, progress=False)
+    for messages in (None, [], "hi", ["hi"], [{"role": "user"}], [{"role": "user", "content": 3}]):
+        with pytest.raises(UserError, match="^Messages must be a list of"):
+            llm.chat(messages)
+    params = SamplingParams(max_tokens=2)
+    arrays = [np.array([1, 2]), (np.array([1, 2]),), (1, 2), iter([[1, 2]])]
+    texts = [llm.generate(prompts, params, progress=False)[0].text for prompts in arrays]
+    assert len(set(texts)) == 1
 
 
 def test_the_quick_start_of_the_readme():

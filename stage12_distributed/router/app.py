@@ -34,7 +34,7 @@ from stage06_serving.sse import HEADERS, KIND
 from .client import session
 from .metrics import Metrics
 from .process import SERVER
-from .relay import SENT, Relay
+from .relay import Relay
 from .replicas import Backend, Options, Pool
 from .sources import source
 
@@ -121,8 +121,9 @@ def create_app(options: Options) -> FastAPI:
         return now
 
     @app.get("/metrics")
-    async def merged_metrics() -> Response:
-        return Response(await metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    async def merged_metrics(request: Request) -> Response:
+        page = await metrics.render(request.headers.get("via", ""))
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/")
     async def page() -> Response:
@@ -134,11 +135,11 @@ def create_app(options: Options) -> FastAPI:
         backend = next((backend for backend in pool.backends.values() if backend.ready), None)
         if backend is None:
             raise ApiError(503, "No replica is ready.", headers={"Retry-After": "1"})
-        headers = {name: request.headers[name] for name in SENT if name in request.headers}
+        via = request.headers.get("via", "")
 
         async def frames() -> AsyncIterator[bytes]:
             with suppress(aiohttp.ClientError, OSError):  # the page connects again
-                async with pool.session.get(f"{backend.url}/live", headers=headers) as response:
+                async with pool.get(backend, "/live", via) as response:
                     if response.content_type != KIND:
                         return  # another kind of server
                     async for data in response.content.iter_any():

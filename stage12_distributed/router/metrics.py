@@ -88,20 +88,21 @@ class Metrics(Collector):
                 gauge.add_metric([backend.name], float(backend.about().get(name, 0)))
             yield gauge
 
-    async def render(self) -> bytes:
+    async def render(self, via: str) -> bytes:
         """The page that Prometheus reads. A replica that does not answer in time is left out. The
-        event loop serves requests meanwhile: a hundred pages take seconds to read."""
+        event loop serves requests meanwhile: a hundred pages take seconds to read. via: the routers
+        that ask, which may be replicas here."""
         reachable = [backend for backend in self.relay.pool.backends.values() if backend.url]
-        texts = await asyncio.gather(*map(self._fetch, reachable))
+        texts = await asyncio.gather(*(self._fetch(backend, via) for backend in reachable))
         pages = {backend.name: text for backend, text in zip(reachable, texts, strict=True)}
         return generate_latest(self.registry) + (await asyncio.to_thread(merge, pages)).encode()
 
-    async def _fetch(self, backend: Backend) -> str:
+    async def _fetch(self, backend: Backend, via: str) -> str:
         """A replica's page; empty if it cannot be read."""
         try:
             async with (
                 asyncio.timeout(PATIENCE),
-                self.relay.pool.get(backend, "/metrics") as response,
+                self.relay.pool.get(backend, "/metrics", via) as response,
             ):
                 return (await whole(response, LARGEST)).decode() if response.status == 200 else ""
         except (aiohttp.ClientError, OSError, ValueError):

@@ -126,7 +126,7 @@ class Pool:
         self.sources = Sources(options.backends, options.find)
         key = next(iter(options.keys), "")
         self.via = f"1.1 {secrets.token_hex(8)}"  # in all requests to servers, to know them again
-        self.headers = {"via": self.via} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.model = ""  # that all servers must have: the first one's
         self.restarts = 0
         self._numbers = count()
@@ -323,9 +323,10 @@ class Pool:
                 backend.why = f"its health check gave status {status}" if status else "it is slow"
             self.settle()
 
-    def get(self, backend: Backend, path: str) -> AbstractAsyncContextManager[Any]:
-        """A request of the router's own."""
-        return self.session.get(backend.url + path, headers=self.headers)
+    def get(self, backend: Backend, path: str, via: str = "") -> AbstractAsyncContextManager[Any]:
+        """A request of the router's own. via: of the request that it serves, if any."""
+        headers = self.headers | {"via": f"{via} {self.via}"}
+        return self.session.get(backend.url + path, headers=headers)
 
     async def _ask(self, backend: Backend, path: str) -> tuple[int, Any]:
         """Status and body of a request of the router's own; None for a body that is not JSON."""

@@ -324,6 +324,30 @@ async def test_a_request_names_the_routers_on_its_way_and_is_refused_if_it_comes
         assert (await router.post(via=via)).status == 503 and engine.requests == 1
 
 
+async def test_routers_that_list_each_other_ask_each_other_once(monkeypatch):
+    """One look at the page of metrics went round for ever: who waits for it no more stops no one
+    who was asked. /live did, too."""
+    asked: list[tuple[str, ...]] = []
+    get = Pool.get
+
+    def recorded(pool: Pool, backend: Any, *question: str) -> Any:
+        asked.append(question)
+        return get(pool, backend, *question)
+
+    key = {"x-admin-key": "a"}
+    async with (
+        plain(answered) as engine,
+        routed(engine, admin_key="a") as router,
+        routed(router) as other,
+    ):
+        await router.post({"url": other.url}, "/admin/add", **key)
+        monkeypatch.setattr(Pool, "get", recorded)
+        await router.metrics()
+        assert [path for path, *_ in asked].count("/metrics") == 3
+        async with router.http.get(router.url + "/live", headers={"via": "another"}):
+            assert ("/live", "another") in asked
+
+
 async def test_servers_come_from_dns_too():
     async with plain(answered) as engine, routed(f"dns:localhost:{URL(engine.url).port}") as router:
         assert (await router.post()).status == 200
