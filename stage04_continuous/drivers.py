@@ -201,8 +201,7 @@ def patience(draw: Random) -> Iterator[Entry]:
         chosen.step += draw.randint(0, 12)
         lines = [(r.id, r.priority, r.arrival_step) for r in chosen.waiting]
         call = f"step {chosen.step}, {policy}, patience {steps}, {lines}"
-        waited = [chosen._waited(request) for request in chosen.waiting]
-        yield {"call": call, "next": chosen._next_waiting().id, "waited": waited}
+        yield {"call": call, "next": chosen._next_waiting().id}
 
 
 class Log:

@@ -160,7 +160,8 @@ TASKS = (
         "parent's blocks, or else those that the cache holds for its tokens; take new blocks for "
         "the rest, and bring swapped ones back. Refuse, and change nothing, if blocks are missing, "
         "if the watermark would not stay free while others run, or if an unchunked prompt does not "
-        "fit the budget.",
+        "fit the budget. self.counts counts copies, swaps, and what was looked up and found, but "
+        "not by a request that was preempted or has its parent's blocks.",
         points=30,
         hints=(
             "At least one token must be computed, or there is nothing to sample from: the last one "
@@ -170,12 +171,9 @@ TASKS = (
             "Found blocks without an owner counted as available until now, so count them as needed "
             "too, and the block of a copy as well. `computed` is what the request has or what was "
             "found, whichever is more.",
-            "In order: look up; count what is needed; refuse or go on; count the lookup for "
-            "requests that were never preempted and have no parent's blocks; take the request out "
-            "of the line and make it RUNNING; adopt the blocks; a Move('copy', ...) of what "
-            "table.replace returns, if needed, and counted; self._grow; a Move('in', ...) for each "
-            "swapped block that was not found, and all of them back to the swap pool; set "
-            "computed, and parent to None.",
+            "table.replace returns a copy's two blocks: which Move tells the cache? Which swapped "
+            "blocks need a Move('in', ...) behind self._grow, although all of them go back to the "
+            "swap pool? What do the request's computed and parent have to be from now on?",
         ),
         tests=(
             "tests/test_engine.py::test_the_whole_memory_of_a_small_crowd",

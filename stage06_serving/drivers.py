@@ -115,14 +115,11 @@ class Loop:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        self.messages = 0
 
     def call_soon(self, call: Any, *arguments: Any) -> None:
         self.calls.append(partial(call, *arguments))
 
-    def call_soon_threadsafe(self, call: Any, *arguments: Any) -> None:
-        self.messages += 1
-        self.calls.append(partial(call, *arguments))
+    call_soon_threadsafe = call_soon
 
     def turn(self) -> None:
         calls, self.calls = self.calls, []
@@ -171,9 +168,12 @@ def submits(draw: Random) -> Any:
         for _ in range(8):
             prompts = [prompt_of(draw, 12) for _ in range(draw.choice([1, 1, 2, 3]))]
             sampling = [words_of(draw) for _ in range(draw.choice([1, 1, 2, 3]))]
-            if draw.random() < 0.3:
+            # One reason to refuse at a time: which of two is found first is open.
+            crowded = len(running.in_flight) + len(prompts) * len(sampling) > running.capacity
+            running.alive = crowded or draw.random() < 0.95
+            running.draining = running.alive and not crowded and draw.random() < 0.05
+            if running.alive and not running.draining and not crowded and draw.random() < 0.4:
                 prompts[-1] = draw.choice([[], [1] * 64, [101]])
-            running.alive, running.draining = draw.random() < 0.95, draw.random() < 0.05
             submitted = outcome_of(running.submit, prompts, sampling, b"salt")
             call = f"submit {len(prompts)} prompts of {[len(p) for p in prompts]} tokens, "
             call += f"{len(sampling)} samples, {len(running.in_flight)} in flight"
@@ -237,6 +237,8 @@ class Scene:
         running.listeners.append(self.listen)
 
     def listen(self, step: Step, emitted: list[Ticket], ended: list[Ticket]) -> None:
+        if not emitted and not ended and step.record is None:
+            return  # whether an empty step is sent is open
         last = [ticket.last_token is not None for ticket in emitted]
         ids = [t.id for t in emitted], sorted(t.id for t in ended)
         record = step.record is not None
@@ -244,8 +246,7 @@ class Scene:
         self.log.append({"call": "a step", "tickets": ids, "last": last, "more": [record, ends]})
 
     def state(self) -> dict[str, Any]:
-        names = sorted(self.running.in_flight), sorted(self.engine.requests)
-        return {"names": names, "messages": self.running._loop.messages}
+        return {"names": [sorted(self.running.in_flight), sorted(self.engine.requests)]}
 
     def news(self, name: str) -> None:
         self.log.append({"call": "news", "for": name})
@@ -340,14 +341,17 @@ def streams(draw: Random) -> Any:
     """Streams whose connection is now and then full or slow: what has arrived after each step."""
 
     async def work() -> Any:
-        source, seen, arrived = Source(draw.random() < 0.3), list[Any](), bytearray()
+        ending = draw.choice(["late", "left", *["whole"] * 4])
+        # In the others, whether the end comes before tokens that are not due is open.
+        source = Source(interval=ending == "whole" and draw.random() < 0.4)
+        seen, arrived = list[Any](), bytearray()
         released, leave, open_gate = list[int](), list[Any](), asyncio.Event()
         slow, full = draw.random() < 0.5, draw.choice([0.0, 0.0, 0.4])
-        late = draw.random() < 0.15
+        room, settled = Random(draw.randrange(2**40)), True
         open_gate.set()
 
         def write(data: bytes) -> bool:
-            if draw.random() < full:
+            if room.random() < full:  # how often it is called must not change what comes next
                 return False
             arrived.extend(data)
             return True
@@ -359,7 +363,7 @@ def streams(draw: Random) -> Any:
             else:
                 arrived.extend(message["body"] + (b"" if message["more_body"] else b"#"))
 
-        deadline = asyncio.get_running_loop().time() + (0.02 if late else 600)
+        deadline = asyncio.get_running_loop().time() + (0.02 if ending == "late" else 600)
         released_once = partial(released.append, 1)
         stream = writer.Stream(source, released_once, deadline)  # type: ignore[arg-type]
         scope: Any = {"extensions": {WRITE: write, LEFT: leave.append}}
@@ -372,13 +376,15 @@ def streams(draw: Random) -> Any:
                 source.fresh += b"%d," % number
                 source.due = not source.interval or draw.random() < 0.6
                 stream.news()
-                if full == 0.0 and open_gate.is_set() and source.due:
+                if settled and full == 0.0 and open_gate.is_set():
                     seen.append({"call": f"news {number}", "at once": bytes(arrived).decode()})
-            await turns(draw.choice([1, 8]))
+            settled = draw.random() < 0.5
+            await turns(8 if settled else 1)
         open_gate.set()
-        if late:
+        await turns()
+        if ending == "late":
             await asyncio.sleep(0.05)
-        elif draw.random() < 0.2:
+        elif ending == "left":
             leave[0]()
         else:
             source.last = source.due = True
@@ -445,8 +451,10 @@ def leaving(draw: Random) -> Any:
     async def respond() -> Any:
         client, aborted = Client(), list[str]()
         length, leaves = draw.choice([0, 10, 40]), draw.choice([2, 400])
-        streams_, late = draw.random() < 0.4, draw.random() < 0.2
+        # Whether an answer that is there at once is too late is open.
+        streams_, late = draw.random() < 0.4, length > 0 and draw.random() < 0.3
         long = [0] * draw.choice([1, 200])  # tokens of each answer
+        fails = draw.random() < 0.3
         service: Any = SimpleNamespace(stream_interval=3)
         service.engine = SimpleNamespace(abort=aborted.append)
         api = app.Api(service)
@@ -454,7 +462,7 @@ def leaving(draw: Random) -> Any:
 
         async def answers(chosen: Any) -> Any:
             await turns(length)
-            if draw.random() < 0.3:
+            if fails:
                 raise ValueError("no")
             return [SimpleNamespace(ticket=choice.ticket, tokens=long) for choice in chosen]
 

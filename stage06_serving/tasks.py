@@ -113,9 +113,9 @@ TASKS = (
         text="Write the thread's loop: run all commands (_obey), make a step, send it to the event "
         "loop in one call of _deliver, and repeat. If a step raises, only its requests end, with "
         "BROKEN; a PROBE shows whether steps work again, and FAILURES failed steps in a row end "
-        "the loop. _deliver gives each ticket its tokens, its end and its times, calls the "
-        "listeners, and has _announce call the readers. `abort` sends the command _abort, which "
-        "ends a sequence in the engine.",
+        "the loop. _deliver gives each ticket its tokens and its end, calls the listeners, then "
+        "sets the times of its tokens, and has _announce call the readers. `abort` sends the "
+        "command _abort, which ends a sequence in the engine.",
         points=30,
         hints=(
             "queue.SimpleQueue.get(block=...) waits for a command only while self._idle(). A "

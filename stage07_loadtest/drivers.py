@@ -19,14 +19,15 @@ def record_of(draw: Random, index: int = 0) -> Record:
     """A request that was sent, or not, and came to some end."""
     intended = draw.uniform(0, 10)
     record = Record(index, intended, draw.randint(1, 50))
-    if draw.random() < 0.1:
-        record.failure = "not sent"
+    if draw.random() < 0.1:  # its end is the last: whether that is one of a request is open
+        record.failure, record.end = "not sent", intended + 20
         return record
     record.sent = intended + draw.choice([0.0, draw.random()])
     chunks = [record.sent + draw.random() for _ in range(draw.choice([0, 1, 2, 8]))]
     record.chunks = sorted(chunks)
     record.chunk_tokens = [draw.randint(0, 3) for _ in chunks]
-    record.end = (record.chunks or [record.sent])[-1] + draw.choice([0.0, draw.random()])
+    # Not at a chunk: whether one at the very beginning of the steady part arrived in it is open.
+    record.end = (record.chunks or [record.sent])[-1] + draw.choice([1e-6, draw.random()])
     record.completion_tokens = draw.choice([None, 0, 1, 2, sum(record.chunk_tokens)])
     record.failure = draw.choice([None, None, None, "timeout", "error"])
     return record
@@ -46,10 +47,7 @@ def percentiles(draw: Random) -> Any:
         often = 0.5 if count < 999 else 0.1  # a curve is slow by a right way that counts for each
         failures, drawn = draw.choice([None, 0, 1, 20]), draw.random() < often
         call = f"distribution({count} values, {failures}, {drawn})"
-        percentiles_of = metrics.distribution(values, failures, drawn)
-        seen.append({"call": call, "result": percentiles_of, "percentiles": None})
-        if values:
-            seen[-1]["percentiles"] = metrics._percentiles(sorted(values))
+        seen.append({"call": call, "result": metrics.distribution(values, failures, drawn)})
     for count in (1, 40):
         records = [record_of(draw, index) for index in range(count)]
         seen.append({"call": f"latencies of {records}", "result": metrics.latencies(records)})
@@ -126,9 +124,9 @@ def streams(draw: Random) -> Any:
         ]
         seen.append({"call": f"events({pieces})", "events": list(client.events(pieces))})
     for _ in range(20):
-        record = Record(0, 0.0, 5)
+        record, reason = Record(0, 0.0, 5), draw.choice(["stop", "length"])
         for at in range(draw.randint(1, 4)):
-            event = event_of(draw)
+            event = event_of(draw, reason)
             taken = taken_by(record, float(at), event)
             call = f"_take of {json.dumps(event)}"
             seen.append({"call": call, "result": taken, "record": record.__dict__.copy()})
@@ -142,14 +140,15 @@ def taken_by(record: Record, at: float, event: dict[str, Any]) -> Any:
         return "not a completion chunk"
 
 
-def event_of(draw: Random) -> dict[str, Any]:
+def event_of(draw: Random, reason: str) -> dict[str, Any]:
+    """An event of an answer that ends for one reason: of two, which one stays is open."""
     choice: dict[str, Any] = {"text": draw.choice(["", "a", "ab"])}
     if draw.random() < 0.5:
         choice["token_ids"] = draw.choice([None, [], [1], [1, 2, 3]])
     if draw.random() < 0.4:
         choice["logprobs"] = draw.choice([None, {"tokens": ["a", "b"]}, {"tokens": []}])
     if draw.random() < 0.4:
-        choice["finish_reason"] = draw.choice([None, "stop", "length"])
+        choice["finish_reason"] = draw.choice([None, reason, reason])
     event: dict[str, Any] = {"choices": draw.choice([[], [choice], [choice, {"text": "other"}]])}
     if draw.random() < 0.4:
         usage = {"prompt_tokens": draw.randrange(9), "completion_tokens": draw.randrange(9)}
@@ -168,8 +167,9 @@ def loops(draw: Random) -> Any:
         asks = [Ask([1], draw.randint(1, 9)) for _ in range(draw.randint(1, 12))]
         stays = [draw.choice([0.0, 0.25, 1.0, draw.random() * 3]) for _ in asks]
         starts = sorted(draw.choice([0.0, 1.0, draw.random() * 4]) for _ in asks)
-        late = draw.choice([0.0, 0.0, 1.5])  # the loop is held up before it begins
         seconds, users = draw.choice([None, None, 1.0, 2.5]), draw.randint(1, 4)
+        # The loop may be held up before it begins, but not where late requests might be too late.
+        late = draw.choice([0.0, 1.5]) if seconds is None else 0.0
 
         async def work(
             asks: Any = asks, stays: Any = stays, starts: Any = starts, late: float = late,

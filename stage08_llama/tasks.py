@@ -41,7 +41,7 @@ TASKS = (
             "n)) / (2 ln theta), a real number. yarn keeps pairs up to the one for `fast` and "
             "stretches those from the one for `slow` on; in between it interpolates linearly over "
             "the pair's number. With truncate, the first is rounded down and the second up.",
-            "Both ends stay between 0 and D - 1.",
+            "Can one of the two ends lie outside of 0 to D - 1? Where must it be then?",
         ),
         tests=(
             "tests/test_layers.py::test_a_stretched_context_slows_the_slow_pairs",

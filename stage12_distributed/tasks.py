@@ -24,8 +24,8 @@ TASKS = (
             "(tokens - 1) // block_size of them help.",
             "Count the new request in the mean, and round the bound up: an idle fleet has room "
             "everywhere.",
-            "A tuple of the cost and a random number breaks ties. Keep the candidates in an order "
-            "that does not depend on where objects are in memory.",
+            "What can `min` compare besides the cost, so that equal ones are chosen at random? "
+            "Does the order of your candidates depend on where objects are in memory?",
         ),
         tests=(
             f"{ROUTING}::test_the_longest_cached_prefix_is_found",
@@ -53,7 +53,7 @@ TASKS = (
             "A layer's last two names are its key in LAYERS: what its outputs count, and what its "
             "inputs count.",
             "Head h has channels h * head_dim to (h + 1) * head_dim; `heads_of` gives the heads.",
-            "Of c_attn, a rank holds its heads of each third: three ranges, not one.",
+            "c_attn stacks three matrices. How many ranges of its rows does a rank hold?",
         ),
         tests=(f"{SHARD}::test_the_logits_of_all_ranks_are_those_of_the_whole",),
     ),
@@ -71,7 +71,7 @@ TASKS = (
         hints=(
             "`choose` takes the replicas that were tried already.",
             "`start` before the try, `finish` in a finally.",
-            "The budget is checked before a second try, and only then.",
+            "Before which tries is the budget looked at, and which of those cost nothing?",
         ),
         tests=(
             f"{TRIES}::test_another_replica_answers_in_place_of_one_that_failed",

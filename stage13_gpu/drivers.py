@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from random import Random
 from typing import Any
 
@@ -48,7 +49,7 @@ def softmax(draw: Random) -> Any:
             state = naive.online(q, key, value, visible, state)
             counts = visible.sum(1).tolist()
             call = f"online, tile {place} of {tuple(key.shape)}, {counts} keys seen"
-            seen.append({"call": call, "state": state})
+            seen.append({"call": call, "state": deepcopy(state)})  # it may change in place
     return seen
 
 

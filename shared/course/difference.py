@@ -23,7 +23,7 @@ def difference(expected: Any, result: Any, call: str = "", path: str = "") -> st
             return _tensors(expected, result, differs)
         for key in expected.keys() | result.keys():
             if key not in result or key not in expected:
-                return differs(sorted(expected), sorted(result), f"{path} has".strip())
+                return differs(sorted(expected), sorted(result), f"what {path or 'it'} has")
         for key, right in expected.items():
             if key == "call":  # it is for the reader
                 continue

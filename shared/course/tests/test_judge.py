@@ -357,7 +357,7 @@ def test_a_difference_is_one_line():
         (changed(t={**tensor, "shape": [4]}), "the shape is [4], not [2, 2]"),
         (changed(t={**tensor, "values": 7}), "not"),
         (changed(t=None), "is null, not"),
-        (changed(d=1), "has"),
+        (changed(d=1), 'g: what [1] has is ["b", "c", "call", "d"], not ["b", "c", "call"]'),
         (None, "is null, not"),
         (right[:1], "the length of the result is 1, not 2"),
     ):
