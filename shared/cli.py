@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from . import checkpoint
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-LINEAR = ("auto", "plain", "packed")  # as in linear.py, which imports PyTorch
+LINEAR = ("auto", "plain", "packed", "widened")  # as in linear.py, which imports PyTorch
 PROMPT = "Once upon a time"  # where none is given
 MOST_TOKENS = 1_000_000
 MOST_THREADS = max(64, os.cpu_count() or 1)  # thousands of threads exhaust the system
@@ -73,7 +73,7 @@ class Loaded:
     model: Any
     tokenizer: AnyTokenizer
     config: Config
-    linear: str  # "packed" or "plain"
+    linear: str  # "packed", "widened" or "plain"
     device: torch.device
     dtype: torch.dtype
     folder: Path | None = None  # of the tokenizer's files
@@ -302,8 +302,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--linear",
         choices=LINEAR,
         default="auto",
-        help="layout of the weights on a CPU; auto tries both for a moment and keeps the faster "
-        "one, or packed if other programs disturb the trial",
+        help="linear layers on a CPU; auto tries packed weights or, for 16 bits without "
+        "instructions, products in float32 (widened) for a moment, and keeps the fastest; packed "
+        "if other programs disturb the trial",
     )
     group.add_argument(
         "--threads",

@@ -17,10 +17,12 @@ both come with PyTorch:
   is up to a third faster with four rows than with one, so a single row is padded with three rows of
   zeros.
 
+In 16 bits oneDNN needs a processor that computes in them (on x86 AVX-512, for bfloat16). Elsewhere
+`widened_linear`, in float32 and a piece of the weight at a time, is faster from about 8 rows on.
+
 On other processors the plain layer may win, so `optimize` measures and keeps the fastest. If the
 measurements contradict each other, as they do beside other programs, it packs and reports that.
-Where packing does not exist (CUDA, MPS, float64, bfloat16 without AVX-512, a build without oneDNN)
-the plain layer stays.
+Where neither exists (CUDA, MPS, float64, a build without oneDNN) the plain layer stays.
 Only the order of the additions differs, so results agree to rounding (tested).
 """
 
@@ -38,8 +40,9 @@ from torch import Tensor, nn
 
 from .errors import UserError
 
-MODES = ("auto", "plain", "packed")
+MODES = ("auto", "plain", "packed", "widened")
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
+WIDENED_DTYPES = (torch.bfloat16, torch.float16)
 FEWEST_ROWS = 4  # oneDNN takes up to a third longer for 1 to 3 rows than for 4: add rows of zeros
 FEWEST_PAIRS, ENOUGH, MOST_PAIRS = 3, 5, 15  # comparisons of two kinds of layers
 LONG = 3.0  # seconds, after which FEWEST_PAIRS must suffice
@@ -48,6 +51,8 @@ CLEAR = 1.03  # times faster: less is no difference
 STEADY = 1.5  # times the shortest time: a longer median was disturbed
 PACKED_FOR_ROWS = 32  # oneDNN's layout for 32 rows was as good as any at 1 row, the best from 2 on
 UNDECIDED = "packed (not measured)"
+WIDENED_ROWS = 8  # fewer take less time in 16 bits
+WIDENED = 2**19  # numbers of a weight in float32 at a time: 2 MiB, which caches hold
 
 
 @runtime_checkable
@@ -220,6 +225,37 @@ class PackedLinear(nn.Module):
         )
 
 
+def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x (N, in), weight (out, in) -> (N, out), in their dtype; computed in float32."""
+    wide, y = x.float(), x.new_empty(len(x), len(weight))
+    size = max(1, WIDENED // weight.shape[1])  # outputs at a time
+    for start in range(0, len(weight), size):
+        piece = slice(start, start + size)
+        y[:, piece] = F.linear(
+            wide, weight[piece].float(), None if bias is None else bias[piece].float()
+        )
+    return y
+
+
+class WidenedLinear(nn.Module):
+    """`nn.Linear` in 16 bits that computes in float32 from WIDENED_ROWS rows on. For fewer it needs
+    the weight by rows: as a transposed view PyTorch reads it up to 30 times as slowly."""
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        rows = plain.weight.detach().contiguous()
+        self.weight = nn.Parameter(rows, requires_grad=False)
+        self.bias = plain.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        flat = x.reshape(-1, self.in_features)
+        if len(flat) < WIDENED_ROWS:
+            return F.linear(x, self.weight, self.bias)
+        return widened_linear(flat, self.weight, self.bias).view(*x.shape[:-1], -1)
+
+
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this build of PyTorch packs weights of `dtype` for `device`, by a trial."""
     if device.type != "cpu" or dtype not in PACKED_DTYPES:
@@ -301,14 +337,36 @@ def known_layers(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: layer for name, layer in layers.items() if kinds[name] == kind}
 
 
-def optimize(model: nn.Module, mode: str = "auto") -> str:
-    """Put the fastest linear layer into `model`, in place. Returns which: "packed" or "plain", or
-    UNDECIDED if it was packed because no measurement was clear.
+def widen(model: nn.Module, layers: Mapping[str, nn.Linear], always: bool) -> str:
+    """Put widened layers in the place of `layers` if they are faster, or `always`. Returns
+    "widened" or "plain". Raises UserError if they must be, and are not in 16 bits on a CPU."""
+    weight = next(iter(layers.values())).weight
+    device, dtype = weight.device, weight.dtype
+    if device.type == "cpu" and dtype in WIDENED_DTYPES:
+        wide = {name: WidenedLinear(layer) for name, layer in layers.items()}
+        shapes = {(layer.in_features, layer.out_features): name for name, layer in layers.items()}
+        plain = [(width, layers[name]) for (width, _), name in shapes.items()]
+        rival = [(width, wide[name]) for (width, _), name in shapes.items()]
+        if always or faster(plain, rival, (2 * WIDENED_ROWS,), dtype):
+            for name, layer in wide.items():
+                model.set_submodule(name, layer)
+            return "widened"
+    elif always:
+        raise UserError(
+            f"Widened linear layers need bfloat16 or float16 on a CPU, not "
+            f"{str(dtype).removeprefix('torch.')} on {device.type}: use --linear auto."
+        )
+    return "plain"
 
-    mode: "auto" measures both and keeps the faster; "plain" changes nothing; "packed" packs.
+
+def optimize(model: nn.Module, mode: str = "auto") -> str:
+    """Put the fastest linear layer into `model`, in place. Returns which: "packed", "widened" or
+    "plain", or UNDECIDED if it was packed because no measurement was clear.
+
+    mode: "auto" measures and keeps the fastest; "plain" changes nothing; the others put that kind.
     Only the layers of `known_layers` change, and a Linear, unless the mode is "plain", packs
     itself. All others stay as they are.
-    Raises UserError for an unknown mode, or for "packed" where this machine cannot pack.
+    Raises UserError for an unknown mode, or for one that this machine or the dtype does not allow.
     """
     if mode not in MODES:
         raise UserError(f"There is no linear layer '{mode}': choose one of {', '.join(MODES)}.")
@@ -320,19 +378,19 @@ def optimize(model: nn.Module, mode: str = "auto") -> str:
         return "plain"
     weight = next(iter(layers.values())).weight
     device, dtype = weight.device, weight.dtype
+    if mode == "widened" or mode == "auto" and not can_pack(device, dtype):
+        return widen(model, layers, always=mode == "widened")
     if not can_pack(device, dtype):
-        if mode == "packed":
-            asked, *known = (str(d).removeprefix("torch.") for d in (dtype, *PACKED_DTYPES))
-            if asked in known and device.type == "cpu":
-                raise UserError(
-                    f"PyTorch cannot pack linear layers in {asked} on this processor (x86 needs "
-                    "AVX-512 for bfloat16): use --linear auto."
-                )
+        asked, *known = (str(d).removeprefix("torch.") for d in (dtype, *PACKED_DTYPES))
+        if asked in known and device.type == "cpu":
             raise UserError(
-                f"Packed linear layers need a CPU build of PyTorch with oneDNN and "
-                f"{' or '.join(known)}, not {asked} on {device.type}: use --linear auto."
+                f"PyTorch cannot pack linear layers in {asked} on this processor (x86 needs "
+                "AVX-512 for bfloat16): use --linear auto."
             )
-        return "plain"
+        raise UserError(
+            f"Packed linear layers need a CPU build of PyTorch with oneDNN and "
+            f"{' or '.join(known)}, not {asked} on {device.type}: use --linear auto."
+        )
     gelus = followed_by_gelu(model)
     packed = {name: PackedLinear(layer, name in gelus) for name, layer in layers.items()}
     best: Layers = [(layer.in_features, layer.by_packed) for layer in packed.values()]

@@ -87,8 +87,8 @@ class Settings(BaseSettings):
     weights: str = Field(
         default=AUTO, description=f"{brought.ABOUT_WEIGHTS}: {', '.join(brought.weight_formats())}"
     )
-    linear: Literal["auto", "plain", "packed"] = Field(
-        default="auto", description="layout of the weights on a CPU"
+    linear: Literal["auto", "plain", "packed", "widened"] = Field(
+        default="auto", description="linear layers on a CPU"
     )
     threads: int = Field(default=0, ge=0, le=1024, description="CPU threads; 0 is PyTorch's choice")
 

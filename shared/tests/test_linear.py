@@ -1,4 +1,4 @@
-"""Packed linear layers: the results of plain ones, which stay where packing is impossible."""
+"""Packed and widened linear layers: the results of plain ones, which stay where neither helps."""
 
 from __future__ import annotations
 
@@ -54,6 +54,24 @@ def test_packed_is_plain_to_rounding(dtype, bias, single, gelu):
         assert layer(x).shape == expected.shape
         assert (layer(x).float() - expected).abs().max() <= BOUNDS[dtype]
     assert not layer.state_dict()  # it cannot store the packed layout
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", linear.WIDENED_DTYPES, ids=str)
+@torch.inference_mode()
+def test_widened_is_float32_rounded_once(dtype, bias, monkeypatch):
+    torch.manual_seed(0)
+    plain = nn.Linear(7, 25, bias=bias).to(dtype)
+    wide = linear.WidenedLinear(plain)
+    for numbers in (1, 28, 2**19):  # in a piece: one output, 4 with one left, all
+        monkeypatch.setattr(linear, "WIDENED", numbers)
+        for shape in ((7,), (1, 7), (7, 7), (2, 4, 7), (33, 7)):
+            x = torch.randn(shape).to(dtype)
+            expected = plain.float()(x.float())
+            plain.to(dtype)
+            assert wide(x).shape == expected.shape and wide(x).dtype == dtype
+            torch.testing.assert_close(wide(x).float(), expected, rtol=2**-8, atol=1e-5)
+    assert wide.state_dict().keys() == plain.state_dict().keys()
 
 
 def test_the_parts_of_a_row_are_equal():
@@ -124,9 +142,26 @@ def test_unknown_layers_stay_as_they_are(dtype):
 def test_a_processor_that_cannot_pack_is_named(tiny, monkeypatch):
     monkeypatch.setattr(linear, "can_pack", lambda device, dtype: False)
     model = load_model(tiny, dtype=torch.bfloat16)
-    assert linear.optimize(model, "auto") == "plain"
     with pytest.raises(UserError, match="in bfloat16 on this processor.*use --linear auto"):
         linear.optimize(model, "packed")
+
+
+@pytest.mark.parametrize("dtype", linear.WIDENED_DTYPES, ids=str)
+def test_where_nothing_packs_the_faster_of_widened_and_plain_stays(dtype, tiny, monkeypatch):
+    monkeypatch.setattr(linear, "can_pack", lambda device, dtype: False)
+    kinds = {False: ("plain", nn.Linear), True: ("widened", linear.WidenedLinear)}
+    for wins, (kind, layer) in kinds.items():
+        monkeypatch.setattr(linear, "faster", Mock(return_value=wins))
+        model: Any = load_model(tiny, dtype=dtype)
+        plain = load_model(tiny, dtype=dtype)
+        assert linear.optimize(model, "auto") == kind
+        assert type(model.h[0].attn.c_proj) is layer
+        assert model.lm_head.weight.data_ptr() == model.wte.weight.data_ptr()  # still tied
+        assert model.h[0].mlp.c_fc.weight.is_contiguous() is wins
+        prompt = torch.tensor(random_prompt(20, model.config, "widened"))
+        runs = [m(prompt, torch.arange(20), Recompute().attend) for m in (model, plain)]
+        torch.testing.assert_close(*runs, rtol=0, atol=BOUNDS[torch.bfloat16])
+    assert linear.optimize(load_model(tiny, dtype=dtype), "widened") == "widened"
 
 
 def test_float64_stays_plain(tiny):
@@ -134,8 +169,9 @@ def test_float64_stays_plain(tiny):
     for mode in ("auto", "plain"):
         assert linear.optimize(model, mode) == "plain"
         assert isinstance(model.lm_head, nn.Linear)
-    for mode, message in {"packed": "float64 on cpu", "fast": "auto, plain, packed"}.items():
-        pytest.raises(UserError, linear.optimize, model, mode).match(message)
+    for mode in ("packed", "widened"):
+        pytest.raises(UserError, linear.optimize, model, mode).match("float64 on cpu")
+    pytest.raises(UserError, linear.optimize, model, "fast").match("auto, plain, packed, widened")
 
 
 def test_only_a_clear_winner_counts(monkeypatch):
