@@ -9,7 +9,7 @@ import re
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import (
     Field,
@@ -57,165 +57,137 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", protected_namespaces=())
     _faster: str = PrivateAttr("")  # what would be faster, once the engine is made
 
-    model: Annotated[
-        str,
-        Field(
-            description="the embedded model 'stories' or 'stories-chat', a name on the hub, or a "
-            f"folder{models.others()}"
-        ),
-    ] = "stories"
-    chat: Annotated[
-        bool,
-        Field(description="chat on the page, with 'stories-chat' unless --model names another"),
-    ] = False
-    served_model_name: Annotated[
-        str, Field(description="name of the model for clients; default: its own")
-    ] = ""
-    random_weights: Annotated[
-        bool, Field(description="seeded random weights instead of the model's, for speed tests")
-    ] = False
-    max_model_len: Annotated[
-        int,
-        Field(
-            ge=0,
-            le=MOST_TOKENS,
-            description="maximum tokens of a prompt and its answer together; "
-            "0: the model's context",
-        ),
-    ] = 0
-    device: Annotated[
-        Literal["auto", "cpu", "cuda", "mps"], Field(description="device to compute on")
-    ] = "auto"
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16", "float64"],
-        Field(description="number format of the weights"),
-    ] = "auto"
-    weights: Annotated[
-        str, Field(description=f"{brought.ABOUT_WEIGHTS}: {', '.join(brought.weight_formats())}")
-    ] = AUTO
-    linear: Annotated[
-        Literal["auto", "plain", "packed", "widened"],
-        Field(description="linear layers on a CPU"),
-    ] = "auto"
-    threads: Annotated[
-        int, Field(ge=0, le=1024, description="CPU threads; 0 is PyTorch's choice")
-    ] = 0
+    model: str = Field(
+        default="stories",
+        description="the embedded model 'stories' or 'stories-chat', a name on the hub, or a "
+        f"folder{models.others()}",
+    )
+    chat: bool = Field(
+        default=False,
+        description="chat on the page, with 'stories-chat' unless --model names another",
+    )
+    served_model_name: str = Field(
+        default="", description="name of the model for clients; default: its own"
+    )
+    random_weights: bool = Field(
+        default=False, description="seeded random weights instead of the model's, for speed tests"
+    )
+    max_model_len: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_TOKENS,
+        description="maximum tokens of a prompt and its answer together; 0: the model's context",
+    )
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field(
+        default="auto", description="device to compute on"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
+        default="auto", description="number format of the weights"
+    )
+    weights: str = Field(
+        default=AUTO, description=f"{brought.ABOUT_WEIGHTS}: {', '.join(brought.weight_formats())}"
+    )
+    linear: Literal["auto", "plain", "packed", "widened"] = Field(
+        default="auto", description="linear layers on a CPU"
+    )
+    threads: int = Field(default=0, ge=0, le=1024, description="CPU threads; 0 is PyTorch's choice")
 
-    host: Annotated[
-        str, Field(description="address to listen on; 0.0.0.0 lets other machines in")
-    ] = "127.0.0.1"
-    port: Annotated[
-        int, Field(ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    ] = 8000
-    allowed_host: Annotated[
-        str,
-        Field(
-            description="more names to accept in the Host header, with commas between; * is any; "
-            "default: none"
-        ),
-    ] = ""
-    api_key: Annotated[
-        str,
-        Field(
-            description="keys, with commas between; clients must send one of them; set them in the "
-            "environment: every user of the machine can read a command line; default: none"
-        ),
-    ] = ""
-    api_key_file: Annotated[
-        str, Field(description="file with API keys, one per line; default: none")
-    ] = ""
-    log_requests: Annotated[
-        bool, Field(description="log each request in a line on standard error")
-    ] = False
+    host: str = Field(
+        default="127.0.0.1", description="address to listen on; 0.0.0.0 lets other machines in"
+    )
+    port: int = Field(
+        default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one"
+    )
+    allowed_host: str = Field(
+        default="",
+        description="more names to accept in the Host header, with commas between; * is any; "
+        "default: none",
+    )
+    api_key: str = Field(
+        default="",
+        description="keys, with commas between; clients must send one of them; set them in the "
+        "environment: every user of the machine can read a command line; default: none",
+    )
+    api_key_file: str = Field(
+        default="", description="file with API keys, one per line; default: none"
+    )
+    log_requests: bool = Field(
+        default=False, description="log each request in a line on standard error"
+    )
 
-    engine: Annotated[
-        str,
-        Field(
-            description=f"engine of a stage: {', '.join(engines())}; {AUTO} is the newest one that "
-            "runs correctly on this machine"
-        ),
-    ] = AUTO
-    max_num_seqs: Annotated[
-        int, Field(ge=1, le=4096, description="maximum number of sequences running at a time")
-    ] = 32
-    max_num_batched_tokens: Annotated[
-        int, Field(ge=0, le=1_000_000, description="maximum tokens computed per step; 0: automatic")
-    ] = 0
-    kv_memory: Annotated[
-        str,
-        Field(
-            description="memory for keys and values: 512MiB, 2GB, 25%% of free; default: automatic"
-        ),
-    ] = ""
-    kv_dtype: Annotated[
-        str, Field(description=f"{brought.ABOUT_KV}: {', '.join(brought.kv_formats())}")
-    ] = AUTO
-    block_size: Annotated[int, Field(ge=1, le=1024, description="tokens in a block")] = 16
-    swap_memory: Annotated[
-        str, Field(description="memory to swap preempted sequences to; default: none")
-    ] = ""
-    preemption: Annotated[
-        Literal["auto", "recompute", "swap"],
-        Field(description="how a preempted sequence gives up its memory"),
-    ] = "auto"
-    enable_prefix_caching: Annotated[
-        bool, Field(description="reuse the blocks of common prompt prefixes")
-    ] = True
-    prefix_cache_dir: Annotated[
-        str,
-        Field(
-            description="folder for blocks of prefixes, so that they survive a restart; servers "
-            "may share it; default: none"
-        ),
-    ] = ""
-    prefix_cache_size: Annotated[
-        str, Field(description="maximum size of that folder: 10GB, 5%% of its disk")
-    ] = "4GiB"
-    sanitize: Annotated[bool, Field(description="check the memory after every step; slow")] = False
+    engine: str = Field(
+        default=AUTO,
+        description=f"engine of a stage: {', '.join(engines())}; {AUTO} is the newest one that "
+        "runs correctly on this machine",
+    )
+    max_num_seqs: int = Field(
+        default=32, ge=1, le=4096, description="maximum number of sequences running at a time"
+    )
+    max_num_batched_tokens: int = Field(
+        default=0, ge=0, le=1_000_000, description="maximum tokens computed per step; 0: automatic"
+    )
+    kv_memory: str = Field(
+        default="",
+        description="memory for keys and values: 512MiB, 2GB, 25%% of free; default: automatic",
+    )
+    kv_dtype: str = Field(
+        default=AUTO, description=f"{brought.ABOUT_KV}: {', '.join(brought.kv_formats())}"
+    )
+    block_size: int = Field(default=16, ge=1, le=1024, description="tokens in a block")
+    swap_memory: str = Field(
+        default="", description="memory to swap preempted sequences to; default: none"
+    )
+    preemption: Literal["auto", "recompute", "swap"] = Field(
+        default="auto", description="how a preempted sequence gives up its memory"
+    )
+    enable_prefix_caching: bool = Field(
+        default=True, description="reuse the blocks of common prompt prefixes"
+    )
+    prefix_cache_dir: str = Field(
+        default="",
+        description="folder for blocks of prefixes, so that they survive a restart; servers "
+        "may share it; default: none",
+    )
+    prefix_cache_size: str = Field(
+        default="4GiB", description="maximum size of that folder: 10GB, 5%% of its disk"
+    )
+    sanitize: bool = Field(default=False, description="check the memory after every step; slow")
 
-    speculate: Annotated[
-        str,
-        Field(
-            description="what drafts the next tokens, which a step then verifies together: "
-            f"{', '.join([OFF, *brought.values('speculate')])}; the tokens stay those of off"
-        ),
-    ] = OFF
-    num_speculative_tokens: Annotated[
-        int, Field(ge=1, le=64, description="maximum drafts of a sequence in a step")
-    ] = 4
-    speculative_model: Annotated[
-        str,
-        Field(
-            description="model that makes the drafts of --speculate draft: a name, such as "
-            "stories-draft, or a folder"
-        ),
-    ] = ""
+    speculate: str = Field(
+        default=OFF,
+        description="what drafts the next tokens, which a step then verifies together: "
+        f"{', '.join([OFF, *brought.values('speculate')])}; the tokens stay those of off",
+    )
+    num_speculative_tokens: int = Field(
+        default=4, ge=1, le=64, description="maximum drafts of a sequence in a step"
+    )
+    speculative_model: str = Field(
+        default="",
+        description="model that makes the drafts of --speculate draft: a name, such as "
+        "stories-draft, or a folder",
+    )
 
-    max_queue: Annotated[
-        int, Field(ge=0, le=100_000, description="maximum waiting sequences; more get 503")
-    ] = 1024
-    stream_interval: Annotated[
-        int,
-        Field(
-            ge=1,
-            le=10_000,
-            description="tokens that a stream gathers before it sends them, after its first; more "
-            "cost less time per token; with stop strings every token is sent",
-        ),
-    ] = 1
-    request_timeout: Annotated[
-        float, Field(gt=0, le=86400, description="seconds after which a request gets 504")
-    ] = 300.0
-    grace: Annotated[
-        float, Field(ge=0, le=3600, description="seconds for requests to finish at shutdown")
-    ] = 10.0
-    chat_template: Annotated[
-        str,
-        Field(
-            description="template for chats: auto (the model's own, else simple), simple, none "
-            "(chats are refused), or a JSON file"
-        ),
-    ] = "auto"
+    max_queue: int = Field(
+        default=1024, ge=0, le=100_000, description="maximum waiting sequences; more get 503"
+    )
+    stream_interval: int = Field(
+        default=1,
+        ge=1,
+        le=10_000,
+        description="tokens that a stream gathers before it sends them, after its first; more "
+        "cost less time per token; with stop strings every token is sent",
+    )
+    request_timeout: float = Field(
+        default=300.0, gt=0, le=86400, description="seconds after which a request gets 504"
+    )
+    grace: float = Field(
+        default=10.0, ge=0, le=3600, description="seconds for requests to finish at shutdown"
+    )
+    chat_template: str = Field(
+        default="auto",
+        description="template for chats: auto (the model's own, else simple), simple, none "
+        "(chats are refused), or a JSON file",
+    )
 
     @field_validator("port", mode="before")
     @classmethod

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+
+os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")  # of trio alone, which takes as long to import
 from hypothesis import HealthCheck, Phase, settings
 from safetensors.torch import save_file
 

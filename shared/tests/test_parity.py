@@ -91,7 +91,7 @@ def test_a_seed_gives_the_same_tokens_in_every_engine(stage, requests, tiny_mode
 @pytest.fixture(scope="module")
 def longer():
     """A model in float64 with room for prompts of 30 tokens and answers of 64."""
-    config = parity.Config(101, 96, 24, 3, 2, name="longer")
+    config = parity.Config(101, 96, 24, 2, 2, name="longer")
     return stages.load_model(random_checkpoint(config), dtype=torch.float64)
 
 

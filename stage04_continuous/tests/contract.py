@@ -16,7 +16,6 @@ import torch
 
 from shared.errors import UserError
 from shared.parity import prove
-from stage01_forward.families import load_model
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request, State
 
@@ -137,9 +136,9 @@ class StepContract:
         phases = set()
         for moment in range(22):
             engine = self.engine(3, 12, max_chunk=5)
-            others = [ask(engine, length, 8) for length in (18, 30, 5)]
-            victim = ask(engine, 26, 8, "victim")
-            others += [ask(engine, length, 8) for length in (12, 22)]
+            others = [ask(engine, length, 4) for length in (18, 30, 5)]
+            victim = ask(engine, 26, 4, "victim")
+            others += [ask(engine, length, 4) for length in (12, 22)]
             for _ in range(moment):
                 engine.step()
             if "victim" not in engine.requests:
@@ -239,9 +238,9 @@ class EngineContract(StepContract):
         assert first.started + first.seconds <= second.started < third.started
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-    def test_all_scenarios(self, tiny, dtype):
+    def test_all_scenarios(self, dtype):
         """In float32, `prove` raises for a difference that is not at a near tie."""
-        model = load_model(tiny, dtype=dtype)
+        model = the_model(dtype)
         engine = self.engine(4, 32, model=model)
         parity = prove(engine, oracle_of(model), SamplingParams)
         assert parity.sequences > 20 and (dtype == torch.float32 or not parity.near_ties)
@@ -315,7 +314,7 @@ class EngineContract(StepContract):
     def test_nan_stays_with_its_request_and_goes_with_it(self, when):
         """The request alone ends with "error"; the next owner of its memory never meets the NaN."""
         engine = self.engine(3, 32, max_chunk=10, **self.unshared, **self.tight)
-        sick, *healthy = (ask(engine, length, 20) for length in (26, 9, 17, 4, 30))
+        sick, *healthy = (ask(engine, length, 12) for length in (26, 9, 17, 4, 30))
         for _ in range(when):
             engine.step()
         sampled = len(sick.output.token_ids)

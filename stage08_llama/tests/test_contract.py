@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from shared.course.testing import random_checkpoint
 from stage04_continuous.tests import oracle
 from stage04_continuous.tests import test_contract as slots
 from stage04_continuous.tests.lives import live
@@ -22,11 +21,6 @@ SHAPES = {"grouped": GROUPED, "window": replace(GROUPED, windows=(9, 9))}  # of 
 def grouped():
     with oracle.shape(GROUPED):
         yield
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    return random_checkpoint(replace(GROUPED, name="tiny"), spread=16)
 
 
 class TestSlots(slots.TestSlots):

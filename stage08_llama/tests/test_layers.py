@@ -31,6 +31,7 @@ def test_the_norm_divides_in_float32_and_weighs_in_the_dtype(dtype):
     got = norm(x)
     assert got.dtype == dtype
     torch.testing.assert_close(got, want, rtol=1e-5 if dtype.itemsize > 2 else 1e-2, atol=0)
+    assert dtype.itemsize > 2 or (got == want).float().mean() > 0.95  # weighed in float32: 0.74
 
 
 def test_a_pair_turns_as_a_complex_number():

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shared.course.testing import random_checkpoint
 from stage02_kv_cache import make as stage02
 from stage03_batching import make as stage03
 from stage04_continuous import make as stage04
@@ -37,11 +36,6 @@ SHAPE = replace(GROUPED, windows=(WINDOW, WINDOW - 4))
 def windowed():
     with oracle.shape(SHAPE):
         yield
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    return random_checkpoint(replace(SHAPE, name="tiny"), spread=16)
 
 
 class TestPaged(paged.TestPaged):

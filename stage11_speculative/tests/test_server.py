@@ -13,6 +13,8 @@ import pytest
 
 from shared.errors import UserError
 from shared.server import own_server
+from stage06_serving.__main__ import make_engine
+from stage06_serving.settings import parse
 from stage06_serving.tests.conftest import house
 from stage06_serving.tests.test_page import FEW_BLOCKS, Page, browser, recite
 
@@ -50,9 +52,10 @@ def scores(choice: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def plain() -> Iterator[list[Any]]:
+def plain() -> Iterator[tuple[list[Any], dict[str, float]]]:
+    """A server's answers without drafts, and its counts."""
     with own_server(quiet=True) as server:
-        yield answers(server.url)
+        yield answers(server.url), counts(server.url)
 
 
 def counts(url: str) -> dict[str, float]:
@@ -131,7 +134,7 @@ def test_answers_are_those_without_drafts_and_the_counts_agree(kind, plain):
     options = ["--speculate", kind, "--num-speculative-tokens", "3", *model]
     small = ["--sanitize", "--kv-memory", "8MiB"]  # the sanitizer reads all of it at each step
     with own_server([*options, *small], quiet=True) as server:
-        assert answers(server.url) == plain
+        assert answers(server.url) == plain[0]
         found = counts(server.url)
         assert f"{kind}, at most 3 in a step" in server.stderr()
     accepted, proposed = (
@@ -146,9 +149,8 @@ def test_answers_are_those_without_drafts_and_the_counts_agree(kind, plain):
     assert requests < found[f"{length}_sum"] < 4 * requests
 
 
-def test_without_drafts_there_are_no_counts():
-    with own_server(quiet=True) as server:
-        assert not counts(server.url)
+def test_without_drafts_there_are_no_counts(plain):
+    assert not plain[1]
 
 
 @pytest.mark.parametrize(
@@ -161,5 +163,5 @@ def test_without_drafts_there_are_no_counts():
     ],
 )
 def test_wrong_options_are_refused_in_a_sentence(options, words):
-    with pytest.raises(UserError, match=re.escape(words)), own_server(options, quiet=True):
-        pass
+    with pytest.raises(UserError, match=re.escape(words)):
+        make_engine(parse(options))

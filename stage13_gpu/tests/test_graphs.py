@@ -98,8 +98,8 @@ def test_replayed_steps_give_the_tokens_of_stage_01(name, monkeypatch):
         return plain(attention)
 
     monkeypatch.setattr(runner, "compute", watch)
-    prompts = [[5, 9, 2], [7, 7], [3, 1, 4, 1, 5], [8]]
-    sampling = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (18, 3, 6, 4)]
+    prompts = [[5, 9, 2, 6, 5, 3, 5, 8, 9], [7, 7], [3, 1, 4, 1, 5], [8]]
+    sampling = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (10, 3, 5, 4)]
     outputs = engine.generate(prompts, sampling)
     wanted = Naive(model).generate(prompts, sampling)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in wanted]

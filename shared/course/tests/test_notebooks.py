@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import random
 import sys
 
 import nbformat
 import pytest
+from PIL import Image
 
 from shared import paths
 from shared.course import notebooks
@@ -60,6 +64,19 @@ def test_each_lab_runs_a_failure_is_named_and_outputs_are_kept(tmp_path):
     assert [cell.execution_count for cell in (first, second, third)] == [1, 2, 3]
     assert lab.metadata.kernelspec.name == "python3" and "widgets" not in lab.metadata
     assert not any(cell.metadata for cell in lab.cells)
+
+
+def test_a_chart_keeps_its_size_and_nearly_its_colours():
+    file = io.BytesIO()
+    shades = random.Random(0).choices([(i, i, i) for i in range(256)], k=40 * 30)
+    chart = Image.new("RGBA", (40, 30))
+    chart.putdata(shades)
+    chart.save(file, "png")
+    before = base64.b64encode(file.getvalue()).decode()
+    image = Image.open(io.BytesIO(base64.b64decode(notebooks.smaller(before))))
+    assert image.size == (40, 30) and image.getcolors(64)
+    pairs = zip(shades, image.convert("L").tobytes(), strict=True)
+    assert max(abs(shade - kept) for (shade, *_), kept in pairs) <= 4
 
 
 def test_a_missing_or_invalid_lab_is_refused(tmp_path, monkeypatch):
