@@ -34,7 +34,7 @@ from stage06_serving.sse import HEADERS, KIND
 from .client import session
 from .metrics import Metrics
 from .process import SERVER
-from .relay import Relay
+from .relay import SENT, Relay
 from .replicas import Backend, Options, Pool
 from .sources import source
 
@@ -135,11 +135,12 @@ def create_app(options: Options) -> FastAPI:
         backend = next((backend for backend in pool.backends.values() if backend.ready), None)
         if backend is None:
             raise ApiError(503, "No replica is ready.", headers={"Retry-After": "1"})
-        via = request.headers.get("via", "")
+        headers = {name: request.headers[name] for name in SENT if name in request.headers}
+        headers["via"] = f"{headers.get('via', '')} {pool.via}"
 
         async def frames() -> AsyncIterator[bytes]:
             with suppress(aiohttp.ClientError, OSError):  # the page connects again
-                async with pool.get(backend, "/live", via) as response:
+                async with pool.session.get(f"{backend.url}/live", headers=headers) as response:
                     if response.content_type != KIND:
                         return  # another kind of server
                     async for data in response.content.iter_any():

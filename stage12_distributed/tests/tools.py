@@ -147,16 +147,24 @@ async def plain(answer: Any, **fields: Any) -> AsyncIterator[Plain]:
     async def models(request: web.Request) -> web.Response:
         return web.Response(body=server.models)
 
+    def see(request: web.Request) -> None:
+        server.seen = {name.lower(): value for name, value in request.headers.items()}
+
+    async def live(request: web.Request) -> web.Response:
+        see(request)
+        return web.Response()
+
     async def post(request: web.Request) -> web.StreamResponse:
         server.requests, server.running = server.requests + 1, server.running + 1
-        server.seen = {name.lower(): value for name, value in request.headers.items()}
+        see(request)
         try:
             return await server.answer(request)
         finally:
             server.running -= 1
 
     app = web.Application()
-    app.add_routes([web.get("/ready", ready), web.get("/v1/models", models), web.post(PATH, post)])
+    gets = {"/ready": ready, "/v1/models": models, "/live": live}
+    app.add_routes([web.post(PATH, post), *(web.get(path, get) for path, get in gets.items())])
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
