@@ -16,6 +16,7 @@ from numbers import Integral
 from operator import index
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from shared import chat_template, cli
@@ -68,7 +69,7 @@ class LLM:
         self,
         model: str = "stories",
         *,
-        dtype: str = "auto",
+        dtype: str | torch.dtype = "auto",
         weights: str = AUTO,
         kv_dtype: str = AUTO,
         device: str = "auto",
@@ -79,11 +80,13 @@ class LLM:
     ) -> None:
         values: dict[str, object] = {
             "model": model,
-            "dtype": dtype,
+            "dtype": str(dtype).removeprefix("torch."),
             "weights": weights,
             "kv-dtype": kv_dtype,
+            "device": device,
+            "threads": threads,
+            "max-model-len": max_model_len,
         }
-        values |= {"device": device, "threads": threads, "max-model-len": max_model_len}
         parser = cli.Parser("stage09_kernels", "", "")  # which checks them
         cli.add_model_options(parser)
         add_options(parser)

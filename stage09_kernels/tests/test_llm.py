@@ -100,6 +100,10 @@ def test_an_invalid_option_is_one_sentence(options, words):
         LLM(**options)
 
 
+def test_a_dtype_may_be_one_of_torch():
+    assert LLM(dtype=torch.float64).loaded.dtype == torch.float64
+
+
 def test_what_is_no_prompt_no_message_and_no_options(llm):
     for prompts in (None, 3, b"abc", [None], [[1.5]], [["a"]], ["a", 1], {"prompt": "a"}, [1, "a"]):
         with pytest.raises(UserError, match="^Prompts must be texts, or lists of token ids"):
