@@ -11,14 +11,17 @@ of it is a beginning.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 from stage04_continuous.request import Request
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-REPEATS = 3
+REPEATS, LEAST = 3, 0.1  # rounds that measure passes, and seconds: as many more as fit in them
 MEMORY = 0.9  # of a request's rate, what is left of the past after another draft
 PRIOR = 0.5  # the rate of all requests before anything is known
 PATIENCE = 64  # passes without drafts, after which a request may try one
@@ -71,17 +74,21 @@ class PassTimes:
 def measure_passes(runner: Any, blocks: int, rows: Sequence[int] = ROWS) -> PassTimes:
     """Times of decode passes of `runner`, a row a block: call it while no block is owned. Blocks
     then have the content that they had. Longer passes never count as faster than shorter ones: that
-    would be noise."""
+    would be noise. Each round runs all sizes once, so a program that takes the processor for a
+    moment slows no size in all rounds."""
     from shared import measure
 
     sizes = [count for count in rows if count <= blocks] or [1]
-    memory, seconds = runner.cache.memory, list[float]()
+    memory = runner.cache.memory
     contents = memory.read(range(max(sizes))).cpu()
-    for count in sizes:
-        shares = [([block], 0, 1) for block in range(count)]
-        run = lambda: runner.run([0] * count, shares, list(range(count)))  # noqa: B023, E731
+    shares = [([block], 0, 1) for block in range(max(sizes))]
+    runs = [partial(runner.run, [0] * n, shares[:n], list(range(n))) for n in sizes]
+    for run in runs:
         run()
-        seconds.append(max([*seconds[-1:], min(measure.seconds(run) for _ in range(REPEATS))]))
+    rounds, until = list[list[float]](), time.perf_counter() + LEAST
+    while len(rounds) < REPEATS or time.perf_counter() < until:
+        rounds.append(list(map(measure.seconds, runs)))
+    seconds = list(accumulate(map(min, zip(*rounds, strict=True)), max))
     for block, content in enumerate(contents):
         memory.write(block, bytearray(content.numpy()))
     if len(sizes) == 1:
