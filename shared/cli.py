@@ -752,13 +752,17 @@ def run(
     """Run a program's `main` and exit with its status.
 
     A UserError becomes `error: ...` on standard error and status 2; Ctrl-C is status 130; a closed
-    pipe, as in `... | head`, ends the program without a message.
+    pipe, as in `... | head`, ends the program without a message, and what is written to a closed
+    output, as by `>&-`, is lost.
 
     loads: whether it first loads a model, by `load_model_from`. Ctrl-C ends the process until then:
         PyTorch, while it is imported, loses the KeyboardInterrupt or aborts.
     """
     if not loads:
         program.raise_at_interrupt()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it is closed
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a system's pipes may not be UTF-8
             stream.reconfigure(encoding="utf-8", errors="replace")
@@ -779,10 +783,13 @@ def run(
         print(file=sys.stderr)
         status = EXIT_INTERRUPTED
     except OSError as error:
+        full = error.errno == errno.ENOSPC
         windows = sys.platform == "win32" and error.errno == errno.EINVAL
-        if not (isinstance(error, BrokenPipeError) or windows):
+        if not (isinstance(error, BrokenPipeError) or windows or full):
             raise
+        if full:
+            print(f"error: {error.strerror}.", file=sys.stderr)
         # The rest of the buffer would fail again, with a message, when Python closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = EXIT_PIPE
+        status = EXIT_ERROR if full else EXIT_PIPE
     sys.exit(status)

@@ -437,6 +437,22 @@ def test_exit_status(run):
             cli.run(raising(bug))
 
 
+def test_a_closed_output_is_no_error(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)  # as Python begins with `>&-`
+    with pytest.raises(SystemExit, match="^0$"):
+        cli.run(lambda _: print("not seen"))
+    sys.stdout.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a full device")
+def test_a_full_disk_is_one_sentence(monkeypatch, capsys):
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit, match="^2$"):
+            cli.run(lambda _: print("lost", flush=True))
+    assert capsys.readouterr().err == "error: No space left on device.\n"
+
+
 def test_real_processes(folder, interruptible):
     """Pipes, encodings, signals. All at once, because each process takes seconds to start."""
     hub = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
