@@ -302,8 +302,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         choices=LINEAR,
         default="auto",
         help="linear layers on a CPU; auto tries packed weights or, for 16 bits without "
-        "instructions, products in float32 (widened) for a moment, and keeps the fastest; packed "
-        "if other programs disturb the trial",
+        "instructions, products in float32 (widened) for a moment, and keeps plain ones if they "
+        "are faster",
     )
     group.add_argument(
         "--threads",

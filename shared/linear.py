@@ -21,7 +21,8 @@ In 16 bits oneDNN needs a processor that computes in them (on x86 AVX-512, for b
 `widened_linear`, in float32 and a piece of the weight at a time, is faster from about 8 rows on.
 
 On other processors the plain layer may win, so `optimize` measures and keeps the fastest. If the
-measurements contradict each other, as they do beside other programs, it packs and reports that.
+measurements contradict each other, as they do beside other programs, it packs or widens, and
+reports that.
 Where neither exists (CUDA, MPS, float64, a build without oneDNN) the plain layer stays.
 Only the order of the additions differs, so results agree to rounding (tested).
 """
@@ -338,8 +339,9 @@ def known_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def widen(model: nn.Module, layers: Mapping[str, nn.Linear], always: bool) -> str:
-    """Put widened layers in the place of `layers` if they are faster, or `always`. Returns
-    "widened" or "plain". Raises UserError if they must be, and are not in 16 bits on a CPU."""
+    """Put widened layers in the place of `layers` unless they are slower, or `always`. Returns
+    "widened", with "(not measured)" if no measurement was clear, or "plain". Raises UserError if
+    they must be, and are not in 16 bits on a CPU."""
     weight = next(iter(layers.values())).weight
     device, dtype = weight.device, weight.dtype
     if device.type == "cpu" and dtype in WIDENED_DTYPES:
@@ -347,10 +349,11 @@ def widen(model: nn.Module, layers: Mapping[str, nn.Linear], always: bool) -> st
         shapes = {(layer.in_features, layer.out_features): name for name, layer in layers.items()}
         plain = [(width, layers[name]) for (width, _), name in shapes.items()]
         rival = [(width, wide[name]) for (width, _), name in shapes.items()]
-        if always or faster(plain, rival, (2 * WIDENED_ROWS,), dtype):
+        won = always or faster(plain, rival, (2 * WIDENED_ROWS,), dtype)
+        if won is not False:  # a transposed view may be 40 times slower, a widened layer may not
             for name, layer in wide.items():
                 model.set_submodule(name, layer)
-            return "widened"
+            return "widened" if won else "widened (not measured)"
     elif always:
         raise UserError(
             f"Widened linear layers need bfloat16 or float16 on a CPU, not "
@@ -361,7 +364,7 @@ def widen(model: nn.Module, layers: Mapping[str, nn.Linear], always: bool) -> st
 
 def optimize(model: nn.Module, mode: str = "auto") -> str:
     """Put the fastest linear layer into `model`, in place. Returns which: "packed", "widened" or
-    "plain", or UNDECIDED if it was packed because no measurement was clear.
+    "plain"; with "(not measured)" if no measurement was clear.
 
     mode: "auto" measures and keeps the fastest; "plain" changes nothing; the others put that kind.
     Only the layers of `known_layers` change, and a Linear, unless the mode is "plain", packs

@@ -149,15 +149,19 @@ def test_a_processor_that_cannot_pack_is_named(tiny, monkeypatch):
 @pytest.mark.parametrize("dtype", linear.WIDENED_DTYPES, ids=str)
 def test_where_nothing_packs_the_faster_of_widened_and_plain_stays(dtype, tiny, monkeypatch):
     monkeypatch.setattr(linear, "can_pack", lambda device, dtype: False)
-    kinds = {False: ("plain", nn.Linear), True: ("widened", linear.WidenedLinear)}
-    for wins, (kind, layer) in kinds.items():
+    wide = linear.WidenedLinear
+    for wins, kind, layer in (
+        (False, "plain", nn.Linear),
+        (True, "widened", wide),
+        (None, "widened (not measured)", wide),
+    ):
         monkeypatch.setattr(linear, "faster", Mock(return_value=wins))
         model: Any = load_model(tiny, dtype=dtype)
         plain = load_model(tiny, dtype=dtype)
         assert linear.optimize(model, "auto") == kind
         assert type(model.h[0].attn.c_proj) is layer
         assert model.lm_head.weight.data_ptr() == model.wte.weight.data_ptr()  # still tied
-        assert model.h[0].mlp.c_fc.weight.is_contiguous() is wins
+        assert model.h[0].mlp.c_fc.weight.is_contiguous() is (wins is not False)
         prompt = torch.tensor(random_prompt(20, model.config, "widened"))
         runs = [m(prompt, torch.arange(20), Recompute().attend) for m in (model, plain)]
         torch.testing.assert_close(*runs, rtol=0, atol=BOUNDS[torch.bfloat16])
