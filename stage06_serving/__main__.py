@@ -66,11 +66,11 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if engine := self.app.state.engine:
-            if engine.in_flight and self.grace:
+            if engine.awaited and self.grace:
                 log.warning(
                     "Waiting up to %g s for %d sequences in flight: Ctrl-C again ends them at "
                     "once.",
-                    *(self.grace, len(engine.in_flight)),
+                    *(self.grace, engine.awaited),
                 )
             await engine.drain(self.grace, lambda: self.force_exit)
         self.force_exit = False  # all answers have ended: let the application end in order

@@ -187,6 +187,11 @@ class AsyncEngine:
         return "draining" if self.draining else self._engine.health
 
     @property
+    def awaited(self) -> int:
+        """Sequences in flight whose end the server has not already decided on."""
+        return sum(ticket.reason is None for ticket in self.in_flight.values())
+
+    @property
     def variants(self) -> Mapping[str, bytes]:
         """Names that the engine answers to beside the model's, each with its part of a salt."""
         return self._engine.variants
