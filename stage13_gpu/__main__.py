@@ -27,6 +27,7 @@ def speak(options: argparse.Namespace, prompt: str) -> int:
     from stage01_forward.params import SamplingParams
     from stage05_paged.engine import make
 
+    from . import layers
     from .backend import BACKEND
     from .launch import INTERPRETED
 
@@ -36,6 +37,7 @@ def speak(options: argparse.Namespace, prompt: str) -> int:
     formats = cli.cache_options(options.kv_dtype)
     if INTERPRETED:
         print("No GPU: the kernels run in Triton's interpreter, slowly.", file=sys.stderr)
+        layers.OUTPUTS = 1024, 1024  # there, a program takes nearly as long for 32
     organs: dict[str, Any] = {"make_cache": BACKEND.cache, "make_runner": BACKEND.runner}
     engine = make(
         loaded.model, contexts=1, sample_tokens=BACKEND.sample_tokens, **organs, **formats

@@ -18,6 +18,7 @@ from .cache import LEAST, power
 from .launch import launch
 
 GATES = 1024  # columns that one program of `fused.silu_mul` takes
+OUTPUTS = 32, 64  # that one program of `quantized.multiply` takes, of few rows and of many
 
 
 class Products:
@@ -165,14 +166,14 @@ class KernelLinear(QuantizedLinear):
             )  # fmt: skip
             flat = codes
         few = len(flat) <= LEAST or flat.dtype == torch.float32  # which has no tensor cores
-        rows, columns, tile = (LEAST, 32, 64) if few else (64, 64, 64)
+        rows, columns = (LEAST, OUTPUTS[0]) if few else (64, OUTPUTS[1])
         launch(
             quantized.multiply, (-(-self.out_features // columns), -(-len(flat) // rows)),
             flat, x_scales, matrix.stored, sides[0], sides[-1], sides if bias is None else bias,
             out, len(flat), self.out_features, count, flat.stride(0), sides.stride(1),
             GROUP=matrix.group, PACKED=matrix.packed, MINIMUM=matrix.minimal,
             ROUNDED=rounded, BIAS=bias is not None, ROWS=rows, COLUMNS=columns,
-            TILE=max(32, min(tile, power(matrix.group))), num_warps=4,
+            TILE=max(32, min(64, power(matrix.group))), num_warps=4,
         )  # fmt: skip
         return out.view(*x.shape[:-1], self.out_features)
 
