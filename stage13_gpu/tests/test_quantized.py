@@ -26,6 +26,7 @@ from stage10_quantization import quantize
 from stage10_quantization.convert import Format, Quantize
 from stage10_quantization.layers import QuantizedEmbedding, QuantizedLinear
 from stage10_quantization.stored import FileMatrix
+from stage10_quantization.tests.formats import test_folder
 from stage13_gpu.cache import GpuCache
 from stage13_gpu.launch import DEVICE
 from stage13_gpu.layers import GpuMatrix, KernelLinear, Products
@@ -147,18 +148,34 @@ def quantized(name: str, weights: Any, activations: str = "int8") -> Any:
     return load_model(checkpoint, dtype=torch.float32, device=DEVICE)
 
 
-@pytest.mark.slow
-def test_layers_in_files(tmp_path):
-    """As of GPTQ, AWQ and GGUF: the GPU keeps all that is read of them."""
-    quantize.main(["--weights", "int4", "--out", str(tmp_path / "small")])
+def first_logits(folder):
+    """Of a model in files, by stage 04's runner and by the kernels'; and the latter's model."""
     logits = []
     for runner, cache in ((Runner, cache_type), (GpuRunner, lambda config: GpuCache)):
-        model = load_model(families.load(str(tmp_path / "small")), device=DEVICE)
-        assert isinstance(model.lm_head.matrix, FileMatrix)
+        model = load_model(families.load(str(folder)), device=DEVICE)
         memory: Any = cache(model.config)(model.config, 2, device=DEVICE)
         logits.append(runner(model, memory).run([5, 9, 2], [([1], 0, 3)], [2]))
+    return *logits, model
+
+
+@pytest.mark.parametrize("options", [test_folder.GPTQ, test_folder.AWQ])
+@pytest.mark.parametrize("fields", [None, test_folder.GPT2], ids=["llama", "gpt2"])
+def test_folders_of_gptq_and_awq(tmp_path, options, fields):
+    test_folder.write(tmp_path, options, fields)
+    want, got, model = first_logits(tmp_path)
+    assert any(isinstance(layer, KernelLinear) for layer in model.modules())
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_layers_in_files(tmp_path):
+    """The GPU keeps all that is read of them."""
+    quantize.main(["--weights", "int4", "--out", str(tmp_path / "small")])
+    unchanged = load_model(families.load(str(tmp_path / "small")))
+    assert isinstance(unchanged.lm_head.matrix, FileMatrix)
+    want, got, model = first_logits(tmp_path / "small")
     assert isinstance(model.lm_head.matrix, GpuMatrix)
-    torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-4)
 
 
 SMALL = Format(4, group=8, minimum=True, dtype=torch.float16)

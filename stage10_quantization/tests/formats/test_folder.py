@@ -16,11 +16,12 @@ from stage08_llama.folder import to_fields
 from stage10_quantization.formats.folder import FolderModel
 from stage10_quantization.layers import QuantizedMatrix
 
-from .test_packed import config_groups, draw, expected, gptq_parts, values, words
+from .test_packed import awq_parts, config_groups, draw, expected, gptq_parts, values, words
 
 LLAMA = LlamaConfig(64, 32, 16, 2, 2, 1, n_inner=24, tied=False)
 READERS = {kind: read for family in families.families() for kind, read in family.readers.items()}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm", "zero_point": True}
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 COMPRESSED |= {"config_groups": config_groups(4)}
 GPT2 = {"model_type": "gpt2", "vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 1}
@@ -30,8 +31,9 @@ GPT2 |= {"n_head": 2}
 def packed_layer(method, name, shape):
     """The tensors of a layer (N, K), and its values."""
     codes, scale, zeros = draw(len(name), shape[0], shape[1], shape[1] // 8, 4)
-    if method == "gptq":
-        return gptq_parts(codes, scale, zeros), expected(codes, scale, zeros)
+    if method != "compressed-tensors":
+        parts = {"gptq": gptq_parts, "awq": awq_parts}[method](codes, scale, zeros)
+        return parts, expected(codes, scale, zeros)
     size = torch.tensor(shape)
     parts = {"weight_packed": words(codes, 4), "weight_scale": scale, "weight_shape": size}
     return parts, expected(codes, scale, torch.full_like(zeros, 8))
@@ -63,7 +65,7 @@ def write(folder, options, fields=None, **changes):
     return tensors
 
 
-@pytest.mark.parametrize("options", [GPTQ, COMPRESSED], ids=["gptq", "compressed-tensors"])
+@pytest.mark.parametrize("options", [GPTQ, AWQ, COMPRESSED], ids=lambda kind: kind["quant_method"])
 @pytest.mark.parametrize("fields", [None, GPT2], ids=["llama", "gpt2"])
 def test_a_model(tmp_path, options, fields):
     tensors = write(tmp_path, options, fields)

@@ -75,6 +75,14 @@ def gptq_parts(codes, scale, zeros, bits=4, less=1, index=None):
     return parts if index is None else parts | {"g_idx": index.int()}
 
 
+def awq_parts(codes, scale, zeros):
+    def packed(lines):  # (R, C) -> (R, C / 8)
+        shuffled = lines.unflatten(1, (-1, 8))[:, :, AWQ_COLUMNS].flatten(1)
+        return words(shuffled, 4)
+
+    return {"qweight": packed(codes.t()), "qzeros": packed(zeros.t()), "scales": scale.t()}
+
+
 shapes = st.tuples(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
 
 
@@ -120,12 +128,7 @@ def test_awq(drawn, zero):
     seed, height, count, wide = drawn
     rows, columns = 8 * height, 4 * wide * count
     codes, scale, zeros = draw(seed, rows, columns, count, 4, zero)
-
-    def packed(lines):  # (R, C) -> (R, C / 8)
-        shuffled = lines.unflatten(1, (-1, 8))[:, :, AWQ_COLUMNS].flatten(1)
-        return words(shuffled, 4)
-
-    parts = {"qweight": packed(codes.t()), "qzeros": packed(zeros.t()), "scales": scale.t()}
+    parts = awq_parts(codes, scale, zeros)
     ours = unpack("awq", parts, (rows, columns), bits=4, group_size=4 * wide, version="GEMM")
     assert isinstance(ours, QuantizedMatrix) and (ours.minimum is None) == bool((zeros == 8).all())
     assert torch.equal(values(ours), expected(codes, scale, zeros))
