@@ -8,6 +8,7 @@ else it is a miss, and the file goes. A checksum suffices: no other user may wri
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
@@ -128,9 +129,17 @@ class BlockFiles:
 
     def write(self, digest: bytes, ids: bytes, used: float, parts: Sequence[memoryview]) -> None:
         """Keep a block whose content is all `parts`. Raises OSError."""
-        name = self._name(digest)
         if self.counts.total_bytes + self.file_bytes > self.cap:
             self._make_room()
+        try:
+            self._write(self._name(digest), ids, used, parts)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._make_room()
+            self._write(self._name(digest), ids, used, parts)
+
+    def _write(self, name: str, ids: bytes, used: float, parts: Sequence[memoryview]) -> None:
         checksum = zlib.crc32(ids)
         for part in parts:
             checksum = zlib.crc32(part, checksum)
@@ -173,8 +182,11 @@ class BlockFiles:
         return sorted(files, key=lambda file: file.stat().st_mtime)
 
     def _make_room(self) -> None:
-        """Remove the least recently used files, until one more fits and some room is spare."""
-        files, aim = self.scan(), self.cap - max(self.file_bytes, int(SPARE * self.cap))
+        """Remove the least recently used files, until one more fits and some room is spare: below
+        the cap, or below what they take if the disk is full before."""
+        files = self.scan()
+        total = min(self.cap, self.counts.total_bytes)
+        aim = total - max(self.file_bytes, int(SPARE * total))
         for file in files:
             if self.counts.total_bytes <= aim:
                 break

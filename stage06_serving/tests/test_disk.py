@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import sys
+import tempfile
 import time
 
 import pytest
@@ -272,6 +273,39 @@ def test_other_files_in_the_folder_stay_and_do_not_count(folder):
         made.write(digest, bytes(8), time.time(), [memoryview(bytes(8))])
     assert all(path.exists() for path in others)
     assert b"d" in made and len(files(folder)) - 1 == made.counts.total_bytes // made.file_bytes > 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that is always full")
+def test_on_a_full_disk_the_oldest_blocks_make_room(folder, monkeypatch):
+    """Once for each block: other programs may have filled the disk."""
+    folder.mkdir()
+    made = BlockFiles(folder, 2**20, b"", 8, 8)
+
+    def write(digest):
+        made.write(digest, bytes(8), ord(digest), [memoryview(bytes(8))])
+
+    def on_full_disk(times, mkstemp=tempfile.mkstemp):
+        def make(*arguments):
+            nonlocal times
+            times -= 1
+            number, name = mkstemp(*arguments)
+            if times >= 0:
+                os.close(number)
+                number = os.open("/dev/full", os.O_WRONLY)
+            return number, name
+
+        monkeypatch.setattr(tempfile, "mkstemp", make)
+
+    for digest in (b"a", b"b", b"c"):
+        write(digest)
+    on_full_disk(1)
+    write(b"d")
+    assert [digest in made for digest in (b"a", b"b", b"c", b"d")] == [False, True, True, True]
+    on_full_disk(2)
+    with pytest.raises(OSError, match="No space left"):
+        write(b"e")
+    assert [digest in made for digest in (b"b", b"c", b"d", b"e")] == [False, True, True, False]
+    assert made.counts.total_bytes == 2 * made.file_bytes and len(list(folder.iterdir())) == 2
 
 
 def test_what_is_written_does_not_change_with_its_block(folder):
