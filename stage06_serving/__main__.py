@@ -153,6 +153,7 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
         steps_kept=RECORDS,
         max_sequences=settings.max_num_seqs,
         token_budget=budget,
+        policy="priority",
         prefix_caching=settings.enable_prefix_caching,
         preemption=settings.preemption,
         **cli.cache_options(settings.kv_dtype),

@@ -41,6 +41,7 @@ class PromptRequest(Request):
     """A request for something about its prompt. Its salt must be its own if it wants more than the
     last position: a token that is found in the prefix cache is not computed."""
 
+    priority: int = 2**31  # behind all that are answered: one body may hold a thousand of these
     done: Callable[[Any], object] = ignore  # called once, with the result
 
     @property

@@ -217,6 +217,17 @@ async def test_prompts_are_scored_in_chunks_beside_other_requests(engine, tiny_m
     assert all(step.decode_tokens for step in list(made.steps)[1:38])
 
 
+async def test_newcomers_overtake_prompts_that_are_scored(gated):
+    async with gated(max_sequences=2, policy="priority") as (running, made, gate):
+        groups = running.submit([prompt_of(9)] * 6, [words(1)], wants=ScoredRequest)
+        late = submit(running, prompt_of(4), 2)
+        gate.allow()
+        for ticket in (late, *(ticket for (ticket,) in groups)):
+            await said(running, ticket)
+    begun = {share.request_id: None for step in made.steps for share in step.sequences}
+    assert list(begun).index(late.id) < 2 and len(begun) == 7
+
+
 async def test_scoring_is_ended_by_an_abort_a_failure_and_the_shutdown(gated):
     async with gated(max_sequences=1) as (running, made, gate):
         groups = running.submit([prompt_of(9)] * 3, [words(1)], wants=ScoredRequest)
