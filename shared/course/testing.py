@@ -25,6 +25,9 @@ from ..tokenizer import byte_alphabet
 from . import stages
 from .driver import random_checkpoint as random_checkpoint
 
+# jsonschema does without it; it would be imported by every process, and takes seconds.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+
 # Shapes to compare with `transformers`: heads, depths, odd vocabularies and contexts, GPT-2 124M.
 SHAPES = {  # tokens, positions, width, layers, heads
     "one head, one layer": Config(61, 32, 16, 1, 1, name="one"),
