@@ -48,6 +48,7 @@ LONGEST = (  # the longest first
     *("shared/course/tests/test_exercise.py", "stage07_loadtest/tests/test_main.py"),
     *("stage12_distributed/tests/test_ranks.py", "stage07_loadtest/tests/test_ruler.py"),
     *("shared/course/tests/test_lessons.py", "shared/bench/tests/test_peers.py"),
+    "stage12_distributed/tests/test_simulator.py",
 )
 
 # Examples may be slow because of other work on the machine. They are the same in each run:
