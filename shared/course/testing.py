@@ -25,6 +25,9 @@ from ..tokenizer import byte_alphabet
 from . import stages
 from .driver import random_checkpoint as random_checkpoint
 
+# jsonschema does without it; it would be imported by every process, and takes seconds.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+
 # Shapes to compare with `transformers`: heads, depths, odd vocabularies and contexts, GPT-2 124M.
 SHAPES = {  # tokens, positions, width, layers, heads
     "one head, one layer": Config(61, 32, 16, 1, 1, name="one"),
@@ -45,6 +48,7 @@ LONGEST = (  # the longest first
     *("shared/course/tests/test_exercise.py", "stage07_loadtest/tests/test_main.py"),
     *("stage12_distributed/tests/test_ranks.py", "stage07_loadtest/tests/test_ruler.py"),
     *("shared/course/tests/test_lessons.py", "shared/bench/tests/test_peers.py"),
+    "stage12_distributed/tests/test_simulator.py",
 )
 
 # Examples may be slow because of other work on the machine. They are the same in each run:

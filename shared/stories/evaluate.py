@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .. import cli
 from ..errors import UserError
@@ -325,8 +325,8 @@ def main(argv: list[str] | None = None) -> None:
             f"{folder} has no training.json: train a model there with python -m "
             "shared.stories.train."
         )
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     started = time.perf_counter()
     with torch.inference_mode():
         evaluation: dict[str, Any] = {

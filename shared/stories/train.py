@@ -36,13 +36,6 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
 
 from .. import cli, measure
 from ..errors import UserError
@@ -112,9 +105,9 @@ class Stories:
         return byte_level(models.BPE(vocabulary, merges), Stories.control)
 
     @staticmethod
-    def config(width: int, layers: int, heads: int) -> PretrainedConfig:
+    def config(width: int, layers: int, heads: int) -> transformers.PretrainedConfig:
         end = VOCABULARY - 1
-        return GPT2Config(
+        return transformers.GPT2Config(
             vocab_size=VOCABULARY,
             n_positions=POSITIONS,
             n_embd=width,
@@ -196,8 +189,8 @@ class Chat:
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     @staticmethod
-    def config(width: int, layers: int, heads: int) -> PretrainedConfig:
-        return LlamaConfig(
+    def config(width: int, layers: int, heads: int) -> transformers.PretrainedConfig:
+        return transformers.LlamaConfig(
             vocab_size=VOCABULARY,
             max_position_embeddings=POSITIONS,
             hidden_size=width,
@@ -305,15 +298,19 @@ def micro_batch(
     return torch.tensor(ids), torch.tensor(weights), positions
 
 
-def build_model(recipe: Recipe, width: int, layers: int, heads: int, seed: int) -> PreTrainedModel:
+def build_model(
+    recipe: Recipe, width: int, layers: int, heads: int, seed: int
+) -> transformers.PreTrainedModel:
     torch.manual_seed(seed)
     config = recipe.config(width, layers, heads)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=EMBEDDING_SPREAD)
     return model
 
 
-def build_optimizers(model: PreTrainedModel, peak: float) -> list[torch.optim.Optimizer]:
+def build_optimizers(
+    model: transformers.PreTrainedModel, peak: float
+) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the blocks, AdamW for embeddings, biases and norms; `peak` is
     the learning rate."""
     matrices: list[torch.nn.Parameter] = []
@@ -333,7 +330,7 @@ def learning_rate_share(step: int, steps: int) -> float:
     return min((step + 1) / WARMUP_STEPS, (steps - step) / max(1, steps - WARMUP_STEPS))
 
 
-def save_model(model: PreTrainedModel, folder: Path) -> None:
+def save_model(model: transformers.PreTrainedModel, folder: Path) -> None:
     name = getattr(model.config, "activation_function", None)
     if name is None:
         model.save_pretrained(folder)
@@ -343,13 +340,17 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
     model.config.activation_function = name
 
 
-def load_start(recipe: Recipe, folder: Path) -> tuple[PreTrainedModel, Tokenizer, dict]:
+def load_start(
+    recipe: Recipe, folder: Path
+) -> tuple[transformers.PreTrainedModel, Tokenizer, dict]:
     """Model, tokenizer and training facts of a folder that `train` wrote. Raises UserError for any
     other folder."""
     try:
         before = json.loads((folder / "training.json").read_text(encoding="utf-8"))
         tokenizer = recipe.load_tokenizer(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="sdpa"
+        )
     except Exception as error:  # tokenizers raises nothing narrower
         raise UserError(
             f"{folder} was not written by this command ({error}): name a folder that was, or leave "

@@ -8,7 +8,6 @@ from datetime import date
 from typing import Any
 
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from shared.chat_template import FolderTemplate, load
 from shared.errors import UserError
@@ -51,6 +50,8 @@ def text_of(template: Any, messages: list[dict[str, str]], start: bool = True) -
 @pytest.mark.parametrize("source", [CHATML, LLAMA2, OTHERS])
 @pytest.mark.parametrize("start", [False, True])
 def test_rendered_as_transformers_does(source, start):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     for count in (1, 2, 3):
         texts, _ = render_jinja_template(
             [CHAT[:count]], chat_template=source, add_generation_prompt=start, **TOKENS

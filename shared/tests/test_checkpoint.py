@@ -21,7 +21,6 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from shared import checkpoint, models
 from shared.checkpoint import PRESETS, WEIGHTS, Config, check_vocabulary, load
@@ -181,8 +180,10 @@ def test_stories_has_the_vocabulary_of_its_tokenizer():
     assert (tokenizer.eos_id,) == loaded.config.eos_ids
 
 
-def save(folder: Path, **options: object) -> GPT2LMHeadModel:
+def save(folder: Path, **options: object) -> Any:
     """A folder of transformers with random weights, and its model in float64."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # here: it takes seconds to load
+
     torch.manual_seed(0)
     fields = SIZES | {"n_positions": 48, "bos_token_id": None, **options}
     model = GPT2LMHeadModel(GPT2Config(**fields)).double()

@@ -14,7 +14,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 from tokenizers import normalizers as norms
 from tokenizers import pre_tokenizers as pre
 from tokenizers import processors as post
-from transformers import PreTrainedTokenizerFast
 
 from shared.errors import UserError
 from shared.json_tokenizer import JsonTokenizer
@@ -86,6 +85,8 @@ KINDS: dict[str, tuple[Callable[[], Tokenizer], str]] = {
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request, tmp_path_factory):
     """Ours and transformers'."""
+    from transformers import PreTrainedTokenizerFast  # here: it takes seconds to load
+
     build, end = KINDS[request.param]
     folder = tmp_path_factory.mktemp("tokenizer")
     build().save(str(folder / "tokenizer.json"))

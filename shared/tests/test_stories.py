@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+import transformers
 
 from shared import chat_template, checkpoint
 from shared.course import stages
@@ -163,11 +163,11 @@ def test_only_answers_are_learnt_and_copied_words_weigh_more():
 
 
 def test_transformers_gives_the_same_tokens():
-    theirs = AutoModelForCausalLM.from_pretrained(STORIES).double().eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(STORIES).double().eval()
     ours = Tokenizer.from_folder(STORIES)
     loaded = checkpoint.load("stories")
     engine = stages.oracle(stages.load_model(loaded, dtype=torch.float64))
-    ids = AutoTokenizer.from_pretrained(STORIES).encode("Once upon a time")
+    ids = transformers.AutoTokenizer.from_pretrained(STORIES).encode("Once upon a time")
     assert ours.encode("Once upon a time") == ids
     (output,) = engine.generate([ids], stages.sampling_params()(max_tokens=30))
     assert output.token_ids == transformers_greedy(theirs, ids, 30)
@@ -182,7 +182,7 @@ def chat():
 
 def test_a_chat_has_the_tokens_of_transformers(chat):
     tokenizer, template = chat
-    theirs = AutoTokenizer.from_pretrained(CHAT)
+    theirs = transformers.AutoTokenizer.from_pretrained(CHAT)
     messages = [
         {"role": "user", "content": " Tell me a story about <|im_end|> "},
         {"role": "assistant", "content": "Once upon a time"},
@@ -232,7 +232,7 @@ def test_the_card_is_written_from_the_measurements(tmp_path, name):
         for part in ("evaluation", "training")
     )
     before = (tmp_path / "README.md").read_text(encoding="utf-8")
-    write_card(tmp_path, evaluation, training, AutoConfig.from_pretrained(folder))
+    write_card(tmp_path, evaluation, training, transformers.AutoConfig.from_pretrained(folder))
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == before
 
 

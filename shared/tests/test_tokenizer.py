@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as TokenizersTokenizer
 from tokenizers import models, pre_tokenizers, trainers
-from transformers import GPT2Tokenizer
 
 from shared.errors import UserError
 from shared.tokenizer import (
@@ -76,11 +75,17 @@ def ours(original: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def theirs(original: Path) -> GPT2Tokenizer:
-    return GPT2Tokenizer.from_pretrained(original)
+def theirs(original: Path) -> Any:
+    return theirs_of(original)
 
 
-def assert_same(ours: Tokenizer, theirs: GPT2Tokenizer, texts: list[str]) -> None:
+def theirs_of(folder: Path) -> Any:
+    from transformers import GPT2Tokenizer  # here: it takes seconds to load
+
+    return GPT2Tokenizer.from_pretrained(folder)
+
+
+def assert_same(ours: Tokenizer, theirs: Any, texts: list[str]) -> None:
     assert (ours.vocab_size, ours.eos_id) == (len(theirs), theirs.eos_token_id)
     for text in texts:
         ids = ours.encode(text)
@@ -96,7 +101,7 @@ def test_awkward_texts_have_the_ids_of_transformers(folder, ours, theirs):
     edit(folder, lambda v: v.update({token: v[token] + 1 for token in v} | {END_OF_TEXT: 0}))
     shifted = Tokenizer.from_folder(folder)
     assert shifted.eos_id == 0
-    assert_same(shifted, GPT2Tokenizer.from_pretrained(folder), [SAMPLE])
+    assert_same(shifted, theirs_of(folder), [SAMPLE])
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))

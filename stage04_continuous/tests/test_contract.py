@@ -51,7 +51,7 @@ EVENTS = ["mixed passes", "full", "waits for budget", "refused", "overtaken"]
 EVENTS += ["aborted waiting", "aborted running", "recomputed with an answer"]
 
 
-@pytest.mark.parametrize("examples", [120, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [80, pytest.param(1000, marks=pytest.mark.slow)])
 def test_lives_of_fifty_calls(examples):
     seen = live(SlotLife, examples)
     assert not [event for event in EVENTS if not seen[event]]

@@ -9,8 +9,6 @@ from typing import Any
 
 import openai
 import pytest
-from langchain_openai import ChatOpenAI
-from transformers import PreTrainedTokenizerFast
 
 from shared.tests.test_chat_template import CHATML
 from shared.tests.test_json_tokenizer import qwen
@@ -189,6 +187,8 @@ def test_generate(server, client):
 
 
 def test_langchain_s_chat_model(server, client):
+    from langchain_openai import ChatOpenAI  # here: it takes seconds to load
+
     options = {"api_key": "none", "max_retries": 0, "max_tokens": TOKENS, **GREEDY}
     model: Any = ChatOpenAI(base_url=f"{server.url}/v1", **options)
     answer = model.invoke([("system", "Be kind."), ("human", QUESTION)])
@@ -216,6 +216,8 @@ def talker(house, tmp_path_factory):
 
 def test_a_chat_is_tokenized_as_transformers_does(talker):
     """Control tokens in a client's message are plain text."""
+    from transformers import PreTrainedTokenizerFast  # here: it takes seconds to load
+
     server, tokenizer = talker
     theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHATML)
     want = theirs.apply_chat_template(TALK, add_generation_prompt=True, return_dict=False)

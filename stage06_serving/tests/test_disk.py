@@ -176,10 +176,11 @@ def test_a_damaged_file_is_a_miss_and_is_written_again(options, folder, house):
     assert not read_metrics(server)[REJECTED]
 
 
-def test_a_server_killed_while_it_writes_loses_nothing_else(options, folder, house):
-    prompts = [prompt_of(200, seed) for seed in range(8)]
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_server_killed_while_it_writes_loses_nothing_else(options, folder, house, kills):
+    prompts = [prompt_of(200, seed) for seed in range(2 * kills)]
     killed = []
-    for place in range(3):
+    for place in range(kills):
         with serving(*options) as server:
             killed += [(ids, ask(server, ids, max_tokens=1)) for ids in prompts[2 * place :][:2]]
             server.process.kill()

@@ -31,8 +31,9 @@ class TestPaged(paged.TestPaged):
     pass
 
 
-def test_lives_of_fifty_calls():
-    live(paged.PagedLife, 10)
+@pytest.mark.parametrize("examples", [4, pytest.param(100, marks=pytest.mark.slow)])
+def test_lives_of_fifty_calls(examples):
+    live(paged.PagedLife, examples)
 
 
 test_the_answers_are_worth_comparing = slots.test_the_answers_are_worth_comparing

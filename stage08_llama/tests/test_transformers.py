@@ -17,6 +17,11 @@ from stage08_llama.numpy_llama import llama
 from stage08_llama.tests.folders import KINDS, save
 
 LENGTH = 60  # tokens: most kinds of rotary positions agree on short prompts
+# Kinds that differ for a cache: by heads, their width, windows. The others differ in the model
+# alone, and their logits tell.
+CACHES = ["llama", "llama, one kv head", "llama, three heads", "llama, wide heads", "dynamic"]
+CACHES += ["mistral, window", "mistral, narrow window", "qwen2, one layer", "qwen3, window"]
+SERVED = [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in CACHES)) for kind in KINDS]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -44,6 +49,7 @@ def test_logits_are_those_of_transformers(pair):
     torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("pair", SERVED, indirect=True)
 def test_every_engine_gives_the_tokens_of_transformers(pair):
     _, folder, theirs = pair
     model, params = load(folder), stages.sampling_params()(max_tokens=14)

@@ -80,8 +80,9 @@ class KernelLife(paged.PagedLife):
         return super().make(sequences, token_budget, **KERNELS, **options)
 
 
-def test_lives_of_fifty_calls(shape):
-    live(KernelLife, 10)
+@pytest.mark.parametrize("examples", [4, pytest.param(100, marks=pytest.mark.slow)])
+def test_lives_of_fifty_calls(shape, examples):
+    live(KernelLife, examples)
 
 
 @pytest.mark.parametrize("kinds", [(), ("c_attn", "k_proj", "up_proj"), ("c_proj", "o_proj")])

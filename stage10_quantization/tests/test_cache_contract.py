@@ -82,8 +82,9 @@ class KernelLife(paged.PagedLife):
         return super().make(sequences, token_budget, **KERNELS, **options)
 
 
-def test_lives_of_fifty_calls():
-    live(Int8Life, 6)
+@pytest.mark.parametrize("examples", [3, pytest.param(100, marks=pytest.mark.slow)])
+def test_lives_of_fifty_calls(examples):
+    live(Int8Life, examples)
 
 
 @compiled

@@ -237,7 +237,7 @@ def engine_work(plan, share):
 
 
 @pytest.mark.parametrize(
-    "examples", [15, pytest.param(1500, marks=pytest.mark.slow)], ids=["few", "many"]
+    "examples", [8, pytest.param(1500, marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_lives_of_fifty_calls(examples):
     seen = lives.live(DraftLife, examples)

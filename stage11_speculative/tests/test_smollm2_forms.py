@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import pytest
-from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
 from stage06_serving.tests.conftest import serving
@@ -27,6 +26,8 @@ class City(BaseModel):
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[Any]:
+    from langchain_openai import ChatOpenAI  # here: it takes seconds to load
+
     options: dict[str, Any] = {"api_key": "none", "max_retries": 0, "max_tokens": 80}
     with serving("--kv-memory", "64MiB", "--model", "smollm2", "--max-model-len", "1024") as server:
         url = f"{server.url}/v1"

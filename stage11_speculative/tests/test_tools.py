@@ -15,7 +15,6 @@ from typing import Any
 import openai
 import pytest
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from shared import cli
 from shared.tests.test_json_tokenizer import KINDS, llama3, sentencepiece
@@ -85,6 +84,8 @@ class Family:
 
 
 def write(folder: Path, kind: str, tokenizer: Tokenizer, template: str, **ends: str) -> Family:
+    from transformers import PreTrainedTokenizerFast  # here: it takes seconds to load
+
     end = tokenizer.token_to_id(ends["eos_token"])
     rows = max(tokenizer.get_vocab().values()) + 1
     save(folder, kind, vocab_size=rows, max_position_embeddings=4096, eos_token_id=end)

@@ -85,6 +85,7 @@ class RanksLife(paged.PagedLife):
         return super().make(sequences, token_budget, **RANKS, **options)
 
 
-def test_lives_of_fifty_calls(shape):
+@pytest.mark.parametrize("examples", [3, pytest.param(30, marks=pytest.mark.slow)])
+def test_lives_of_fifty_calls(shape, examples):
     """Preemption, swapping, prefix hits, samples and forks."""
-    live(RanksLife, 6)
+    live(RanksLife, examples)

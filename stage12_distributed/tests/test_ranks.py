@@ -222,8 +222,9 @@ def test_the_server_and_its_ranks(tmp_path):
             lines = filter(None, stream.iter_lines())
             next(lines)
             waiting = pool.submit(text, "stories")
-            while get(server, "/health").json()["replicas"]["replica-0"]["requests"] < 2:
-                pass
+            wait_until(
+                lambda: get(server, "/health").json()["replicas"]["replica-0"]["requests"] == 2
+            )
             rank.kill()
             *_, error, done = lines
             assert "try again" in error and done == "data: [DONE]"
