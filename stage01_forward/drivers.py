@@ -61,11 +61,13 @@ def formulas(draw: Random) -> Iterator[Entry]:
             x = x * draw.choice([1, 1, 3]) + draw.choice([0, 5])
             epsilon = draw.choice([1e-5, 0.1, 1.0])
             call = f"an array of shape {shape}, epsilon {epsilon}"
-            norm = numpy_gpt2.layer_norm(x, weight, bias, epsilon)
-            gelu, soft = numpy_gpt2.gelu(x), numpy_gpt2.softmax(x)
-            yield {"call": call, "layer_norm": norm, "gelu": gelu, "softmax": soft}
             large = draw.choice([-1e4, 1e4]) + 300 * x
-            yield {"call": "large scores", "softmax": numpy_gpt2.softmax(large)}
+            norm = numpy_gpt2.layer_norm(x, weight, bias, epsilon)  # x is the residual stream
+            # These may work in place; and a constant of NumPy's makes numbers float64.
+            gelu, soft = numpy_gpt2.gelu(x.copy()), numpy_gpt2.softmax(x.copy())
+            yield {"call": call, "layer_norm": norm.astype(kind), "gelu": gelu.astype(kind)}
+            large_soft = numpy_gpt2.softmax(large)
+            yield {"call": call, "softmax": soft.astype(kind), "of large": large_soft.astype(kind)}
 
 
 def ends(draw: Random) -> Iterator[Entry]:
@@ -172,8 +174,10 @@ def samples(draw: Random) -> Iterator[Entry]:
         again = outcome(sampling.sample, logits[: len(some)], some, (3, 50))
         yield {"call": f"again, {call}", "sampled": again}
     for _ in range(12):
-        scores, params = tensors(draw, 40) * draw.choice([1, 4]), options_of(draw, temperature=0.9)
-        if draw.random() < 0.5:
+        heat = draw.choice([0.9, 0.9, 0.002])  # which is below the least
+        scores = tensors(draw, 40) * draw.choice([1, 4] if heat == 0.9 else [0.01])
+        params = options_of(draw, temperature=heat)
+        if draw.random() < 0.5 and heat == 0.9:
             scores = scores.round()
         if draw.random() < 0.5:
             scores = scores.float()
@@ -183,7 +187,10 @@ def samples(draw: Random) -> Iterator[Entry]:
         weights = (scores - scores.max()).exp()
         if params.min_p and draw.random() < 0.5 and weights.dtype == torch.float64:
             weights[draw.randrange(40)] = params.min_p
-        yield {"call": f"_filtered, {params}", "result": sampling._filtered(weights, params)}
+        yield {
+            "call": f"_filtered, {params}",
+            "result": sampling._filtered(weights.clone(), params),
+        }
         spread = weights.double() * (torch.rand(40) < 0.4)
         spread[draw.randrange(40)] = 1.0
         for dart in (0.0, draw.random(), draw.random(), 1 - 2**-53, 1.0):
@@ -219,6 +226,8 @@ def judged(draw: Random) -> Iterator[Entry]:
         )
         judged = list[int]()
         result = outcome(scoring.perplexity, model, ids, stride, judged.append)
+        if not isinstance(result, Exception):
+            result = {name: float(number) for name, number in result.items()}
         call = f"perplexity of {length} tokens, stride {stride}"
         yield {"call": call, "result": result, "progress": judged}
 

@@ -18,8 +18,9 @@ TASKS = (
             "Mean, variance, maximum and sum run along the last axis and keep it: keepdims=True.",
             "gelu is 0.5 * x * (1 + tanh(...)), with tanh of sqrt(2 / pi) * (x + 0.044715 * x^3). "
             "The variance is divided by n, and epsilon is added to it before the square root.",
-            "softmax: subtract the row's maximum, take exp, and divide by the row's sum. The "
-            "subtracted constant cancels.",
+            "softmax: exp overflows for large scores. Which number may be subtracted from all "
+            "scores of a row without a change of the result, and with which one is no exp above "
+            "1?",
         ),
         tests=("tests/test_model.py::test_numpy_page_matches_the_model",),
     ),
@@ -36,9 +37,9 @@ TASKS = (
             "Only the newest token can end a sequence; the older ones have been checked already.",
             "A stop counts only once the output has at least min_tokens tokens. ignore_eos applies "
             "to the end of text, not to stop tokens.",
-            "Check for 'stop' first, twice under one condition. Then one line compares the number "
-            "of output tokens with max_tokens, and prompt plus output with n_positions, both with "
-            ">=.",
+            "Which of the two reasons must be looked for first? How many tokens has the output "
+            "with the newest, and does a limit end a sequence when it is reached, or when it is "
+            "passed?",
         ),
         tests=(
             "tests/test_engine.py::test_end_of_text_on_the_last_allowed_token_is_a_stop",
@@ -63,9 +64,9 @@ TASKS = (
             "Bring the heads to the front: (T, C) -> (T, H, D) -> (H, T, D). Scores are q times k "
             "transposed, divided by the square root of D: (H, T, T). Row i attends to columns 0 to "
             "i.",
-            "The prefixes are h.0, h.1, ... each followed by .attn or .mlp. np.where puts -inf "
-            "where np.tril of ones is false. Take the softmax, multiply by v, swap the axes back "
-            "and reshape to (T, C) before c_proj.",
+            "The prefixes are h.0, h.1, ... each followed by .attn or .mlp. Which score gives a "
+            "weight of 0, and where does np.tril of ones say that it belongs? In which order are "
+            "the axes after the product with v, and in which does c_proj need them?",
         ),
         tests=("tests/test_model.py::test_numpy_page_generates_what_transformers_generates",),
     ),
@@ -84,8 +85,8 @@ TASKS = (
             "lifted out, and no logits at the end.",
             "self.attn.c_attn gives (..., 3C), which self.attn.split_heads turns into q, k and v, "
             "each (..., H, D). The first argument of attend is the layer's number.",
-            "attend returns (..., H, D): flatten the last two axes before self.attn.c_proj. Both "
-            "halves are x + something(norm(x)).",
+            "attend returns (..., H, D): what does self.attn.c_proj take? Both halves have one "
+            "form: what is added to what?",
         ),
         tests=(
             "tests/test_engine.py::test_greedy_tokens_are_those_of_transformers",
@@ -114,10 +115,10 @@ TASKS = (
             "vocabulary. A weight equal to the limit stays. Drop those below it from the sorted "
             "weights too.",
             "top_p: at each place, the running sum of the sorted weights less the place's own is "
-            "the weight of all heavier tokens. Count the places where that is less than top_p of "
-            "the total; the last of them is the limit. To draw, lay the probabilities end to end "
-            "(cumsum), and find dart times their sum with searchsorted(right=True). Rounding may "
-            "carry it past the end: then the last token that is not 0 is hit.",
+            "the weight of all heavier tokens. At which places is that less than top_p of the "
+            "total, and what is the limit then? To draw, lay the probabilities end to end "
+            "(cumsum): on which side of a border is a dart that falls on it (searchsorted)? If "
+            "rounding carries it past the end, which is the last token that has weight?",
         ),
         tests=(
             "tests/test_sampling.py::test_what_the_filters_keep",
@@ -128,6 +129,7 @@ TASKS = (
             "tests/test_sampling.py::test_a_seed_repeats_and_another_seed_differs",
             "tests/test_sampling.py::test_logprobs_are_those_of_the_unmodified_logits",
             "tests/test_sampling.py::test_a_dart_at_either_end_hits_a_token_that_has_weight",
+            "tests/test_sampling.py::test_a_tiny_temperature_is_raised_to_a_hundredth",
         ),
     ),
     Task(
@@ -170,8 +172,9 @@ TASKS = (
             "i + 1.",
             "Keep count of the tokens judged so far. Each next window reaches exactly one stride "
             "further, so only its last rows are new.",
-            "Run the output layer on ROWS rows at a time, add up F.cross_entropy(..., "
-            "reduction='sum') in float32 or better, and divide by the number of tokens at the end.",
+            "Run the output layer on ROWS rows at a time, in float32 or better. Parts and windows "
+            "differ in length: what of each may be added up, its sum or its mean, and when is it "
+            "divided?",
         ),
         tests=("tests/test_perplexity.py::test_overlapping_windows",),
     ),

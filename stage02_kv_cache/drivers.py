@@ -27,6 +27,7 @@ def slots(draw: Random) -> Iterator[Entry]:
         if isinstance(kv_cache, Exception):
             yield {"call": call, "result": kv_cache}
             continue
+        kv_cache.kv.zero_()  # new memory may hold anything
         yield {"call": call, "kv": kv_cache.kv, "bytes": kv_cache.bytes}
         for _ in range(30):
             name, count = draw.choice(["extend", "crop"]), draw.choice([-1, 0, 1, 2, 5, 8, 24, 25])

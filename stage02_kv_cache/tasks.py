@@ -22,8 +22,8 @@ TASKS = (
             "Check first, change afterwards. extend refuses fewer than 1 token and more than fit "
             "the capacity; crop refuses a length below 0 or above what the cache holds. Each "
             "message gives both numbers.",
-            "CachedAttention takes the tensor, the start and the end of the step: the old length "
-            "and the new one.",
+            "CachedAttention takes the tensor, the start and the end of the step. Which two "
+            "values of self.length are these?",
         ),
         tests=(
             "tests/test_cache.py::test_the_cache_refuses_more_than_it_holds",
@@ -46,7 +46,8 @@ TASKS = (
             "A step from position 0 is square: is_causal handles it. A single token sees "
             "everything and needs no mask. That leaves a chunk with a past: its row i sees start + "
             "i + 1 columns.",
-            "The mask (T, end) compares two ranges, columns against positions as a column.",
+            "Which columns does a position see? Of the two ranges that say so, which one must be "
+            "a column, so that comparing them gives (T, end)?",
         ),
         tests=(
             "tests/test_cache.py::test_a_chunk_sees_all_before_it_and_nothing_after",
@@ -69,8 +70,8 @@ TASKS = (
             "Write before you read: a token sees itself.",
             "self.new[layer, 0] takes the keys and [layer, 1] the values, with T and H exchanged. "
             "self.seen[layer] holds both.",
-            "`attention` takes four axes, (1, H, T, D), self.mask and self.square. By hand, a "
-            "square step has no mask yet: build one.",
+            "`attention` takes four axes, (1, H, T, D), self.mask and self.square. By hand: a "
+            "square step has no mask, but what must its queries not see?",
         ),
         tests=(
             "tests/test_cache.py::test_one_decode_step_is_explicit_attention_over_all_keys",
@@ -91,8 +92,9 @@ TASKS = (
             "cache yet.",
             "Before the loop, empty the cache and set its owner (self._owner, any new object). "
             "Before each step, check that the owner is still the same.",
-            "After sampling, only the new token is fresh. The record counts the prompt as prefill "
-            "in the first step and 1 decode token in each later one.",
+            "Which tokens does the cache lack after sampling? The record counts the prompt as "
+            "prefill in the first step and 1 decode token in each later one: which step is a "
+            "prompt of one token?",
         ),
         tests=(
             "tests/test_engine.py::test_one_prefill_then_one_token_a_step",

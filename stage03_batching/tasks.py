@@ -22,7 +22,7 @@ TASKS = (
             "Check first. The message gives the columns that cannot be added, those taken, and the "
             "cache's total. The state is one number: self.length.",
             "PaddedAttention takes the tensor, the padding of the rows, the old length, the new "
-            "one, and the last position.",
+            "one, and the last position. Which of these must be read before it changes?",
         ),
         tests=("tests/test_cache.py::test_the_cache_refuses_more_than_it_holds",),
     ),
@@ -40,8 +40,8 @@ TASKS = (
             "The sum is two matrix products with a softmax over the keys in between. Divide the "
             "scores by the square root of D. Hidden keys get -inf before the softmax.",
             "The mask has one axis of 1 for all heads. The causal mask is a lower triangle.",
-            "Convert keys and values to q's dtype first. A softmax needs float32 or better: "
-            "torch.promote_types(q.dtype, torch.float32); afterwards go back to q's dtype.",
+            "Which dtype must the softmax have if q is bfloat16, and which if it is float64 "
+            "(torch.promote_types)? Which dtype has the result?",
         ),
         tests=(
             "tests/test_attention.py::test_a_query_sees_what_its_mask_says",
@@ -65,9 +65,9 @@ TASKS = (
             "Padding has no position, and a row past the end of the context has none either: clamp "
             "to 0..last_position. The mask combines two comparisons: a column is not after the "
             "query, and not before the row begins.",
-            "A padding query would see nothing, and the softmax of nothing is NaN: let each column "
-            "see itself too. Shapes: queries (T, 1), real columns (B, 1, end). Finally, add an "
-            "axis of 1 for all heads.",
+            "A padding query would see nothing, and the softmax of nothing is NaN: which column "
+            "may every query see, real or not? Which shapes of queries, columns and padding "
+            "broadcast to (B, T, end), and which axis is missing then?",
         ),
         tests=(
             "tests/test_cache.py::test_positions_are_the_cumulative_mask_minus_one",
@@ -91,8 +91,8 @@ TASKS = (
             "It is stage 02's attend with one more axis in front.",
             "self.new[layer, 0] and [layer, 1] take k and v with T and H exchanged; "
             "self.seen[layer] holds keys and values.",
-            "masked_attention takes queries (B, H, T, D), keys, values and the mask: bring heads "
-            "forward, and back again afterwards.",
+            "masked_attention wants heads before tokens. Which axes change places on the way in, "
+            "and which on the way out?",
         ),
         tests=(
             "tests/test_cache.py::test_each_row_is_what_it_is_alone",
@@ -108,7 +108,8 @@ TASKS = (
         "step, until every row has ended; `_forward` runs one step and scores the rows that are "
         "alive. Append each Token to its output, and yield (row, Token). A row that has ended "
         "emits nothing more but stays in the rectangle. A row whose scores are not finite ends "
-        "alone (finite_rows). Record every step, with its wasted tokens.",
+        "alone (finite_rows). Record every step, with its wasted tokens, and in cache_bytes the "
+        "largest cache of all batches.",
         points=20,
         hints=(
             "State: the ids to run next, one list per row; which rows are alive; each row's output "
@@ -118,8 +119,8 @@ TASKS = (
             "logits for them only: sample with the same rows. A Row (options, prompt, output) "
             "serves for a whole answer.",
             "The waste is the whole rectangle less what was real: all prompt tokens in the "
-            "prefill, a token per live row in a decode. A row that has ended runs its last token "
-            "again, or 0 if it has none.",
+            "prefill, a token per live row in a decode. What can a row run that has ended, and "
+            "what if it has no token at all?",
         ),
         tests=(
             "tests/test_engine.py::test_a_batch_gives_the_tokens_of_one_at_a_time",
@@ -145,7 +146,8 @@ TASKS = (
             "sampling_per_prompt makes a list of options. check_request raises UserError: pass the "
             "error to output.fail and go on.",
             "Collect the indices of the valid ones, and cut that list into batches.",
-            "self._tokens yields rows of its batch: batch[row] is the index of the output.",
+            "self._tokens numbers the rows of its batch. Which output is row 0 of the second "
+            "batch, if an invalid prompt came first?",
         ),
         tests=(
             "tests/test_engine.py::test_an_unfit_prompt_fails_alone_and_takes_no_seat",

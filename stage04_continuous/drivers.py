@@ -174,7 +174,7 @@ def lives(
 def step_of(chosen: scheduler.Scheduler, plan: Plan) -> Entry:
     """What a step of stage 04 planned, and what it left behind."""
     return {
-        "work": [(w.request.id, w.table, w.start, w.count, w.rows) for w in plan.work],
+        "work": [(w.request.id, w.table, w.start, w.count, int(w.rows)) for w in plan.work],
         "wipes": plan.moves,
         "running": [(r.id, r.slot, r.state) for r in chosen.running],
         "waiting": [r.id for r in chosen.waiting],
@@ -232,7 +232,7 @@ class Log:
         return wrapped
 
     def note(self, name: str, arguments: object = ()) -> None:
-        planned = [(w.request.id, w.start, w.count, w.rows) for w in self.built.plan.work]
+        planned = [(w.request.id, w.start, w.count, int(w.rows)) for w in self.built.plan.work]
         self.events.append((name, planned, arguments))
 
     def __enter__(self) -> None:

@@ -19,8 +19,8 @@ TASKS = (
             "A request gives its own ids.",
             "A share wants the logits of its last `rows` tokens. Where are these in the pack, once "
             "its ids have been added?",
-            "If the pack holds n ids after a share is added, the share's wanted places end at n - "
-            "1.",
+            "How many ids does the pack hold after a share is added, and at which places among "
+            "them are its last `rows`?",
         ),
         tests=("tests/test_request.py::test_a_plan_is_packed_share_by_share",),
     ),
@@ -59,9 +59,8 @@ TASKS = (
             "self.positions, both (N,), are the addresses of all tokens.",
             "One assignment with two index tensors writes all keys. Attention wants the heads "
             "before the tokens: which rows of q belong to a group, and to how many sequences?",
-            "A slice is a view; a list of slots would copy. masked_attention takes the group's "
-            "mask and its `causal`; reshape its result the way you reshaped the queries, "
-            "backwards.",
+            "Which of the two copies: a slice of slots, or a list of them? masked_attention takes "
+            "the group's mask and its `causal`: how does its result become rows of q again?",
         ),
         tests=(
             "tests/test_cache.py::test_any_packing_is_explicit_attention_of_each_sequence",
@@ -114,8 +113,8 @@ TASKS = (
         hints=(
             "self.waiting is in the order of arrival.",
             "How long has a request waited? It knows the scheduler's step at its arrival.",
-            "Python's min takes a key, and tuples compare from left to right. Only whole "
-            "priorities count.",
+            "How does Python's min compare keys that are tuples? What is half of `patience` "
+            "worth, if only whole priorities count?",
         ),
         tests=(
             "tests/test_scheduler.py::"
@@ -139,8 +138,8 @@ TASKS = (
             "fail too?",
             "finish_reason takes the new id and the request's row, whose output does not hold it "
             "yet. The Token with the reason is appended to the output, and returned.",
-            "A request may also end without a token, if its logits were not finite: look at the "
-            "output of every Work in the plan.",
+            "Logits that are not finite end a request without a token. Where in the plan do you "
+            "see that it has ended, if not among the sampled?",
         ),
         tests=(
             "tests/test_contract.py::TestSlots::test_the_whole_record_of_a_small_crowd",

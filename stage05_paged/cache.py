@@ -205,13 +205,12 @@ class PagedAttention:
             mask = None if bool(seen[batch].all()) else seen[batch].to(self.kv.device)
             packed = slice(rows.start + batch.start * new, rows.start + batch.stop * new)
             for head in range(0, heads, height):
-                chosen = lines[:, batch, head : head + height]  # (2, B, h, W)
+                part = slice(head, min(head + height, heads))
+                chosen = lines[:, batch, part]  # (2, B, h, W)
                 target = self.buffer[: chosen.numel() * size * width]
                 keys, values = target.view(*chosen.shape[:3], -1, width)  # (B, h, W * size, D)
                 gathers = chosen.flatten().to(self.kv.device), target.view(-1, size * width)
-                self.tiles.append(
-                    Tile(packed, slice(head, head + height), new, *gathers, keys, values, mask)
-                )
+                self.tiles.append(Tile(packed, part, new, *gathers, keys, values, mask))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q of the packed tokens (N, heads, D); k and v (N, H, D) -> (N, heads, D)."""

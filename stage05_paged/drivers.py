@@ -232,7 +232,7 @@ def life(draw: Random, make: Callable[..., Scheduler], swaps: bool) -> Entry:
     make_room = chosen._make_room
 
     def noted(plan: Plan) -> bool:
-        preempted.append(make_room(plan))
+        preempted.append(bool(make_room(plan)))
         return preempted[-1]
 
     setattr(chosen, "_make_room", noted)  # noqa: B010
@@ -243,9 +243,11 @@ def life(draw: Random, make: Callable[..., Scheduler], swaps: bool) -> Entry:
         kinds = [move.kind for move in plan.moves]
         running = [(r.id, r.computed, labels.of(r)) for r in chosen.running]
         return {
-            "work": [(w.request.id, w.start, w.count, w.rows) for w in plan.work],
+            "work": [(w.request.id, w.start, w.count, int(w.rows)) for w in plan.work],
             "preempts": preempted[-1],
-            "moves": [(kind, kinds.count(kind)) for kind in ("wipe", "copy", "out", "in")],
+            "moves": [(kind, kinds.count(kind)) for kind in ("copy", "out", "in")],
+            # A block that is copied into needs no wipe.
+            "written": len({move.target for move in plan.moves if move.kind != "out"}),
             "running": running,
             "tables": [(r.id, len(chosen.tables[r].blocks)) for r in chosen.running],
             "waiting": [(r.id, r.state, r.computed) for r in chosen.waiting],

@@ -21,9 +21,8 @@ TASKS = (
             "above 0. Every call keeps that true.",
             "self.free is a stack. self.cached is an OrderedDict, least recently used first: "
             "popitem(last=False) evicts. Forget an evicted block, and count the eviction.",
-            "share may get a cached block, which then leaves the cache; sharing a free block is an "
-            "error. self.shared counts the blocks with two references or more: it changes when a "
-            "count reaches 2, or falls to 1.",
+            "In which states may share get a block, and what must it leave then? self.shared "
+            "counts the blocks with two references or more: at which counts does it change?",
         ),
         tests=(
             "tests/test_blocks.py::test_all_blocks_are_given_once_and_come_back",
@@ -53,8 +52,9 @@ TASKS = (
             "the last full block are left out.",
             "What is the parent of the first block? The SHA-256 of the salt, so that only requests "
             "with equal salts share.",
-            "pool.by_digest maps a name to its block, and pool.digests maps back: keep both in "
-            "step. Looking up a name does not take the block.",
+            "pool.by_digest maps a name to its block, and pool.digests maps back: what must both "
+            "hold after `publish`, and when does it change neither? Does looking up a name take "
+            "the block?",
         ),
         tests=(
             "tests/test_blocks.py::"
@@ -78,8 +78,8 @@ TASKS = (
             "may answer that first; repeat_interleave and cumsum do it without one.",
             "A position's block is an entry of its sequence's table; the remainder is the place in "
             "that block.",
-            "Tensors can be indexed by two tensors of equal shape, here the sequences and the "
-            "entries of their tables.",
+            "A tensor can be indexed by two tensors of equal shape. What must the two say of each "
+            "packed token, so that the tables give its block?",
         ),
         tests=(
             "tests/test_cache.py::test_addresses_go_through_the_tables",

@@ -17,7 +17,7 @@ TASKS = (
         hints=(
             "The answer is at most len(stop) - 1, and at most the length of the text.",
             "Try the longest first: does the text end with that much of the stop string?",
-            "Loop down to 1, return the first length that fits, and 0 after the loop.",
+            "Which length is tried first, and what is the answer if none fits?",
         ),
         tests=(
             "tests/test_text.py::test_overlap",
@@ -38,8 +38,9 @@ TASKS = (
             "Search in the held text and the new text together: a stop string may span both.",
             "Of several stop strings, the first to be completed wins; of those that end at the "
             "same place, the longest. With keep_stop, the stop string belongs to the text.",
-            "Sort the matches by (end, minus length). Without a match, hold back the largest "
-            "`overlap` of all stop strings. Without stop strings, everything may be shown at once.",
+            "If two matches end at the same place, which one begins first? Without a match, which "
+            "of the stop strings decides how much is held back? And without stop strings, what is "
+            "there to wait for?",
         ),
         tests=(
             "tests/test_text.py::test_stop_strings_end_the_text_wherever_the_tokens_are_cut",

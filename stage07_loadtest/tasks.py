@@ -46,8 +46,8 @@ TASKS = (
             "A new random.Random, made from the seed, has expovariate; itertools.accumulate turns "
             "gaps into times.",
             "Draw the gaps at rate 1, so that twice the rate is the same pattern in half the time.",
-            "The last time is random: scale all times so that it becomes count / rate. The kind is "
-            "'poisson', users is None, and the rate is kept.",
+            "The last time is random: by what are all times multiplied, so that it becomes count "
+            "/ rate? The kind is 'poisson', users is None, and the rate is kept.",
         ),
         tests=(
             "tests/test_workload.py::test_the_rate_is_exact_whatever_chance_says",
@@ -98,8 +98,8 @@ TASKS = (
             "_dispatch loops over times and asks together. How long to sleep follows from "
             "self.clock() and the schedule, never from the previous request; if a request is "
             "already late, do not sleep.",
-            "group.create_task starts the request and does not wait for it. Pass `start` as the "
-            "intended start, even if it is late.",
+            "group.create_task starts the request and does not wait for it. What is the intended "
+            "start of one that is late: its time in the schedule, or now?",
         ),
         tests=(
             "tests/test_load.py::test_a_closed_loop_has_as_many_requests_in_hand_as_users",
@@ -153,8 +153,8 @@ TASKS = (
             "ITL does not count them at all.",
             "A limit that is None is met, and so is one on a latency that the request does not "
             "have. A latency may equal its limit.",
-            "meets compares ttft_intended, tpot and e2e_intended with slo.ttft, slo.tpot and "
-            "slo.e2e.",
+            "slo has limits for ttft, tpot and e2e. Which of the three latencies depend on when a "
+            "request should have started, and which properties of the record count from there?",
         ),
         tests=(
             "tests/test_metrics.py::test_latencies_count_from_sending_and_from_the_intended_start",

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shared.checkpoint import without_weights
+from shared.course.difference import difference
 from shared.course.driver import Entry, arrays, tensors
 
 from . import numpy_llama, rope
@@ -17,6 +18,7 @@ from .config import LlamaConfig
 from .model import Attention, Layer, RMSNorm
 
 KINDS = (torch.float64, torch.float32, torch.bfloat16)
+HALVES = ("bfloat16", "float16")
 
 
 def narrow(out: torch.Tensor) -> dict[str, Any]:
@@ -24,14 +26,32 @@ def narrow(out: torch.Tensor) -> dict[str, Any]:
     return {"dtype of it": out.dtype, "out": out.float() if out.dtype == torch.float64 else out}
 
 
+def rounded(expected: Any, result: Any) -> str:
+    """`difference`, and whether the numbers in half dtypes were rounded where they should be: then
+    a last bit of float32 changes few of them, and elsewhere a quarter differs."""
+    if why := difference(expected, result):
+        return why
+    sides = ([e["out"] for e in entries if "out" in e] for entries in (expected, result))
+    pairs = [
+        pair
+        for right, wrong in zip(*sides, strict=True)
+        if right["dtype"] in HALVES
+        for pair in zip(right["values"], wrong["values"], strict=True)
+    ]
+    differ = sum(right != wrong for right, wrong in pairs)
+    if differ > 2 + len(pairs) / 20:
+        return f"{differ} of {len(pairs)} numbers in half dtypes were rounded elsewhere on the way"
+    return ""
+
+
 def turned(draw: Random) -> Iterator[Entry]:
-    """Angles, and pairs that are turned by them."""
+    """Angles, and pairs that are turned by them. Of few bits, so that float32 has them exactly."""
     for kind in (*KINDS, torch.float16):
         heads, pairs = draw.randint(1, 4), draw.choice([1, 2, 5])
         shape = draw.choice([(7,), (2, 3), (1,)])
         places = torch.tensor([draw.choice([0, 1, 2, 301, 3999]) for _ in range(7)])
         places = places[: torch.Size(shape).numel()].view(shape)
-        turns, scale = tensors(draw, pairs).abs().float(), draw.choice([1.0, 1.0, 1.3])
+        turns, scale = tensors(draw, pairs).abs().bfloat16().float(), draw.choice([1.0, 1.0, 1.3])
         cos, sin = rope.rotation(places, turns, scale)
         call = f"rotation of {places.tolist()}, {pairs} pairs, scale {scale}"
         yield {"call": call, "cosines": cos, "sines": sin}
@@ -140,9 +160,10 @@ def layers(draw: Random) -> Iterator[Entry]:
             group = q.shape[-2] // k.shape[-2]
             return q * 0.5 + (k * v).repeat_interleave(group, -2)
 
-        out = layer(x, (angles.cos(), angles.sin()), attend)
+        out = layer(x.clone(), (angles.cos(), angles.sin()), attend)  # it may add in place
         call = f"a layer on x {list(x.shape)}, {config}"
         yield {"call": call, "out": out, "calls": calls, "mlp": layer.mlp(x)}
 
 
 DRIVERS = {1: turned, 2: stretched, 3: norms, 4: heads, 5: page, 6: layers}
+RULES = {1: rounded, 3: rounded}

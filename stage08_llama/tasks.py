@@ -60,7 +60,8 @@ TASKS = (
         points=10,
         hints=(
             "rsqrt(mean(x^2) + epsilon), with the mean over the last axis.",
-            "float() first, to(x.dtype) before the weight.",
+            "x and the weight are multiplied in the dtype of x. Which of the two was in float32 "
+            "before, and from where on?",
         ),
         tests=("tests/test_layers.py::test_the_norm_divides_in_float32_and_weighs_in_the_dtype",),
     ),
@@ -74,7 +75,8 @@ TASKS = (
         points=15,
         hints=(
             "unflatten(-1, (-1, self.head_dim)) cuts any number of heads.",
-            "self.q_norm and self.k_norm do nothing where a model has none. Norm before turning.",
+            "self.q_norm and self.k_norm do nothing where a model has none. A norm has a weight "
+            "for each channel: does it matter whether it comes before the turn?",
         ),
         tests=("tests/test_layers.py::test_heads_are_normed_then_turned_and_values_are_neither",),
     ),

@@ -49,10 +49,10 @@ def n_grams(draw: Random) -> Any:
             text = request.tokens(0, request.token_count)
             call = f"NGram({longest}, {shortest})._of {text}, at most {count}"
             seen.append({"call": call, "drafts": proposer._of(request, count)})
-            if draw.random() < 0.1:
-                if request not in proposer.ends:
+            if draw.random() < 0.1 and count:  # for no drafts, a call need not look
+                if request not in proposer.ends and len(text) > shortest:
                     raise LookupError("after a call, `ends` must have a dictionary of the n-grams")
-                proposer.ends[request].clear()
+                proposer.ends.get(request, {}).clear()
     return seen
 
 

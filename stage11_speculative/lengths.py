@@ -24,7 +24,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 REPEATS, LEAST = 3, 0.1  # rounds that measure passes, and seconds: as many more as fit in them
 MEMORY = 0.9  # of a request's rate, what is left of the past after another draft
 PRIOR = 0.5  # the rate of all requests before anything is known
-PATIENCE = 64  # passes without drafts, after which a request may try one
+PATIENCE = 64  # passes: of so many without a draft, a request tries one in the last
 
 
 class Lengths(Protocol):

@@ -18,7 +18,8 @@ TASKS = (
         hints=(
             "The n-grams at the very end are followed by nothing yet. May they be in `ends`?",
             "Add the n-grams that end at each new place but the last; then look the end up.",
-            "`tokens[place : place + count]`, from the place that the dictionary has.",
+            "What follows the n-gram at the place that the dictionary has, and how many tokens of "
+            "it are wanted?",
         ),
         tests=("tests/test_engine.py::test_an_n_gram_is_continued_as_the_last_time",),
     ),
@@ -33,7 +34,8 @@ TASKS = (
         points=10,
         hints=(
             "What is the probability that a dart is below a number?",
-            "Multiply both sides by q: then nothing is divided by 0.",
+            "What happens to the quotient where q is 0? By what can both sides be multiplied, so "
+            "that there is none?",
         ),
         tests=("tests/test_rejection.py::test_a_draft_is_accepted_as_often_as_p_over_q",),
     ),
@@ -66,7 +68,7 @@ TASKS = (
             "count?",
             "Every request with drafts must be noted, also one with none accepted.",
             "`pool.blocks_for(tokens)` is how many blocks it needs. The newest token has no keys "
-            "yet, but will.",
+            "yet, but will: is it one of them?",
         ),
         tests=(
             "tests/test_engine.py::test_blocks_of_refused_drafts_are_given_back",
@@ -81,14 +83,15 @@ TASKS = (
         title="as many as pay",
         text="Choose how many of the proposed drafts of each request a pass verifies, so that the "
         "tokens expected a second are most: see the text of the file. The time that the tokens of "
-        "prompts take in the pass does not count. A request that has had no "
-        "draft for PATIENCE passes, though there were some, tries one.",
+        "prompts take in the pass does not count. In every PATIENCE-th pass in a row that would "
+        "verify none of a request's drafts, though there were some, it tries one.",
         points=20,
         hints=(
             "A draft survives if it and all before it are accepted: rate ** (place + 1).",
             "Sort all drafts of all requests by that. For each number n, is the pass with the best "
             "n faster than the best so far? n = 0 is the first.",
-            "Survival falls along a request, so counting the chosen ones gives its length.",
+            "Can a draft be among the best n, and the one before it not? What does that say of "
+            "the chosen ones of a request?",
         ),
         tests=(
             "tests/test_proposers.py::test_lengths_follow_what_a_row_costs",
@@ -109,7 +112,8 @@ TASKS = (
         hints=(
             "numpy.unpackbits has an order and a count: the last byte may have bits to spare.",
             "`is_error` is right only after the mask was computed.",
-            "`grammars.digits` marks the ids that begin with a digit.",
+            "`grammars.digits` marks the ids that begin with a digit. What if the grammar allows "
+            "no other?",
         ),
         tests=(
             "tests/test_grammar.py::test_a_mask_leaves_what_the_grammar_allows",

@@ -217,8 +217,9 @@ def copies(draw: Random) -> Iterator[Entry]:
         call += f", block {cache.taken} taken meanwhile" if cache.taken else ""
         labels = [cache.held[block] for block in pool.match(digests)]
         entry: Entry = {"call": call, "valid": bool(valid), "found": labels}
-        entry["moved"] = sorted(cache.moved)  # in which order they are copied is free
-        yield entry | {"pool": state_of(pool)}
+        if valid:  # in which order they are copied is free; and of an expired lease, whether
+            entry |= {"moved": sorted(cache.moved), "pool": state_of(pool)}
+        yield entry | {"available": pool.available}
 
 
 def reduced(
@@ -269,7 +270,7 @@ def rings(draw: Random) -> Iterator[Entry]:
         most = -(-inputs[0].numel() // size)
         call = f"all_reduce of {list(shape)} numbers on {size} ranks"
         entry: Entry = {"call": call, "results": results, "same": same, "unchanged": unchanged}
-        entry |= {"turns": [len(counts) for counts in sent]}
+        entry |= {"too many turns": [len(counts) > 2 * (size - 1) for counts in sent]}
         yield entry | {"too many": [max(counts, default=0) > most for counts in sent]}
         if size > 1:  # pieces of one size: how many numbers are wrong does not depend on the cut
             rank, turn = draw.randrange(size), draw.randrange(2 * (size - 1))

@@ -15,8 +15,8 @@ TASKS = (
         title="which replica",
         text="Return the route of a request, or None if no replica can take it. Of the replicas "
         "that are ready and not in `without`, the candidates are those that have some of the "
-        "prompt, and two at random. Skip those with at least `bound` times the mean number of "
-        "requests in flight, unless all have that many. Choose the cheapest, by tokens that it "
+        "prompt, and two of all at random. Skip those with at least `bound` times the mean number "
+        "of requests in flight, unless all have that many. Choose the cheapest, by tokens that it "
         "must compute plus its tokens in flight; break ties at random. Change no count.",
         points=25,
         hints=(

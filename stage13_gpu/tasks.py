@@ -44,7 +44,7 @@ TASKS = (
         points=35,
         hints=(
             "Each state is relative to its own maximum. Which one do all have to be relative to?",
-            "Only the end divides by the total.",
+            "When is the total complete by which the sum is divided?",
         ),
         tests=("tests/test_naive.py::test_pieces_of_a_softmax_add_up",),
     ),

@@ -43,6 +43,12 @@ def test_a_pair_turns_as_a_complex_number():
     want = torch.cat([turned.real, turned.imag], -1) * 1.5
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
     torch.testing.assert_close(got[0], x[0] * 1.5, rtol=0, atol=0)  # position 0 turns nothing
+    for dtype in (torch.bfloat16, torch.float16):
+        small = x.to(dtype)
+        turned = torch.complex(*small.float().chunk(2, -1)) * torch.polar(angles * 0 + 1.5, angles)
+        got, want = rotate(small, *rotation(positions, turns, 1.5)), torch.view_as_real(turned)
+        same = got == want.movedim(-1, -2).flatten(-2).to(dtype)
+        assert got.dtype == dtype and same.float().mean() > 0.95  # turned in the dtype: 0.5
 
 
 def test_a_stretched_context_slows_the_slow_pairs():

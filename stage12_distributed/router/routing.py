@@ -140,7 +140,7 @@ class Routing:
         tokens: of the prompt. answer: tokens that it may generate, as far as the caller knows.
         without: replicas that have failed this request.
 
-        The candidates are the replicas that have some of the prompt, and two others at random:
+        The candidates are the replicas that have some of the prompt, and two of all at random:
         several routers that each know only their own requests must not all see the same best one.
         """
         able = [r for r in self.replicas.values() if r.ready and r not in without]
