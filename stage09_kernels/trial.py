@@ -49,8 +49,14 @@ def unsupported_reason(dtype: torch.dtype, device: torch.device | str = "cpu") -
     if trying.exists():
         return f"The kernels crashed a process on this machine: delete {trying} to try them again."
     with suppress(OSError):
+        trying.parent.mkdir(parents=True, exist_ok=True)
         trying.touch()
-    agree = all(_agree(kernels, config, dtype, device) for config in SHAPES)
+    try:
+        agree = all(_agree(kernels, config, dtype, device) for config in SHAPES)
+    except Exception as error:  # a compiler of the backend's, say
+        with suppress(OSError):
+            trying.unlink()
+        return f"The kernels do not run on this machine ({type(error).__name__}: {error})."
     with suppress(OSError):
         if agree:
             trying.replace(right)

@@ -40,6 +40,12 @@ def power(number: int) -> int:
     return max(LEAST, 1 << (number - 1).bit_length())
 
 
+def aligned(sizes: Sequence[int]) -> int:
+    """Numbers that a field of `sizes` takes: each begins at 16 bytes, or Triton would compile a
+    kernel again for other alignments."""
+    return -(-math.prod(sizes) // 4) * 4
+
+
 @dataclass(frozen=True)
 class Shape:
     """The sizes of a pass. A captured graph serves all passes that fit into its shape."""
@@ -65,14 +71,14 @@ class Shape:
 
     @property
     def numbers(self) -> int:
-        return sum(map(math.prod, self.fields.values()))
+        return sum(map(aligned, self.fields.values()))
 
     def split(self, numbers: Tensor) -> dict[str, Tensor]:
         """Views of `numbers`, which holds at least as many as this shape has."""
         views, start = {}, 0
         for name, sizes in self.fields.items():
             views[name] = numbers[start : start + math.prod(sizes)].view(sizes)
-            start += math.prod(sizes)
+            start += aligned(sizes)
         return views
 
 
@@ -123,7 +129,8 @@ class GpuCache:
         """
         check_places(shares, self.block_size)
         shape = self.shape(shares)
-        return GpuAttention(self, shape, self.numbers(shape, shares).to(self.device))
+        numbers = self.numbers(shape, shares).to(self.device, non_blocking=True)
+        return GpuAttention(self, shape, numbers)
 
     def shape(self, shares: Sequence[Share], wanted: int = 0) -> Shape:
         """The sizes of a pass, of which `wanted` tokens get logits."""
@@ -142,9 +149,11 @@ class GpuCache:
     def numbers(
         self, shape: Shape, shares: Sequence[Share], ids: Sequence[int] = (), rows: Any = ()
     ) -> Tensor:
-        """The numbers of a pass, int32 on the CPU. What `shape` has beyond the pass are tokens with
-        no slot and no keys."""
-        whole = torch.zeros(shape.numbers, dtype=torch.int32)
+        """The numbers of a pass, int32 on the CPU, pinned if there is a GPU. What `shape` has
+        beyond the pass are tokens with no slot and no keys."""
+        # From pinned memory, a copy to the GPU does not wait for what the GPU does.
+        pinned = self.device.type == "cuda"
+        whole = torch.zeros(shape.numbers, dtype=torch.int32, pin_memory=pinned)
         field = {name: view.numpy() for name, view in shape.split(whole).items()}
         tables, first, count = zip(*shares, strict=True)
         starts, counts = np.array(first), np.array(count)

@@ -41,18 +41,19 @@ class Captured:
 
 def capture_cuda(pool: Any) -> Capture:
     """Captures work as a graph whose memory comes from `pool`, which all graphs share: a replay
-    overwrites the results of the one before."""
+    overwrites the results of the one before. All are captured on one stream, because libraries keep
+    memory for each; other threads may use the GPU meanwhile."""
+    side = torch.cuda.Stream()
 
     def capture(work: Work) -> tuple[Callable[[], Any], tuple[Tensor, Tensor]]:
-        side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        graph, mode = torch.cuda.CUDAGraph(), "thread_local"
+        with torch.cuda.stream(side):  # left again if the capture fails
             for _ in range(WARMUPS):
                 work()
+            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode=mode):
+                results = work()
         torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            results = work()
         return graph.replay, results
 
     return capture
@@ -64,7 +65,7 @@ class Graphs:
     def __init__(self, cache: GpuCache, compute: Compute, capture: Capture | None = None) -> None:
         self.cache, self.compute = cache, compute
         self.capture = capture or capture_cuda(torch.cuda.graph_pool_handle())
-        self.kept: dict[Shape, Captured] = {}
+        self.kept: dict[Shape, Captured | None] = {}  # None: the GPU had no room for it
 
     def shape(self, shares: Sequence[Any], rows: Sequence[int]) -> Shape | None:
         """The shape of the graph that serves a pass; None if it is no decode step, or too large."""
@@ -76,13 +77,20 @@ class Graphs:
         width = -(-pieces * PIECE // self.cache.block_size)
         return Shape(size, size, size, 0, size, width, pieces)
 
-    def run(self, shape: Shape, ids: Sequence[int], shares: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Hidden states (N, C) and logits (N, V) of a decode step of N rows, until the next one."""
+    def run(
+        self, shape: Shape, ids: Sequence[int], shares: Sequence[Any]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Hidden states (N, C) and logits (N, V) of a decode step of N rows, until the next one;
+        None if the GPU has no room for the graph."""
         if shape not in self.kept:
-            self.kept[shape] = self._captured(shape)
+            try:
+                self.kept[shape] = self._captured(shape)
+            except torch.OutOfMemoryError:
+                self.kept[shape] = None
         graph, count = self.kept[shape], len(ids)
-        numbers = self.cache.numbers(shape, shares, ids, range(count))
-        graph.numbers.copy_(numbers)
+        if graph is None:
+            return None
+        graph.numbers.copy_(self.cache.numbers(shape, shares, ids, range(count)), True)
         graph.replay()
         return graph.hidden[:count], graph.logits[:count]
 

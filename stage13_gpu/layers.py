@@ -162,7 +162,7 @@ class KernelLinear(QuantizedLinear):
             x_scales = torch.empty(len(flat), count, device=x.device)
             launch(
                 quantized.quantize, (len(flat), count), flat, codes, x_scales, flat.stride(0),
-                GROUP=matrix.group, W=power(matrix.group), num_warps=4,
+                GROUP=matrix.group, W=power(matrix.group), num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
             flat = codes
         few = len(flat) <= LEAST or flat.dtype == torch.float32  # which has no tensor cores
@@ -173,7 +173,7 @@ class KernelLinear(QuantizedLinear):
             out, len(flat), self.out_features, count, flat.stride(0), sides.stride(1),
             GROUP=matrix.group, PACKED=matrix.packed, MINIMUM=matrix.minimal,
             ROUNDED=rounded, BIAS=bias is not None, ROWS=rows, COLUMNS=columns,
-            TILE=max(32, min(64, power(matrix.group))), num_warps=4,
+            TILE=max(32, min(64, power(matrix.group))), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         return out.view(*x.shape[:-1], self.out_features)
 

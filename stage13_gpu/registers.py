@@ -98,6 +98,8 @@ def reports(name: str, config: Config, dtype: torch.dtype) -> Iterator[dict[str,
     for kernel, arguments, constants in launched(config, dtype):
         constants = dict(constants)
         options = {"num_warps": constants.pop("num_warps", 4)}
+        if "enable_fp_fusion" in constants:
+            options["enable_fp_fusion"] = constants.pop("enable_fp_fusion")
         names = kernel.arg_names[: len(arguments)]
         signature = {n: _kind(value) for n, value in zip(names, arguments, strict=True)}
         signature |= dict.fromkeys(constants, "constexpr")

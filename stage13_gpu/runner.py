@@ -56,13 +56,14 @@ class GpuRunner:
         if not ids:
             return torch.empty(0, self.config.vocab_size, device=self.cache.device)
         check_places(shares, self.cache.block_size)
-        if self.graphs and (size := self.graphs.shape(shares, rows)):
-            self.hidden, logits = self.graphs.run(size, ids, shares)
-            return logits
-        shape = self.cache.shape(shares, len(rows))
-        numbers = self.cache.numbers(shape, shares, ids, rows)
-        attention = GpuAttention(self.cache, shape, numbers.to(self.cache.device))
-        self.hidden, logits = self.compute(attention)
+        size = self.graphs and self.graphs.shape(shares, rows)
+        results = self.graphs.run(size, ids, shares) if self.graphs and size else None
+        if results is None:
+            shape = self.cache.shape(shares, len(rows))
+            numbers = self.cache.numbers(shape, shares, ids, rows)
+            numbers = numbers.to(self.cache.device, non_blocking=True)
+            results = self.compute(GpuAttention(self.cache, shape, numbers))
+        self.hidden, logits = results
         return logits
 
     def compute(self, attention: GpuAttention) -> tuple[Tensor, Tensor]:

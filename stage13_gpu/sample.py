@@ -25,8 +25,10 @@ def choose(scores: Tensor, rows: Sequence[Row]) -> list[int]:
     drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
     if drawn:
         options = [_options(rows[i]) for i in drawn]
-        numbers = torch.tensor(options, dtype=torch.float64).to(scores.device)  # (n, 5)
-        place = torch.tensor(drawn).to(scores.device)
+        pinned = scores.is_cuda  # so copies do not wait for the pass
+        numbers = torch.tensor(options, dtype=torch.float64, pin_memory=pinned)  # (n, 5)
+        numbers = numbers.to(scores.device, non_blocking=True)
+        place = torch.tensor(drawn, pin_memory=pinned).to(scores.device, non_blocking=True)
         ids[place] = _draw(scores[place] - best[place], numbers, options)
     return torch.where(best[:, 0].isfinite(), ids, -1).tolist()
 

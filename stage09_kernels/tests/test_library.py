@@ -209,6 +209,9 @@ def test_a_stage_brings_kernels_for_another_device(monkeypatch):
 def test_the_kernels_are_chosen_where_they_are_right(fresh, monkeypatch):
     """Tried once for a library; not taken if they are wrong, or ended the process of a trial."""
 
+    def broken(*_):
+        raise RuntimeError("no assembler")
+
     def chosen(name="auto", dtype=torch.float32):
         choice = choose(name, dtype, torch.device("cpu"))
         return choice.name, choice.reason
@@ -223,6 +226,9 @@ def test_the_kernels_are_chosen_where_they_are_right(fresh, monkeypatch):
     assert name == "paged" and "disagree on this machine" in reason
     with pytest.raises(UserError, match="disagree .*--engine auto"):
         chosen("kernels")
+    monkeypatch.setattr(KernelRunner, "run", broken)
+    name, reason = chosen()
+    assert name == "paged" and "do not run on this machine (RuntimeError: no assembler)" in reason
     note.with_suffix(".trying").touch()
     name, reason = chosen()
     assert name == "paged" and "delete" in reason

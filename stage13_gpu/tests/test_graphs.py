@@ -126,7 +126,9 @@ def test_a_replay_writes_to_the_slots_of_its_rows_alone():
     shape = graphs.shape(shares, [0, 1, 2])
     assert shape is not None and shape.tokens == 4
     with torch.inference_mode():
-        hidden, logits = graphs.run(shape, [1, 2, 3], shares)
+        results = graphs.run(shape, [1, 2, 3], shares)
+    assert results is not None
+    hidden, logits = results
     assert len(hidden) == len(logits) == 3 and logits.isfinite().all()
     changed = (runner.cache.kv[0] != 7.0).any(-1)  # (2, H, blocks, block)
     assert changed.nonzero()[:, 2:].unique(dim=0).tolist() == [[2, 0], [4, 0], [8, 0]]
@@ -169,6 +171,28 @@ def test_between_replays_no_tensor_is_made_but_the_numbers_of_the_pass():
         if position:
             (shape,) = graphs.kept
             assert [(x.dtype, x.shape) for x in made.tensors] == [(torch.int32, (shape.numbers,))]
+
+
+def test_a_graph_for_which_there_is_no_room_is_done_without():
+    tries: list[Any] = []
+
+    def full(work):
+        tries.append(work)
+        raise torch.OutOfMemoryError
+
+    runner = GpuRunner(model_of("gpt2"), module.GpuCache(CONFIGS["gpt2"], 9, 4))
+    step = [1, 2], [([4], 0, 1), ([8], 0, 1)], [0, 1]
+    want = runner.run(*step)
+    runner.graphs = Graphs(runner.cache, runner.compute, full)
+    for _ in range(2):
+        torch.testing.assert_close(runner.run(*step), want, rtol=0, atol=0)
+    assert len(tries) == 1 and runner.hidden.shape == (2, CONFIGS["gpt2"].n_embd)
+
+
+def test_fields_of_a_pass_begin_at_16_bytes():
+    shape = module.Shape(3, 1, 3, 0, 3, 5, 1)
+    fields = shape.split(torch.zeros(shape.numbers, dtype=torch.int32))
+    assert not any(field.storage_offset() % 4 for field in fields.values())
 
 
 def test_what_fits_no_graph_runs_without():

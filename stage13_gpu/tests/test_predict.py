@@ -103,12 +103,15 @@ def test_without_results_of_a_gpu_nothing_is_invented():
 
 
 def test_what_a_gpu_has_measured_is_shown_beside_its_prediction(tmp_path, monkeypatch):
+    """And not beside another's, whose name begins alike."""
     step = {"model": "gpt2", "dtype": "bfloat16", "count": 1, "context": 1000}
     slow, fast = {benchmark.GRAPH: [9e-4]}, {benchmark.GRAPH: [1e-4, 3e-4, 2e-4]}
     steps = [step | {"dtype": "float32", "seconds": slow}, step | {"seconds": fast}]
     content = {"schema": measure.SCHEMA, "machine": {"device": "NVIDIA H100 80GB HBM3"}}
     content |= {"results": {"steps": steps}, "configuration": {}}
     measure.save(tmp_path / "some-gpu" / f"{benchmark.STAGE}.json", content)
+    other = content | {"machine": {"device": "NVIDIA L40S"}}
+    measure.save(tmp_path / "other-gpu" / f"{benchmark.STAGE}.json", other)
     monkeypatch.setattr(measure, "REPORTS", tmp_path)
     one_row, many_rows, *others = (row["measured, graph"] for row in benchmark.predicted("gpt2"))
     assert one_row == "200" and {many_rows, *others} == {"not measured"}
