@@ -347,6 +347,11 @@ class Relay:
         else:
             await answer.send_whole(status, headers, body)
 
+    @property
+    def awaited(self) -> int:
+        """Requests in flight."""
+        return len(self.in_flight)
+
     async def drain(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> None:
         """Accept nothing more, wait up to `grace` seconds for what is in flight, and end the rest
         with an error; at once if `hurry` returns true."""
