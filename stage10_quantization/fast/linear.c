@@ -194,25 +194,57 @@ static inline floats code_of(const struct quantized *q, words w, int b, const in
     return as_floats((words)((bits32)w >> shift & (bits == 8 ? 255 : 15)) - (int32_t)q->offset);
 }
 
-/* The first of the rounds over a panel prefetches for all, because each has gaps (stage 09).
-   Gain with AVX2: 1.7x, 2 to 8 rows; 1.2x, 32. */
-static inline __attribute__((always_inline)) void prefetch_step(const uint8_t *codes) {
-    for (int line = 0; line < PANEL * 4; line += 64) __builtin_prefetch(codes + 1024 + line);
+/* With AVX2 and less a tile is narrower than a panel, and reads it in rounds, with gaps, so that
+   the processor fetches less by itself. So all rounds of the first rows read CHUNK steps before the
+   next ones, and prefetch what lies AHEAD bytes further line after line (stage 09). Gain with AVX2,
+   2 to 64 rows: 1.1x to 1.4x, codes of 4 bits and groups of 32 1.2x to 1.5x. */
+#define ROUNDS (BYTES < 64)
+#define CHUNK 8
+#define AHEAD(ROWS) (ROWS == 1 ? 1024 : 2048)
+
+static inline __attribute__((always_inline)) void
+prefetch(const uint8_t *codes, int64_t size, const int rows) {
+    for (int64_t line = 0; ROUNDS && line < size; line += 64)
+        __builtin_prefetch(codes + AHEAD(rows) + line);
+}
+
+/* tile, which holds float32, += products of `steps` steps of codes, `bits` each, and x in float32.
+   What is prefetched lies AHEAD of `line`. */
+static inline __attribute__((always_inline)) void
+madd_floats(const struct quantized *q, words (*tile)[F_VECTORS], const uint8_t *codes,
+            const int32_t *const *x, int64_t steps, const uint8_t *line, const int rows,
+            const int bits, const int wide) {
+    floats all;
+    for (int i = 0; i < F_LANES; i++) all[i] = (float)(i - q->offset);
+    for (int64_t k = 0; k < steps; k += 8 / bits, codes += PANEL * 4, line += wide * BYTES) {
+        prefetch(line, wide * BYTES, rows);
+        for (int j = 0; j < wide; j++) {
+            words w = *(const words *)(codes + j * BYTES);
+            for (int b = 0; b < 32 / bits; b++) {
+                floats code = code_of(q, w, b, bits, all);
+                for (int i = 0; i < rows; i++) {
+                    float number;
+                    memcpy(&number, x[i] + 4 * k + b, sizeof number);
+                    tile[i][j] = (words)((floats)tile[i][j] + code * number);
+                }
+            }
+        }
+    }
 }
 
 #if BYTES == 32
-/* `madd_group` for codes of 4 bits. AVX2 multiplies bytes, too, and adds two products each in 16
+/* `madd_steps` for codes of 4 bits. AVX2 multiplies bytes, too, and adds two products each in 16
    bits, which hold 8 such sums: each is at most 2 * 15 * 127. Gain: 1.2x, 32 rows; 1.3x, a
    prompt of 512. */
 static inline __attribute__((always_inline)) void
 madd_nibbles(words (*tile)[F_VECTORS], const uint8_t *codes, const int32_t *const *x, int64_t steps,
-             int ahead, const int rows, const int wide) {
+             const uint8_t *line, const int rows, const int wide) {
     const __m256i one = _mm256_set1_epi16(1);
     for (int64_t k = 0, end; k < steps; k = end) {
         shorts sums[MR][F_VECTORS] = {0};
         end = steps - k < 8 ? steps : k + 8;
-        for (int64_t step = k; step < end; step += 2, codes += PANEL * 4) {
-            if (ahead) prefetch_step(codes);
+        for (int64_t step = k; step < end; step += 2, codes += PANEL * 4, line += wide * BYTES) {
+            prefetch(line, wide * BYTES, rows);
             for (int j = 0; j < wide; j++) {
                 words w = *(const words *)(codes + j * BYTES);
                 __m256i low = (__m256i)(w & 0x0f0f0f0f);
@@ -232,18 +264,18 @@ madd_nibbles(words (*tile)[F_VECTORS], const uint8_t *codes, const int32_t *cons
 }
 #endif
 
-/* tile += products of the codes of a group, `bits` each, and those of x. */
+/* tile += products of `steps` steps of codes, `bits` each, and the codes of x. */
 static inline __attribute__((always_inline)) void
-madd_group(words (*tile)[F_VECTORS], const uint8_t *codes, const int32_t *const *x, int64_t steps,
-           int ahead, const int rows, const int bits, const int wide) {
+madd_steps(words (*tile)[F_VECTORS], const uint8_t *codes, const int32_t *const *x, int64_t steps,
+           const uint8_t *line, const int rows, const int bits, const int wide) {
 #if BYTES == 32
     if (bits == 4) {
-        madd_nibbles(tile, codes, x, steps, ahead, rows, wide);
+        madd_nibbles(tile, codes, x, steps, line, rows, wide);
         return;
     }
 #endif
-    for (int64_t k = 0; k < steps; k += 8 / bits, codes += PANEL * 4) {
-        if (ahead) prefetch_step(codes);
+    for (int64_t k = 0; k < steps; k += 8 / bits, codes += PANEL * 4, line += wide * BYTES) {
+        prefetch(line, wide * BYTES, rows);
         for (int j = 0; j < wide; j++) {
             words w = *(const words *)(codes + j * BYTES);
             words low = bits == 8 ? w : w & 0x0f0f0f0f;
@@ -256,79 +288,91 @@ madd_group(words (*tile)[F_VECTORS], const uint8_t *codes, const int32_t *const 
     }
 }
 
+/* y += the sums of a group with its scales and minimums, for `wide` vectors of outputs. */
+static inline __attribute__((always_inline)) void
+add_group(const struct quantized *q, const uint8_t *group, const struct group *const *x, int first,
+          words (*sums)[F_VECTORS], floats (*y)[F_VECTORS], const int rows, const int wide,
+          const int as_it_is) {
+    for (int j = 0; j < wide; j++) {
+        floats scale = load_scales(q, group, (first + j) * F_LANES);
+        for (int i = 0; i < rows; i++) {
+            floats sum = as_it_is ? (floats)sums[i][j] : as_floats(sums[i][j]);
+            y[i][j] += rounded(sum * rounded(scale * x[i]->scale));
+        }
+        if (!q->minimum) continue;
+        scale = load_scales(q, group + PANEL * q->scale_bytes, (first + j) * F_LANES);
+        for (int i = 0; i < rows; i++) y[i][j] += rounded(scale * x[i]->total);
+    }
+}
+
 /* The outputs of `rows` rows for a panel whose codes have `bits` bits, `wide` vectors at a time. x
    is rounded, or `as_it_is`. */
 static inline __attribute__((always_inline)) void
 multiply(const struct linear *l, int64_t panel, int64_t row, float (*out)[PANEL],
          const int rows, const int bits, const int wide, const int as_it_is) {
     const struct quantized *q = l->format;
-    const int64_t steps = steps_of(q);
-    floats all;
-    for (int i = 0; i < F_LANES; i++) all[i] = (float)(i - q->offset);
-    for (int first = 0; first < F_VECTORS; first += wide) {
-        const int ahead = BYTES < 64 && first == 0;
-        const int32_t *x[MR];
+    const int64_t steps = steps_of(q), chunk = ROUNDS && rows > 1 && row == 0 ? CHUNK : steps;
+    const int span = ROUNDS ? F_VECTORS : wide; /* vectors of outputs that take turns */
+    for (int begin = 0; begin < F_VECTORS; begin += span) {
         const struct group *of_x[MR];
-        floats y[MR][F_VECTORS];
+        const int32_t *x[MR];
+        words sums[F_VECTORS][MR][F_VECTORS];
+        floats y[F_VECTORS][MR][F_VECTORS];
         for (int i = 0; i < rows; i++) {
             x[i] = (const int32_t *)x_codes(l, row + i);
             of_x[i] = x_groups(l, row + i);
-            for (int j = 0; j < wide; j++) y[i][j] = (floats){0};
+            for (int j = 0; j < span; j++) y[j / wide][i][j % wide] = (floats){0};
         }
         for (int64_t g = 0; g < q->count; g++) {
-            const uint8_t *group = group_of(q, panel, g);
-            const uint8_t *codes = codes_of(q, group) + first * BYTES;
-            words tile[MR][F_VECTORS];
-            floats sums[MR][F_VECTORS];
-            for (int i = 0; i < rows; i++)
-                for (int j = 0; j < wide; j++) {
-                    sums[i][j] = (floats){0};
-                    tile[i][j] = (words){0} - of_x[i][g].sum * (int32_t)q->offset;
-                }
-            for (int64_t k = 0; k < steps && as_it_is; k += 8 / bits, codes += PANEL * 4) {
-                if (ahead) prefetch_step(codes);
-                for (int j = 0; j < wide; j++) {
-                    words w = *(const words *)(codes + j * BYTES);
-                    for (int b = 0; b < 32 / bits; b++) {
-                        floats code = code_of(q, w, b, bits, all);
+            const uint8_t *group = group_of(q, panel, g), *codes = codes_of(q, group);
+            prefetch(group, codes - group, rows);
+            for (int64_t k = 0, end; k < steps; k = end) {
+                end = steps - k < chunk ? steps : k + chunk;
+                const int64_t loads = (end - k) * bits / 8;
+                for (int first = 0; first < span; first += wide) {
+                    words tile[MR][F_VECTORS], (*before)[F_VECTORS] = sums[first / wide];
+                    for (int i = 0; i < rows; i++)
+                        for (int j = 0; j < wide; j++)
+                            tile[i][j] = k ? before[i][j]
+                                           : (words){0} - of_x[i]->sum * (int32_t)q->offset;
+                    const uint8_t *w = codes + (begin + first) * BYTES;
+                    const uint8_t *line = codes + loads * first * BYTES;
+                    if (as_it_is) madd_floats(q, tile, w, x, end - k, line, rows, bits, wide);
+                    else madd_steps(tile, w, x, end - k, line, rows, bits, wide);
+                    if (end == steps)
+                        add_group(q, group, of_x, begin + first, tile, y[first / wide], rows, wide,
+                                  as_it_is);
+                    else
                         for (int i = 0; i < rows; i++)
-                            sums[i][j] += code * ((const float *)x[i])[4 * k + b];
-                    }
+                            for (int j = 0; j < wide; j++) before[i][j] = tile[i][j];
                 }
+                codes += loads * PANEL * 4;
+                for (int i = 0; i < rows; i++) x[i] += (end - k) * (as_it_is ? 4 : 1);
             }
-            if (!as_it_is) madd_group(tile, codes, x, steps, ahead, rows, bits, wide);
-            for (int j = 0; j < wide; j++) {
-                floats scale = load_scales(q, group, (first + j) * F_LANES);
-                for (int i = 0; i < rows; i++) {
-                    floats both = rounded(scale * of_x[i][g].scale);
-                    y[i][j] += rounded((as_it_is ? sums[i][j] : as_floats(tile[i][j])) * both);
-                }
-                if (!q->minimum) continue;
-                scale = load_scales(q, group + PANEL * q->scale_bytes, (first + j) * F_LANES);
-                for (int i = 0; i < rows; i++)
-                    y[i][j] += rounded(scale * of_x[i][g].total);
-            }
-            for (int i = 0; i < rows; i++) x[i] += as_it_is ? steps * 4 : steps;
+            for (int i = 0; i < rows; i++) of_x[i]++;
         }
         for (int i = 0; i < rows; i++)
-            for (int j = 0; j < wide; j++) *(floats *)(out[i] + (first + j) * F_LANES) = y[i][j];
+            for (int j = 0; j < span; j++)
+                *(floats *)(out[i] + (begin + j) * F_LANES) = y[j / wide][i][j % wide];
     }
 }
 
-/* Vectors at a time, as in stage 09. Sums of a group and of all groups take twice the registers.
-   Gain with AVX2: 2.2x, one row. */
-#define MOST(ROWS, GROUPS) (ROWS == 1 ? 4 * NR : ROWS <= 3 ? 2 * NR : GROUPS ? NR / 2 : NR)
+/* Vectors at a time, as in stage 09. Sums of a group and of all groups take twice the registers,
+   unless the latter stay in memory for all rounds. Gain with AVX2: 2.2x, one row. */
+#define MOST(ROWS, GROUPS) \
+    (ROWS == 1 ? 4 * NR : ROWS <= 3 ? 2 * NR : GROUPS ? NR / 2 : NR)
 #define WIDE(ROWS, GROUPS) (MOST(ROWS, GROUPS) < F_VECTORS ? MOST(ROWS, GROUPS) : F_VECTORS)
 
 /* Constants keep the sums in registers. */
 static void multiply_rows(const struct linear *l, int64_t panel, int64_t row, int64_t rows,
                           float (*out)[PANEL]) {
     const struct quantized *q = l->format;
-    const int kind = (q->bits == 4) + 2 * (q->count > 1) + 4 * (int)q->floats;
+    const int kind = (q->bits == 4) + 2 * (q->floats != 0) + 4 * (!ROUNDS && q->count > 1);
 #define KIND(ROWS, NUMBER) \
     case NUMBER: \
-        multiply(l, panel, row, out, ROWS, NUMBER % 2 ? 4 : 8, WIDE(ROWS, NUMBER / 2 % 2), \
-                 NUMBER / 4); \
+        if (NUMBER < 4 || !ROUNDS) \
+            multiply(l, panel, row, out, ROWS, NUMBER % 2 ? 4 : 8, WIDE(ROWS, NUMBER / 4), \
+                     NUMBER / 2 % 2); \
         break;
 #define CASE(ROWS) \
     case ROWS: \
