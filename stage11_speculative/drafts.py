@@ -126,8 +126,8 @@ class DraftScheduler:
     def advance(self, plan: DraftPlan) -> None:
         """Note that the pass of `plan` was computed. Its drafts are not verified yet: they do not
         count, and no other request may find them."""
-        work = [self._without(plan, work) for work in plan.work] if plan.drafts else plan.work
-        self.inner.advance(Plan(plan.started, work))
+        shares = [self._without(plan, work) for work in plan.work] if plan.drafts else plan.work
+        self.inner.advance(Plan(plan.started, shares))
 
     def accept(self, plan: DraftPlan) -> None:
         """Count `plan.accepted` drafts as computed, and give back the blocks of the others."""
