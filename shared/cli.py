@@ -128,7 +128,10 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 class Parser(argparse.ArgumentParser):
     """argparse that reports a wrong option as a UserError: one sentence without the usage, and the
-    option that was probably meant. The names in OTHER_NAMES keep working."""
+    option that was probably meant. The names in OTHER_NAMES keep working. Of the options in `once`
+    the last does not win: a second one is refused."""
+
+    once: Sequence[str] = ()
 
     def __init__(self, module: str, about: str, examples: str) -> None:
         """`module` follows `python -m`; `examples` are shown below the options unchanged."""
@@ -152,6 +155,9 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         known, words = self._names(), list(sys.argv[1:] if args is None else args)
+        names = [word.partition("=")[0] for word in words]
+        if twice := [name for name in self.once if names.count(name) > 1]:
+            raise UserError(f"{twice[0]} has several values, and only one counts: give it once.")
         for place, word in enumerate(words):
             name, equals, value = word.partition("=")
             if word == "--":

@@ -125,6 +125,8 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
         raise UserError(
             "--speculate draft and --speculative-model NAME need each other: give both or neither."
         )
+    if settings.drawn_drafts and settings.speculate != "draft":
+        raise UserError("--drawn-drafts needs --speculate draft: give both, or leave it out.")
     folder = open_folder(settings.prefix_cache_dir) if settings.prefix_cache_dir else None
     linear, threads = chosen.linear(settings.linear), settings.threads or None
     changed = {"seed": 0, "linear": linear, "threads": threads}
@@ -172,9 +174,9 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
 
 
 def speculate(settings: Settings, engine: Any, loaded: cli.Loaded) -> Any:
-    """The engine with the drafts of --speculate, by speculate(engine, value, count, model) of the
-    stage that adds the value. Raises UserError for a draft model that cannot be loaded, or does not
-    fit."""
+    """The engine with the drafts of --speculate, by speculate(engine, value, count, model, drawn)
+    of the stage that adds the value. Raises UserError for a draft model that cannot be loaded, or
+    does not fit."""
     from stage01_forward import families, offer
 
     draft = None
@@ -184,7 +186,7 @@ def speculate(settings: Settings, engine: Any, loaded: cli.Loaded) -> Any:
     module = offer.module_for("speculate", settings.speculate)
     assert module is not None  # the settings refuse other values
     count = settings.num_speculative_tokens
-    return module.speculate(engine, settings.speculate, count, draft)
+    return module.speculate(engine, settings.speculate, count, draft, settings.drawn_drafts)
 
 
 def plan(settings: Settings, status: Status, loaded: cli.Loaded, address: str) -> str:
@@ -196,6 +198,7 @@ def plan(settings: Settings, status: Status, loaded: cli.Loaded, address: str) -
     contexts = f"{whole} whole context{'' if whole == 1 else 's'}"
     folder = settings.prefix_cache_dir
     drafts = f"{settings.speculate}, at most {settings.num_speculative_tokens} in a step"
+    drafts += ", drawn" if settings.drawn_drafts else ""
     disk = f"{folder}, at most {settings.prefix_cache_size} of prefixes that survive a restart"
     key = ' -H "Authorization: Bearer $STAIRCASE_API_KEY"' if settings.keys else ""
     return (

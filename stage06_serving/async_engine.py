@@ -29,7 +29,7 @@ from stage04_continuous.request import Request
 from stage05_paged.records import BlocksRecord
 
 from .scoring import PromptRequest, own_salt
-from .status import AnyEngine, DiskCounts, DraftCounts, Status
+from .status import AnyEngine, DiskCounts, DraftCounts, Refused, Status
 
 Prepare = Callable[[Request], None]  # gives a request its form, before it is queued
 BROKEN = "The engine failed in a step of this request: send the request again."
@@ -102,6 +102,8 @@ class Step:
 
 def failure(ticket: Ticket) -> Exception:
     """The error for the readers of a ticket that has ended with one."""
+    if isinstance(ticket.error, Refused):
+        return UserError(ticket.error)
     dead = ticket.error in (CLOSING, DEAD)
     return (EngineDead if dead else Broken)(ticket.error or BROKEN)
 
@@ -275,8 +277,8 @@ class AsyncEngine:
             )
 
     def read(self, ticket: Ticket, most: int | None = None) -> list[Token]:
-        """Take the unread tokens of `ticket`, the first `most` of them. Raises Broken or EngineDead
-        if there are none and a failure has ended it."""
+        """Take the unread tokens of `ticket`, the first `most` of them. If there are none and an
+        error has ended it, raises Broken, EngineDead, or UserError for its own."""
         tokens, ticket.fresh = ticket.fresh[:most], [] if most is None else ticket.fresh[most:]
         if not tokens and ticket.reason == "error":
             raise failure(ticket)

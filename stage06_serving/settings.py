@@ -166,6 +166,11 @@ class Settings(BaseSettings):
         description="model that makes the drafts of --speculate draft: a name, such as "
         "stories-draft, or a folder",
     )
+    drawn_drafts: bool = Field(
+        default=False,
+        description="sample the drafts of --speculate draft, too, and verify them by rejection: a "
+        "seed then fixes how answers are distributed, not their tokens",
+    )
 
     max_queue: int = Field(
         default=1024, ge=0, le=100_000, description="maximum waiting sequences; more get 503"
@@ -299,6 +304,7 @@ def parse(argv: list[str] | None) -> Settings:
         "  python -m stage06_serving --port 8080 --max-num-seqs 8 --kv-memory 256MiB\n"
         f"  {PREFIX}API_KEY=secret python -m stage06_serving --host 0.0.0.0",
     )
+    parser.once = ("--speculate",)
     group: Any = parser
     for name, field in Settings.model_fields.items():
         if name in GROUPS:

@@ -15,6 +15,10 @@ from stage04_continuous.request import Request
 from stage05_paged.records import BlocksRecord
 
 
+class Refused(str):
+    """An output's error whose cause is the request itself, found while it ran: status 400."""
+
+
 @dataclass
 class DiskCounts:
     """The prefix cache on disk since the start. Its threads count, and any thread may read."""

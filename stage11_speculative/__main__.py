@@ -29,6 +29,7 @@ EXAMPLES = (
 
 def make_parser() -> cli.Parser:
     parser = cli.generation_parser("stage11_speculative", ABOUT, *EXAMPLES)
+    parser.once = ("--speculate",)
     add_options(parser)
     group = parser.add_argument_group("drafts")
     known = values("speculate")
@@ -43,6 +44,9 @@ def make_parser() -> cli.Parser:
     drafting.add_argument("--speculative-weights", choices=weight_formats(), help=about)
     about = "only its first N layers draft; default: 1 of the model itself, all of another"
     drafting.add_argument("--layers", type=whole, metavar="N", help=about)
+    about = "sample the drafts, too, and verify them by rejection: a seed then fixes how answers "
+    about += "are distributed, not their tokens"
+    drafting.add_argument("--drawn-drafts", action="store_true", help=about)
     return parser
 
 
@@ -61,7 +65,7 @@ def speak(options: argparse.Namespace, prompt: str) -> int:
 
     sampling = SamplingParams(**cli.sampling_fields(options))
     name, weights = options.speculative_model, options.speculative_weights
-    if (name or weights) and options.speculate != "draft":
+    if (name or weights or options.drawn_drafts) and options.speculate != "draft":
         raise UserError("A model that drafts needs --speculate draft: give both or neither.")
     models.checked(name or options.model)
     device, dtype = cli.device_and_dtype(options)
@@ -80,7 +84,7 @@ def speak(options: argparse.Namespace, prompt: str) -> int:
         draft = first_layers(draft, layers)
     formats = cli.cache_options(options.kv_dtype)
     plain = chosen.make(loaded, wanted, contexts=1, **formats)
-    engine = speculate(plain, options.speculate, options.drafts, draft)
+    engine = speculate(plain, options.speculate, options.drafts, draft, options.drawn_drafts)
     show(engine, loaded, loaded.tokenizer.encode(prompt), sampling)
     return 0
 

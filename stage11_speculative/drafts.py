@@ -111,6 +111,8 @@ class DraftScheduler:
         plan = self.inner.schedule()
         self.prepare(plan.moves)
         drafts = self._drafts(plan)
+        if not drafts:
+            return DraftPlan(plan.started, plan.work, plan.moves)
         moves, work = list(plan.moves), []
         for share in plan.work:
             if count := len(drafts.get(share.request, ())):
@@ -124,7 +126,8 @@ class DraftScheduler:
     def advance(self, plan: DraftPlan) -> None:
         """Note that the pass of `plan` was computed. Its drafts are not verified yet: they do not
         count, and no other request may find them."""
-        self.inner.advance(Plan(plan.started, [self._without(plan, work) for work in plan.work]))
+        shares = [self._without(plan, work) for work in plan.work] if plan.drafts else plan.work
+        self.inner.advance(Plan(plan.started, shares))
 
     def accept(self, plan: DraftPlan) -> None:
         """Count `plan.accepted` drafts as computed, and give back the blocks of the others."""
@@ -153,11 +156,13 @@ class DraftScheduler:
         """What is proposed for the plan, cut to what the budget and the free blocks leave."""
         requests = [work.request for work in plan.work if work.rows]
         most = [self._most(request) for request in requests]
+        rows = sum(work.count for work in plan.work)
+        if self.lengths.hopeless(requests, most, rows):
+            return {}
         proposed = [
             drafts[:count]
             for drafts, count in zip(self.proposer.propose(requests, most), most, strict=True)
         ]
-        rows = sum(work.count for work in plan.work)
         lengths = self.lengths.choose(requests, list(map(len, proposed)), rows)
         budget, free = self.inner.token_budget - rows, len(self.inner.pool.free)
         kept: dict[Request, Drafts] = {}

@@ -77,7 +77,7 @@ class Engine(stage04.Engine[Any]):
         tokens, wave, going = [], 0, list(first)
         while going:
             rows = logits
-            if len(going) < len(logits):  # else all, in their order
+            if len(going) < logits.shape[0]:  # else all, in their order
                 rows = logits[[first[request] + wave for request in going]]
             sampled = self.verify(plan, wave, going, rows, self.eos_ids)
             going = []
@@ -90,7 +90,8 @@ class Engine(stage04.Engine[Any]):
                     going.append(request)
             wave += 1
             plan.accepted |= dict.fromkeys(going, wave)
-        self.scheduler.accept(plan)
+        if plan.drafts:
+            self.scheduler.accept(plan)
         for work in plan.work:
             if work.request.output.finish_reason is not None:
                 self._finish(work.request)

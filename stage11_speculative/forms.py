@@ -43,6 +43,7 @@ Schema = dict[str, Any]
 
 class NamedSchema(Body):
     schema_: Annotated[Schema, Field(alias="schema")]
+    strict: bool | None = None  # changes nothing: a schema is always enforced
 
 
 class ResponseFormat(Body):

@@ -35,6 +35,7 @@ from shared.tokenizer import AnyTokenizer
 from stage01_forward.generation import Row
 from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request
+from stage06_serving.status import Refused
 
 from . import endless
 from .drafts import Drafts, Proposer
@@ -251,7 +252,7 @@ class FormRow(Row):
     def __init__(self, row: Row, grammars: Grammars, matcher: llguidance.LLMatcher) -> None:
         self.grammars, self.matcher = grammars, matcher
         self.error = ""  # why there is no mask, which ends the request
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()  # of the matcher: `Ahead` may be late with an earlier mask
         self._read = 0  # tokens of the output that the matcher has
         self._digits = 0  # at the end of them
         self._masked = -1  # tokens of the output that `_mask` follows
@@ -262,7 +263,7 @@ class FormRow(Row):
     def mask(self) -> Tensor:
         """(V,) of bool, for the next token of the output. Once the parser has failed no id may come
         next, which ends the request and no other."""
-        with self._lock:
+        with self.lock:
             if self._masked != len(self.output) or self._mask is None:
                 self._mask, self._masked = self._next(), len(self.output)
             return self._mask
@@ -286,7 +287,7 @@ class FormRow(Row):
         return mask
 
     def read(self) -> None:
-        """Have the matcher follow the output."""
+        """Have the matcher follow the output. For the one who has the lock."""
         for token_id in self.output[self._read :]:
             self.matcher.consume_token(token_id)
             data = self.grammars.tokens[token_id]
@@ -311,7 +312,7 @@ class Ahead:
         for work in plan.work:
             row, output = work.request.row, work.request.output
             if isinstance(row, FormRow) and row.error and output.error:
-                output.error = row.error
+                output.error = Refused(row.error)
 
 
 class Forced:
@@ -336,14 +337,15 @@ class Forced:
         row = request.row
         if not isinstance(row, FormRow):
             return drafts
-        row.read()  # no pass runs now, and no other thread
-        drawn = getattr(self.inner, "distributions", {})  # for `Rejection`
-        if forced := row.matcher.compute_ff_tokens():
-            drawn.pop(request, None)
-            return forced[:most]
-        if request in drawn:  # a cut that depends on what was drawn would change the distribution
-            return drafts
-        return drafts[: row.matcher.validate_tokens(drafts)]
+        with row.lock:
+            row.read()
+            drawn = getattr(self.inner, "distributions", {})  # for `Rejection`
+            if forced := row.matcher.compute_ff_tokens():
+                drawn.pop(request, None)
+                return forced[:most]
+            if request in drawn:  # a cut depends on what was drawn: the distribution would change
+                return drafts
+            return drafts[: row.matcher.validate_tokens(drafts)]
 
 
 class Form:

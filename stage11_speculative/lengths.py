@@ -30,6 +30,11 @@ PATIENCE = 64  # passes: of so many without a draft, a request tries one in the 
 class Lengths(Protocol):
     """Chooses how many drafts of each request a pass verifies."""
 
+    def hopeless(self, requests: Sequence[Request], most: Sequence[int], rows: int) -> bool:
+        """Whether a pass of `rows` tokens needs no proposals: of at most `most` drafts of each
+        request it would verify none, whatever they are."""
+        ...
+
     def choose(self, requests: Sequence[Request], proposed: Sequence[int], rows: int) -> list[int]:
         """For `requests` with `proposed` drafts each, in a pass of `rows` tokens without any."""
         ...
@@ -43,6 +48,9 @@ class Lengths(Protocol):
 
 class Fixed:
     """All that is proposed."""
+
+    def hopeless(self, requests: Sequence[Request], most: Sequence[int], rows: int) -> bool:
+        return False
 
     def choose(self, requests: Sequence[Request], proposed: Sequence[int], rows: int) -> list[int]:
         return list(proposed)
@@ -108,6 +116,24 @@ class Adaptive:
         self.rates: dict[Request, float] = {}
         self.common = PRIOR  # rate of all requests
         self.idle: dict[Request, int] = {}  # passes without a draft
+        self._asked: tuple[Any, bool] = (), False  # the last question of `hopeless`, its answer
+
+    def hopeless(self, requests: Sequence[Request], most: Sequence[int], rows: int) -> bool:
+        """If `choose` takes none of the most that can be proposed, it takes none of fewer: each
+        number of drafts then gains at most as much. While nothing is learned the answer stays."""
+        question = [self.rates.get(request, self.common) for request in requests], most, rows
+        if question != self._asked[0]:
+            idle, self.idle = self.idle, {}  # nobody's turn to try
+            self._asked = question, not any(self.choose(requests, most, rows))
+            self.idle = idle
+        if not self._asked[1]:
+            return False
+        pairs = zip(requests, most, strict=True)
+        waited = [self.idle.get(request, 0) + (count > 0) for request, count in pairs]
+        if max(waited, default=0) >= PATIENCE:  # `choose` has one try
+            return False
+        self.idle |= zip(requests, waited, strict=True)
+        return True
 
     def choose(self, requests: Sequence[Request], proposed: Sequence[int], rows: int) -> list[int]:
         slots = [

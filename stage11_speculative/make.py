@@ -66,12 +66,13 @@ def with_draft_model(
     return engine
 
 
-def speculate(plain: Any, kind: str, count: int, draft: Any = None) -> Engine:
+def speculate(plain: Any, kind: str, count: int, draft: Any = None, drawn: bool = False) -> Engine:
     """For the server: drafts of `kind`, which OFFER names, as many as pay, at most `count` in a
-    pass of a request. draft: the draft model. Raises UserError if it does not fit."""
+    pass of a request. draft, drawn: the draft model, see `with_draft_model`. Raises UserError if it
+    does not fit."""
     lengths = Adaptive(measure_passes(plain.runner, plain.scheduler.pool.count))
     if kind == "draft":
-        return with_draft_model(plain, draft, count, lengths)
+        return with_draft_model(plain, draft, count, lengths, drawn)
     return with_drafts(plain, NGram() if kind == "ngram" else Suffix(), count, lengths)
 
 

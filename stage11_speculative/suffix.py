@@ -100,8 +100,8 @@ class Suffix:
 
     def forget(self, request: Request) -> None:
         """Keep the answer for later requests."""
-        match = self.matches.pop(request, None)
-        if match is None or request.output.error is not None:
+        self.matches.pop(request, None)
+        if not request.output.token_ids or request.output.error is not None:
             return
         past = self.past.setdefault(request.salt, Automaton())
         if len(past.tokens) > self.most_tokens:

@@ -33,7 +33,7 @@ class Function(Body):
     name: Annotated[str, Field(pattern=NAME)]
     description: Text | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: bool | None = None  # changes nothing: arguments are always valid
 
 
 class Tool(Body):

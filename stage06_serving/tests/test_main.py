@@ -39,6 +39,7 @@ VALUES |= {"allowed_host": "here", "api_key_file": __file__, "stream_interval": 
 VALUES |= {"weights": "float32", "kv_dtype": "bfloat16"}
 VALUES |= {"prefix_cache_dir": "kept", "prefix_cache_size": "1GB"}
 VALUES |= {"speculate": "ngram", "num_speculative_tokens": 6, "speculative_model": "small"}
+VALUES |= {"drawn_drafts": True}
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,9 +22,11 @@ from stage04_continuous.tests.oracle import (
     assert_answered,
     finish,
     greedy,
+    naive,
     prompt_of,
 )
 from stage05_paged.blocks import BlockPool
+from stage05_paged.fork import add_samples, fork
 from stage05_paged.tests import test_contract as paged
 from stage05_paged.tests.engines import assert_idle, engine_of, preempt
 from stage09_kernels import library
@@ -32,6 +35,7 @@ from stage09_kernels.runner import KernelRunner
 from stage10_quantization.convert import Quantize
 from stage11_speculative.make import with_draft_model, with_drafts
 from stage11_speculative.proposers import NGram, Recorded
+from stage11_speculative.suffix import Suffix
 
 from .guesses import Guess
 
@@ -122,16 +126,44 @@ def test_no_other_request_finds_a_draft():
 
 
 def test_a_request_that_is_preempted_has_no_drafts_left():
-    for swap in (0, 40):
-        engine = drafting(0.7, swap_blocks=swap)
+    """Neither in a plan without it, nor when it reads its tokens again: they began elsewhere."""
+    for swap, right in product((0, 40), (0.7, 1.0)):
+        engine = drafting(right, swap_blocks=swap)
         requests = [ask(engine, 9, 20), ask(engine, 12, 20)]
         for step in range(30):
             if step % 3 == 2 and requests[1] in engine.scheduler.running:
                 preempt(engine, requests[1])
             engine.step()
+            assert {work.request for work in engine.plan.work if work.rows} >= {*engine.plan.drafts}
         finish(engine)
         assert_answered(*requests)
         assert_idle(engine)
+        counts = engine.scheduler.draft_counts
+        assert counts.accepted == counts.proposed or right < 1
+
+
+def test_an_end_within_the_drafts_is_a_stop_though_it_is_the_last_token():
+    ends = 0
+    for count in range(2, 12):
+        end = naive(prompt_of(9), greedy(count)).token_ids[-1]
+        engine = drafting(1.0)
+        request = engine.add(Request(prompt_of(9), greedy(count, stop_token_ids=(end,))))
+        finish(engine)
+        assert_answered(request)
+        assert request.output.finish_reason == "stop"
+        ends += len(request.output.token_ids) == count and len(engine.steps) < count
+    assert ends > 1
+
+
+def test_penalties_and_min_tokens_count_the_drafts_before_a_position():
+    """Most ids end the answer, and none of them may come before the ninth token."""
+    params = replace(PENALIZED, max_tokens=23, min_tokens=9, stop_token_ids=tuple(range(60)))
+    for right in (0.7, 1.0):
+        engine = drafting(right)
+        request = engine.add(Request(prompt_of(9), params))
+        finish(engine)
+        assert_answered(request)
+        assert 9 < len(request.output.token_ids) < 23 and len(engine.steps) < 9
 
 
 def test_the_same_seed_in_another_crowd():
@@ -153,6 +185,40 @@ FORMATS = {  # dtype, weights, dtype of keys and values
 }
 
 
+PROMPTS = [prompt_of(length) for length in (3, 9, 14, 30, 21)]
+PARAMS = [greedy(16), replace(DRAWN, max_tokens=16), greedy(16), PENALIZED]
+PARAMS += [replace(DRAWN, seed=1, max_tokens=16), replace(PENALIZED, seed=2, max_tokens=16)]
+LONG = greedy(40)  # too long for the time until it is aborted
+SWAP = {"swap_pool": BlockPool(40, 4), "preemption": "swap"}
+
+
+def life(engine: Any) -> tuple[list[list[int]], list[int], list[tuple[Request, int]]]:
+    """Requests side by side, two of them samples of a prompt; some are preempted, one is aborted,
+    two are forked, and two come again, behind their prefixes. The answers, what the aborted one
+    has, and the forks with the tokens that they began with."""
+    requests = [engine.add(Request(*pair)) for pair in zip(PROMPTS[:4], PARAMS[:4], strict=True)]
+    requests += add_samples(engine, PROMPTS[4], PARAMS[4:])
+    gone = engine.add(Request(prompt_of(12), LONG))
+    forks: list[tuple[Request, int]] = []
+    for step in range(4):
+        engine.step()
+        if step == 1:
+            for parent in requests[:2]:
+                given = len(parent.output.token_ids)
+                forks.append((fork(engine, parent.id, replace(parent.sampling, seed=5)), given))
+        if step > 1:
+            preempt(engine, engine.scheduler.running[step - 3])
+    if gone.id in engine.requests:
+        engine.abort(gone.id)
+    finish(engine)
+    requests += [engine.add(Request(*pair)) for pair in zip(PROMPTS[2:4], PARAMS[2:4], strict=True)]
+    finish(engine)
+    assert_idle(engine)
+    counts = engine.scheduler.counts
+    assert counts.preemptions > 1 and counts.hit_tokens > 24
+    return [request.output.token_ids for request in requests], gone.output.token_ids, forks
+
+
 @pytest.mark.skipif(not library.compilers(), reason="no C compiler (cc, gcc, clang)")
 @pytest.mark.parametrize("format", FORMATS)
 def test_with_the_kernels_tokens_are_equal_in_every_format(format):
@@ -161,26 +227,36 @@ def test_with_the_kernels_tokens_are_equal_in_every_format(format):
     checkpoint = random_checkpoint(Config(101, 64, 64, 2, 2), spread=24)
     checkpoint.conversion = Quantize(weights) if weights else None
     model = load_model(checkpoint, dtype=dtype)
-    prompts = [prompt_of(length) for length in (3, 9, 14, 30)]
-    params = [greedy(30), replace(DRAWN, max_tokens=30), greedy(30), PENALIZED]
 
-    def engine() -> Any:
-        return make(model, pool=BlockPool(60, 4), dtype=kv_dtype, insist=True, sanitize=True)
+    def engine(**swap: Any) -> Any:
+        pool = BlockPool(60, 4)
+        return make(model, pool=pool, dtype=kv_dtype, insist=True, sanitize=True, **swap)
 
     plain = engine()
-    want = [output.token_ids for output in plain.generate(prompts, params)]
+    want, _, _ = life(plain)
     assert len({id for ids in want for id in ids}) > 20
-    known = dict(zip(map(tuple, prompts), want, strict=True))
-    for proposer in (Recorded(known, 0.8, 101), Recorded(known, 0.2, 101), NGram(2, 1)):
-        drafting = with_drafts(engine(), proposer)
-        outputs = drafting.generate(prompts, params)
-        assert [output.token_ids for output in outputs] == want
-        assert drafting.scheduler.draft_counts.proposed > 20
+    (whole,) = plain.generate([prompt_of(12)], LONG)
+    known = dict(zip(map(tuple, PROMPTS), want[:5], strict=True))
+    known[tuple(prompt_of(12))] = whole.token_ids
     with_model = with_draft_model(engine(), model, most=3)
     draft: Any = with_model.observers[-1]
     assert isinstance(draft.runner, KernelRunner)
-    outputs = with_model.generate(prompts, params)
-    assert [output.token_ids for output in outputs] == want
+    for drafting in (
+        with_drafts(engine(), Recorded(known, 0.8, 101)),
+        with_drafts(engine(**SWAP), Recorded(known, 0.2, 101)),
+        with_drafts(engine(**SWAP), NGram(2, 1)),
+        with_drafts(engine(), Suffix(1)),
+        with_model,
+    ):
+        answers, gone, forks = life(drafting)
+        assert answers == want and gone == whole.token_ids[: len(gone)]
+        assert drafting.scheduler.draft_counts.proposed > 20
+        for child, given in forks:
+            same = Request(child.prompt_ids, child.sampling)
+            same.output.token_ids += child.output.token_ids[:given]
+            plain.add(same)
+            finish(plain)
+            assert child.output.token_ids == same.output.token_ids
 
 
 def test_an_n_gram_is_continued_as_the_last_time():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
+from threading import Event, Thread
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -144,6 +145,79 @@ def test_drafts_are_cut_at_the_first_illegal_token():
     assert TOKENIZER.decode(cut) == "ab" and TOKENIZER.decode(whole) == "ab, a"
     Fixed.distributions = {request: None}  # drawn drafts: `Rejection` must see what was drawn
     assert proposer.propose([request], [9]) == [whole]
+
+
+class Always:
+    """Proposes the same drafts, whatever has come."""
+
+    def __init__(self, *drafts: int) -> None:
+        self.drafts = list(drafts)
+
+    def propose(self, requests: Any, most: Any) -> Any:
+        return [self.drafts for _ in requests]
+
+    def forget(self, request: Any) -> None:
+        """Nothing is kept."""
+
+
+def test_an_illegal_draft_is_never_verified():
+    """It would be refused in every pass, and proposed again in the next."""
+    engine = with_drafts(make_paged(the_model(), 4), Always(*TOKENIZER.encode("x")))
+    request = ask(engine, grammar.regex("([ab]|ab){9,}"), 1)
+    finish(engine)
+    assert request.output.error is None and len(engine.steps) == len(request.output.token_ids)
+    assert not engine.scheduler.draft_counts.proposed
+
+
+def test_drafts_behind_the_end_of_a_form_change_nothing():
+    """A parser that has followed drafts past its end cannot be taken back."""
+    eos, (letter,) = TOKENIZER.eos_id or 0, TOKENIZER.encode("b")
+    answers, stops = [], 0
+    for drafts in ((), (letter, eos, eos, letter), (eos, letter)):
+        engine = with_drafts(make_paged(the_model(), 4), Always(*drafts))
+        options = {"logit_bias": {letter: 5.0}}
+        requests = [ask(engine, grammar.regex("[ab]c?"), seed, **options) for seed in range(6)]
+        finish(engine)
+        assert not any(request.output.error for request in requests)
+        answers.append([request.output.token_ids for request in requests])
+        stops += engine.scheduler.draft_counts.accepted
+    assert answers[0] == answers[1] == answers[2] and stops > 3
+
+
+def test_a_draft_waits_for_a_mask_that_is_computed():
+    """The masks of the last pass may still be computed when the next one is planned: a token that
+    the parser reads twice ends its request."""
+    request = Request(PROMPT, SamplingParams())
+    grammar.Form(grammars(), grammar.regex("[ab]{9}"))(request)
+    reads, entered, leave = list[int](), Event(), Event()
+    row: Any = request.row
+
+    class Slow:
+        """The parser, whose reading takes until it may leave."""
+
+        matcher = row.matcher
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.matcher, name)
+
+        def consume_token(self, token_id: int) -> None:
+            reads.append(token_id)
+            entered.set()
+            assert leave.wait(60)
+            self.matcher.consume_token(token_id)
+
+    row.matcher = Slow()
+    request.output.token_ids += TOKENIZER.encode("a")
+    masks = Thread(target=lambda: row.mask)
+    drafts = Thread(target=lambda: grammar.Forced(Always()).propose([request], [4]))
+    masks.start()
+    assert entered.wait(60)
+    drafts.start()
+    drafts.join(0.2)
+    leave.set()
+    masks.join(60)
+    drafts.join(60)
+    assert reads == request.output.token_ids and not row.error
 
 
 def test_a_mask_leaves_what_the_grammar_allows():

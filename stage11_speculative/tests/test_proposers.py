@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 
 from shared import measure
 from stage04_continuous.request import Request
-from stage04_continuous.tests.oracle import greedy
+from stage04_continuous.tests.oracle import ask, assert_answered, finish, greedy
 from stage05_paged.tests.engines import engine_of
-from stage11_speculative import drivers
+from stage11_speculative import drivers, lengths
 from stage11_speculative.lengths import PATIENCE, PRIOR, Adaptive, PassTimes, measure_passes
+from stage11_speculative.make import with_drafts
 from stage11_speculative.suffix import Automaton, Suffix
+
+from .guesses import Guess
 
 
 def test_n_grams_that_are_not_kept_are_named(monkeypatch):
@@ -122,17 +125,62 @@ def test_no_other_choice_is_expected_to_be_faster(rows):
     adaptive.rates = {request: rate for request, (_, rate) in zip(requests, rows, strict=True)}
     proposed = [count for count, _ in rows]
 
-    def speed(lengths):
+    def speed(counts):
         survived = sum(
             rate ** (place + 1)
-            for (_, rate), count in zip(rows, lengths, strict=True)
+            for (_, rate), count in zip(rows, counts, strict=True)
             for place in range(count)
         )
-        return (len(rows) + survived) / times(len(rows) + sum(lengths))
+        return (len(rows) + survived) / times(len(rows) + sum(counts))
 
     chosen = speed(adaptive.choose(requests, proposed, len(rows)))
     best = max(map(speed, product(*(range(count + 1) for count in proposed))))
     assert chosen >= best * (1 - 1e-12)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.floats(0, 1)), min_size=1),
+    st.integers(0, 20),
+)
+def test_where_the_most_drafts_do_not_pay_no_fewer_do(rows, prompts):
+    adaptive = Adaptive(PassTimes((1, 4, 8, 64), (1.0, 1.3, 2.0, 16.0)))
+    requests = [request_of([1]) for _ in rows]
+    adaptive.rates = {request: rate for request, (*_, rate) in zip(requests, rows, strict=True)}
+    most, count = [many for many, *_ in rows], len(rows) + prompts
+    fewer = [min(many, some) for many, some, _ in rows]
+    hopeless = adaptive.hopeless(requests, most, count)
+    assert hopeless == (not any(adaptive.choose(requests, most, count)))
+    assert not (hopeless and any(adaptive.choose(requests, fewer, count)))
+
+
+def test_without_hope_nothing_is_proposed_but_for_a_try_now_and_then(monkeypatch):
+    monkeypatch.setattr(lengths, "PATIENCE", 8)
+    calls: list[int] = []
+
+    class Counted(Guess):
+        def propose(self, requests, most):
+            calls.append(len(engine.steps))
+            return super().propose(requests, most)
+
+    engine = with_drafts(engine_of(), Counted(1.0), 1, Adaptive(STEEP))
+    request = ask(engine, 9, 50)
+    finish(engine)
+    assert_answered(request)
+    assert calls == list(range(7, len(engine.steps), 8))
+    counts = engine.scheduler.draft_counts
+    assert counts.proposed == counts.accepted == 50 - len(engine.steps) == len(calls)
+
+
+def test_what_is_tried_now_and_then_brings_the_drafts_back(monkeypatch):
+    monkeypatch.setattr(lengths, "PATIENCE", 4)
+    costs = Adaptive(PassTimes((1, 2, 64), (1.0, 1.4, 40.0)))  # pays from a rate of 0.4 on
+    costs.common = 0.2
+    engine = with_drafts(engine_of(), Guess(1.0), 1, costs)
+    request = ask(engine, 9, 50)
+    finish(engine)
+    assert_answered(request)
+    drafted = [record.decode_tokens > 1 for record in list(engine.steps)[1:-1]]
+    assert drafted.count(False) > 6 and all(drafted[-10:])
 
 
 def test_a_rate_is_learned_and_a_hopeless_request_tries_again():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from shared.errors import UserError
 from stage01_forward.attention import Recompute
 from stage01_forward.families import load_model
 from stage01_forward.params import SamplingParams
+from stage01_forward.sampling import distribution
 from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request
 from stage04_continuous.tests.oracle import (
@@ -115,6 +117,33 @@ def test_of_equal_logits_the_first_wins():
 
 def chi_square(counts: Counter[Any], expected: dict[Any, float], total: int) -> float:
     return sum((counts[key] - total * p) ** 2 / (total * p) for key, p in expected.items() if p)
+
+
+def test_each_row_has_its_own_options_and_log_probabilities():
+    """Requests of two kinds by turns, whose drafts were all drawn from one distribution."""
+    generator = torch.Generator().manual_seed(3)
+    logits = 2 * torch.randn(2, 12, dtype=torch.float64, generator=generator)
+    (q,) = torch.randn(1, 12, dtype=torch.float64, generator=generator).softmax(1)
+    kinds = [
+        SamplingParams(temperature=1.2, top_p=0.8, logprobs=2),
+        SamplingParams(temperature=1.0, min_p=0.1, logprobs=0),
+    ]
+    requests = [Request([1], replace(kinds[seed % 2], seed=seed)) for seed in range(6000)]
+    drafts = torch.multinomial(q, len(requests), True, generator=generator).tolist()
+    plan = DraftPlan(drafts={it: [draft] for it, draft in zip(requests, drafts, strict=True)})
+    drawn: Any = SimpleNamespace(distributions=dict.fromkeys(requests, q[None]))
+    rows = logits.repeat(len(requests) // 2, 1)
+    sampled = rejection.Rejection(drawn)(plan, 0, requests, rows, [])
+    for kind, params in enumerate(kinds):
+        p, scores = distribution(logits[kind], params), logits[kind].log_softmax(0)
+        law = {token: share for token, share in enumerate(p.tolist()) if share}
+        counts = Counter(token for _, token, _ in sampled[kind::2])
+        assert 3 < len(law) < 10 and counts.keys() <= law.keys()
+        assert chi_square(counts, law, 3000) < 30  # at most 8 degrees of freedom
+        best = scores.topk(params.logprobs or 0).indices.tolist()
+        for _, token, logprobs in sampled[kind::2]:
+            assert logprobs is not None and abs(logprobs.token - float(scores[token])) < 1e-9
+            assert [id for id, _ in logprobs.top] == best
 
 
 ALLOWED = range(8)
@@ -244,13 +273,22 @@ def test_a_draft_model_with_other_tokens_is_refused():
         with_draft_model(engine_of(), Other())
 
 
+def test_a_draft_model_with_a_shorter_context_is_refused():
+    """It could not draft at positions that the target reaches."""
+    short = load_model(random_checkpoint(replace(CONFIG, n_positions=32, name="short")))
+    words = "short sees 32 tokens and wide 64: lower --max-model-len, or choose another"
+    with pytest.raises(UserError, match=words):
+        with_draft_model(engine_of(), short)
+
+
 def test_the_trained_draft_model_drafts_for_stories_by_its_name(capsys):
     text = ["Once upon a time", "--max-tokens", "40", "--temperature", "0"]
     named = ["--speculate", "draft", "--speculative-model", "stories-draft"]
     answers = []
-    for arguments in (text, [*text, *named]):
+    for arguments in (text, [*text, *named], [*text, *named, "--drawn-drafts"]):
         assert main(arguments) == 0
         answers.append(re.sub(r"[\[\]]", "", capsys.readouterr().out))
-    assert answers[0].startswith("Once upon a time") and answers[0] == answers[1]
-    with pytest.raises(UserError, match="give both or neither"):
-        main([*text, *named[2:]])
+    assert answers[0].startswith("Once upon a time") and len({*answers}) == 1
+    for wrong in (named[2:], ["--drawn-drafts"]):
+        with pytest.raises(UserError, match="give both or neither"):
+            main([*text, *wrong])

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import torch
 
+from shared import cli
 from shared.errors import UserError
+from shared.models import STORIES
 from shared.server import own_server
+from shared.tokenizer import Tokenizer
+from stage01_forward import families
+from stage01_forward.attention import Recompute
+from stage01_forward.params import SamplingParams
+from stage05_paged.make import make
 from stage06_serving.__main__ import make_engine
+from stage06_serving.app import Api
+from stage06_serving.engines import Paged
+from stage06_serving.forms import NoForms
+from stage06_serving.protocol import CompletionBody
+from stage06_serving.service import Answer, Choice, Service
 from stage06_serving.settings import parse
 from stage06_serving.tests.conftest import House, house
 from stage06_serving.tests.test_page import FEW_BLOCKS, Page, browser, recite
+from stage06_serving.tests.tools import started
+from stage11_speculative.make import with_drafts
+from stage11_speculative.proposers import Recorded
+
+from .test_rejection import chi_square
 
 __all__ = ["browser", "house"]
 
@@ -72,11 +93,11 @@ def accepted(url: str) -> float:
     return counts(url)["spec_decode_num_accepted_tokens_total"]
 
 
-def drafting(house: House, *options: str) -> tuple[Any, float]:
-    """A server that drafts by n-grams, and how many drafts it has accepted so far. It measures its
-    passes when it starts: beside another program, drafts may seem not to pay, and it has none."""
+def drafting(house: House, *options: str, kind: str = "ngram") -> tuple[Any, float]:
+    """A server that drafts, and how many drafts it has accepted so far. It measures its passes when
+    it starts: beside another program, drafts may seem not to pay, and it has none."""
     for _ in range(5):
-        served = house("--speculate", "ngram", *options, *FEW_BLOCKS)
+        served = house("--speculate", kind, *options, *FEW_BLOCKS)
         body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True}
         assert httpx.post(f"{served.url}/v1/completions", json=body).status_code == 200
         if (count := accepted(served.url)) > 20:
@@ -165,6 +186,78 @@ def test_answers_are_those_without_drafts_and_the_counts_agree(kind, plain):
     assert requests < found[f"{length}_sum"] < 4 * requests
 
 
+def test_drawn_drafts_keep_the_distribution_of_answers(house):
+    """A pair of tokens, of four allowed ones each, as often as the model itself says. Greedy
+    answers stay."""
+    model: Any = families.load_model(families.load("stories"), dtype=torch.float32)
+    prompt = Tokenizer.from_folder(STORIES).encode("Once upon a time there was a small")
+    greedy = {**FIELDS, "prompt": prompt, "temperature": 0, "max_tokens": 30}
+
+    def scores(ids: list[int]) -> torch.Tensor:
+        hidden = model(torch.tensor(ids), torch.arange(len(ids)), Recompute().attend)
+        return model.logits(hidden[-1:])[0].double()
+
+    with torch.inference_mode():
+        allowed = scores(prompt).topk(4).indices.tolist()
+        law = {
+            (first, second): float(before * after)
+            for first, before in zip(allowed, scores(prompt)[allowed].softmax(0), strict=True)
+            for second, after in zip(
+                allowed, scores([*prompt, first])[allowed].softmax(0), strict=True
+            )
+        }
+    law = {pair: chance for pair, chance in law.items() if chance > 0.005}
+    options = ("--speculative-model", "stories-draft", "--drawn-drafts")
+    served, before = drafting(house, *options, kind="draft")
+    body = {**FIELDS, "prompt": prompt, "max_tokens": 3, "n": 4, "return_token_ids": True}
+    body |= {"logit_bias": {str(id): 100 for id in allowed}, "ignore_eos": True}
+    found = Counter[tuple[int, ...]]()
+    with httpx.Client(timeout=60) as client:
+        for seed in range(120):
+            answer = client.post(f"{served.url}/v1/completions", json={**body, "seed": 10 * seed})
+            found.update(tuple(it["token_ids"][:2]) for it in answer.json()["choices"])
+        answer = client.post(f"{served.url}/v1/completions", json=greedy)
+    count = sum(found.values())
+    assert count == 480 and sum(law.values()) > 0.95
+    assert chi_square(found, law, count) < 50  # at most 15 degrees of freedom
+    assert accepted(served.url) - before > 100
+    (plain,) = make(model, 1).generate([prompt], SamplingParams(max_tokens=30))
+    text = Tokenizer.from_folder(STORIES).decode(plain.token_ids)
+    assert answer.json()["choices"][0]["text"] == text
+
+
+def test_a_stop_string_ends_an_answer_at_any_place_of_accepted_drafts():
+    """Its text, its tokens and its reason are those of a token a step, at the last one, too."""
+    options = cli.generation_parser("x", "").parse_args(["--model", "stories"])
+    loaded = cli.load_model_from(options, families)
+    decode, prompt = loaded.tokenizer.decode, loaded.tokenizer.encode("Once upon a time")
+    (whole,) = make(loaded.model, 1).generate([prompt], SamplingParams(max_tokens=24))
+    ids = whole.token_ids
+    known = Recorded({tuple(prompt): ids}, 1.0, loaded.config.vocab_size)
+    places = product(range(1, 23, 2), (0, 24))
+    tried = [(decode(ids[place : place + 2]), most or place + 2) for place, most in places]
+
+    async def answers() -> list[tuple[Choice, Answer]]:
+        engine: Any = Paged(with_drafts(make(loaded.model, 1), known, 8))
+        async with started(engine) as running:
+            service = Service(running, loaded, "it", None, NoForms(engine, loaded, None), 60.0)
+            given = []
+            for stop, most in tried:
+                sent: dict[str, Any] = {"prompt": prompt, "max_tokens": most, "stop": stop}
+                body = CompletionBody(**sent, temperature=0)
+                choices = await service.complete(body, b"")
+                (answer,) = await Api(service)._answers(choices)
+                given.append((choices[0], answer))
+            return given
+
+    for (stop, _), (choice, answer) in zip(tried, asyncio.run(answers()), strict=True):
+        count = next(n for n in range(1, 25) if stop in decode(ids[:n]))
+        assert [token.id for token in answer.tokens] == ids[:count]
+        assert answer.text == decode(ids[:count]).partition(stop)[0]
+        assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+        assert choice.completion_tokens == count
+
+
 def test_without_drafts_there_are_no_counts(plain):
     assert not plain[1]
 
@@ -176,6 +269,8 @@ def test_without_drafts_there_are_no_counts(plain):
         (["--speculate", "draft"], "--speculative-model NAME need each other"),
         (["--speculative-model", "stories"], "need each other: give both or neither"),
         (["--speculate", "ngram", "--num-speculative-tokens", "0"], "--num-speculative-tokens: "),
+        (["--speculate", "draft", "--speculate=ngram"], "--speculate has several values"),
+        (["--speculate", "ngram", "--drawn-drafts"], "--drawn-drafts needs --speculate draft"),
     ],
 )
 def test_wrong_options_are_refused_in_a_sentence(options, words):

@@ -58,17 +58,6 @@ def test_sampled_answers_that_end_are_valid(model):
         City.model_validate(json.loads(choice.message.content))
 
 
-def test_an_agent_with_two_tools(model):
-    bound = model.bind_tools(TOOLS, tool_choice="required", parallel_tool_calls=False)
-    history: list[Any] = [("human", "How is the weather in Paris?")]
-    answer = bound.invoke(history)
-    (call,) = answer.tool_calls
-    assert call["name"] in ("weather", "noon")
-    history += [answer, {"role": "tool", "tool_call_id": call["id"], "content": "It rains."}]
-    final = model.bind_tools(TOOLS, tool_choice="none").invoke(history)
-    assert final.content and not final.tool_calls
-
-
 def test_a_named_tool_is_called(model):
     raw = model.root_client.chat.completions.create(
         model=model.model_name,
