@@ -233,3 +233,4 @@ def judged(draw: Random) -> Iterator[Entry]:
 
 
 DRIVERS = {1: formulas, 2: ends, 3: page, 4: model, 5: samples, 6: loop, 7: judged}
+TWINS = {3: {"stage01_forward/model.py": ("Block.forward", "GPT2.forward")}}

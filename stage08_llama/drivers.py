@@ -167,3 +167,7 @@ def layers(draw: Random) -> Iterator[Entry]:
 
 DRIVERS = {1: turned, 2: stretched, 3: norms, 4: heads, 5: page, 6: layers}
 RULES = {1: rounded, 3: rounded}
+TWINS = {
+    5: {"stage08_llama/rope.py": ("rotate",), "stage08_llama/model.py": ("Attention.heads",)},
+    6: {"stage08_llama/numpy_llama.py": ("mlp",)},
+}

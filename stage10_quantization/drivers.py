@@ -159,3 +159,7 @@ def read_blocks(draw: Random) -> Any:
 
 DRIVERS = {1: rounded, 2: packed, 3: products, 4: calibrated, 5: read_blocks}
 RULES = {1: nearly_rounded, 4: most_rows}
+TWINS = {
+    1: {"stage10_quantization/rounding.py": ("fit", "codes_of")},
+    3: {"stage10_quantization/numpy_quant.py": ("multiply",)},
+}

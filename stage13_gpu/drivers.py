@@ -72,3 +72,7 @@ def merged(draw: Random) -> Any:
 
 
 DRIVERS = {1: slots, 2: softmax, 3: merged}
+TWINS = {
+    1: {"stage05_paged/cache.py": ("addresses",)},
+    3: {"stage09_kernels/online.py": ("merge",)},
+}

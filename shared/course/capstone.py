@@ -26,6 +26,7 @@ STAGES = ("stage02_kv_cache", "stage03_batching", "stage04_continuous", "stage05
 LAST = "stage09_kernels"  # may be missing
 OURS = "the reference's"
 ROUNDS = 3  # of the workload; their median counts
+QUICK = 5  # seeds of a trial
 
 
 @dataclass(frozen=True)

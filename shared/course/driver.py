@@ -6,6 +6,9 @@ It runs once with the submission and once with the reference, each in its own pr
 compares the two, outside. So nothing in this process is trusted, and nothing in it knows a result.
 A driver returns what it was given, never whether that is right.
 
+TWINS, by task and file, are functions elsewhere that compute what the task's do, and that its
+driver does not need: they are empty beside a submission.
+
 Dictionaries with the key "call" say which call their other entries belong to: failures show it.
 """
 

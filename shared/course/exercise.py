@@ -247,7 +247,7 @@ def _judge(options: argparse.Namespace) -> Judge:
 def capstone(options: argparse.Namespace) -> int:
     print("loading the stages", flush=True)  # this takes seconds
     from ..bench import staircase  # it needs the stages, and no other command does
-    from .capstone import ROUNDS, capstone
+    from .capstone import QUICK, ROUNDS, capstone
 
     out = _output(options.out, ".json")
     if options.submission is None:
@@ -256,6 +256,7 @@ def capstone(options: argparse.Namespace) -> int:
     submission = _submission(options)
     plan = staircase.BENCHMARK.quick if options.quick else staircase.FULL
     with _judge(options) as judge:
+        judge.seeds = judge.seeds[:QUICK] if options.quick else judge.seeds
         result = capstone(judge, submission, plan, 1 if options.quick else ROUNDS)
     for name in result.failed:
         print(f"  {name}")
@@ -359,7 +360,9 @@ def main(argv: list[str] | None = None) -> int | None:
     parsed = command("capstone", capstone, "an engine of your own stages 02 to 05, and 09")
     submitted(parsed)
     judged(parsed, seconds=900)
-    parsed.add_argument("--quick", action="store_true", help="a quarter of the workload, once")
+    parsed.add_argument(
+        "--quick", action="store_true", help="a quarter of seeds and workload, once"
+    )
     parsed.add_argument("--out", metavar="FILE", help="write the result, a .json file")
     parsed = command("design", design, "empty a whole file: the open design")
     add_stage(parsed)

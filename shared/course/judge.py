@@ -6,10 +6,12 @@ data to a pipe; the judge parses both, with limits, and looks for the first diff
 answer would have to be the right one.
 
 The submission's process works in a copy of the project in which the reference's version of the task
-does not exist: its functions are empty, later stages, tests, lessons and wrong solutions are left
-out. It sees no expected result. The system contains it: bubblewrap gives it namespaces of its own
-for users, processes, mounts and the network, a file system that is read-only but for a scratch
-folder of limited size, and no rights. It is killed as a group, and ends with the judge.
+does not exist: its functions are empty, and so are those elsewhere that compute the same (TWINS of
+a stage's drivers.py); all other modules are there in compiled form alone; later stages, tests,
+lessons and wrong solutions are left out. It sees no expected result. The system contains it:
+bubblewrap gives it namespaces of its own for users, processes, mounts and the network, a file
+system that is read-only but for a scratch folder of limited size, and no rights. It is killed as a
+group, and ends with the judge.
 """
 
 from __future__ import annotations
@@ -54,8 +56,9 @@ POLL = 0.2  # seconds: to look at all processes of the machine takes 4 ms
 WAIT = 4  # times its limit of processor time that a process may take: machines are shared
 LEFT_OUT = (
     *("__pycache__", ".*", "*.ipynb", "*.svg", "*.png", "*.md", "*.json", "*.safetensors"),
-    *("tests", "wrong.txt", "right.txt", "figures", "benchmark.py", "stories"),
+    *("tests", "wrong.txt", "right.txt", "figures", "benchmark.py", "stories", "*.c", "*.h"),
 )
+SOURCES = ("__init__.py", "tasks.py")  # all else is there in compiled form alone
 COURSE = ("__init__.py", "difference.py", "driver.py", "mine.py", "stages.py")  # of shared/course
 KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT")  # environment variables
 HOMES = ("HOME", "TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME", "MPLCONFIGDIR", "HF_HOME")
@@ -120,10 +123,10 @@ class Judge:
         self.limits, self.confined = limits or Limits(), confined
         drawn = random.SystemRandom()
         self.seeds = list(seeds or (drawn.randrange(2**40) for _ in range(SEEDS)))
-        self._expected: dict[tuple[str, int], list[Any]] = {}
+        self._expected: dict[tuple[str, Any], list[Any]] = {}
         self._home = tempfile.TemporaryDirectory(prefix="staircase-", ignore_cleanup_errors=True)
         self._base = functools.cache(self._copied)
-        self._lock, self._locks = threading.Lock(), dict[tuple[str, int], threading.Lock]()
+        self._lock, self._locks = threading.Lock(), dict[tuple[str, Any], threading.Lock]()
         if not confined:
             self._alone(1, 0)
 
@@ -151,7 +154,7 @@ class Judge:
 
     def expected(self, stage: str, task: Task, extra: Extra | None = None) -> list[Any]:
         """The reference's results. Raises RuntimeError if it fails: then the driver is wrong."""
-        key = stage, task.number
+        key = stage, drivers_of(stage).DRIVERS[task.number]  # some tasks share one
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
         with lock:
@@ -203,8 +206,10 @@ class Judge:
 
     def _together(self, base: Path, stage: str, files: Mapping[str, bytes]) -> list[Ended]:
         """How each task of a stage ended: all in one process, which loads PyTorch once. If it ends
-        in a task, another one goes on with the next."""
-        tasks, count = mine.tasks(stage), len(self.seeds)
+        in a task, another one goes on with the next. A driver that tasks share runs once."""
+        drivers = drivers_of(stage).DRIVERS
+        firsts = {drivers[task.number]: task for task in reversed(mine.tasks(stage))}
+        tasks, count = [*reversed(firsts.values())], len(self.seeds)
         parts: list[Ended] = []
         while rest := tasks[len(parts) :]:
             with self._tree(base, files) as tree:
@@ -215,7 +220,8 @@ class Judge:
             starts = range(0, whole * count, count)
             parts += [Ended(ended.lines[start : start + count], "", "") for start in starts]
             parts.append(Ended(ended.lines[whole * count :], ended.why, ended.printed))
-        return parts
+        by_driver = dict(zip((drivers[task.number] for task in tasks), parts, strict=True))
+        return [by_driver[drivers[task.number]] for task in mine.tasks(stage)]
 
     def measured(self, stage: str, files: Mapping[str, bytes], plan: Mapping[str, Any]) -> Any:
         """What `shared.bench.staircase.work` returns with these files laid over their stages.
@@ -253,29 +259,54 @@ class Judge:
         """The project up to a stage, without what shows solutions."""
         base = Path(self._home.name) / stage
         copy_project(base, stage)
-        compileall.compile_dir(base, quiet=2)
+        for path in base.rglob("*.py"):
+            compile_alone(path, base)
         return base
 
 
+def compile_alone(path: Path, tree: Path) -> None:
+    """Put the compiled form of a module in the place of its source, which may hold solutions."""
+    compileall.compile_file(path, quiet=2, legacy=True, stripdir=str(tree))
+    if path.name not in SOURCES:
+        path.unlink()
+
+
 def empty_out(tree: Path, stage: str, task: Task) -> None:
-    """Take the reference's functions of a task out of a copy of the project, in all forms."""
+    """Take the reference's functions of a task, and their twins, out of a copy of the project. The
+    source of the task's file is in it then: what else is in there comes from it."""
     path = tree / stage / task.file
-    mine.write(path, mine.emptied(mine.read(path), stage, task))
-    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
-        compiled.unlink()
+    source = mine.read(path if path.is_file() else paths.ROOT / stage / task.file)
+    mine.write(path, mine.emptied(source, stage, task))
+    path.with_suffix(".pyc").unlink(missing_ok=True)
+    for name, functions in twins_of(stage, task).items():
+        source = mine.read(paths.ROOT / name)
+        mine.write(tree / name, mine.emptied(source, stage, replace(task, functions=functions)))
+        compile_alone(tree / name, tree)
 
 
 def hide_solved(tree: Path, name: str, source: bytes) -> None:
     """Empty the reference's functions of all tasks that a submission's file does not leave open."""
     stage, _, file = name.partition("/")
+    mine.write(tree / name, mine.read(paths.ROOT / name))
     for task in mine.tasks(stage):
         if task.file == file and not mine.is_open(source.decode("utf-8-sig"), stage, task):
             empty_out(tree, stage, task)
 
 
+def twins_of(stage: str, task: Task) -> Mapping[str, tuple[str, ...]]:
+    """Functions, by path, that compute what the task's do: a submission could call them."""
+    twins: Mapping[int, Any] = getattr(drivers_of(stage), "TWINS", {})
+    return twins.get(task.number, {})
+
+
+def drivers_of(stage: str) -> Any:
+    """The module with a stage's drivers: see driver.py."""
+    return import_module(f"{stage}.drivers")
+
+
 def rule_of(stage: str, task: Task) -> Rule:
     """How the results of a task are compared."""
-    rules: Mapping[int, Rule] = getattr(import_module(f"{stage}.drivers"), "RULES", {})
+    rules: Mapping[int, Rule] = getattr(drivers_of(stage), "RULES", {})
     return rules.get(task.number, difference)
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from shared import paths
 from shared.bench import staircase
-from shared.course import capstone, exercise, mine, proof, wrong
+from shared.course import capstone, exercise, judge, mine, proof, wrong
 from shared.course.judge import Ended, Judge, Limits
 from shared.course.museum import planting, trials
 from shared.course.museum.exhibits import find
@@ -407,6 +407,20 @@ def test_the_capstone_runs_both_sides_at_once_and_says_so_first(submission, caps
     count = sum(len(mine.tasks(stage)) for stage in capstone.STAGES)
     assert len(result.failed) == count and result.rates == {}
     assert max(judge.said[:2]).startswith(f"judging {count} tasks of stage02_kv_cache, ")
+
+
+def test_a_quick_capstone_has_few_seeds(submission, monkeypatch):
+    seen = list[int]()
+
+    def judged(made: Judge, *_: object) -> capstone.Result:
+        seen.append(len(made.seeds))
+        return capstone.Result((0, 0), [], [], {})
+
+    monkeypatch.setattr(capstone, "capstone", judged)
+    monkeypatch.setattr(judge, "unconfined", lambda: "")
+    for words in ([], ["--quick"]):
+        exercise.main(["capstone", "--submission", str(submission), *words])
+    assert seen == [judge.SEEDS, capstone.QUICK]
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,14 @@ STAGE, FILE = "stage04_continuous", "plan.py"
 TASK = mine.find_task(STAGE, 1)  # Plan.tokens
 REFERENCE = mine.read(paths.ROOT / STAGE / FILE)
 EMPTY = mine.emptied(REFERENCE, STAGE, TASK)
-CHEATS = dict(
-    entry.split("\n", 1)
-    for entry in mine.read(Path(__file__).with_name("cheats.txt"))
-    .removeprefix("### ")
-    .split("\n### ")
-)
+
+
+def entries(file: str) -> dict[str, str]:
+    text = mine.read(Path(__file__).with_name(file))
+    return dict(entry.split("\n", 1) for entry in text.removeprefix("### ").split("\n### "))
+
+
+CHEATS, TWINS = entries("cheats.txt"), entries("twins.txt")
 contained = pytest.mark.usefixtures("contained")
 
 
@@ -276,7 +279,30 @@ def test_the_tree_has_no_reference_of_the_task(two_seeds):
         assert body in REFERENCE
         texts = [path.read_bytes() for path in tree.rglob("*") if path.is_file()]
         assert not [text for text in texts if body.encode() in text]
-        assert not list((tree / STAGE / "__pycache__").glob("plan.*"))
+        sources = {path.name for path in tree.rglob("*.py")} - {*judge.SOURCES}
+        assert sources == {FILE} and not (tree / STAGE / "plan.pyc").exists()
+
+
+@contained
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWINS)
+def test_a_call_of_what_computes_the_same_gets_nothing(name, two_seeds):
+    """One function of a task, beside the reference's others."""
+    stage, number, function = name.split(" ")
+    task = mine.find_task(stage, int(number))
+    source = mine.read(paths.ROOT / stage / task.file)
+    alone, body = replace(task, functions=(function,)), TWINS[name].strip("\n").split("\n")
+    why = two_seeds.why(stage, task, mine.emptied(source, stage, alone, body).encode())
+    assert "NotImplementedError" in why
+
+
+@pytest.mark.parametrize("stage", WITH_TASKS)
+def test_twins_are_functions_of_other_files(stage):
+    for task in mine.tasks(stage):
+        for name, functions in judge.twins_of(stage, task).items():
+            assert name != f"{stage}/{task.file}"
+            twin = replace(task, functions=functions)
+            assert mine.emptied(mine.read(paths.ROOT / name), stage, twin)
 
 
 ENDLESS = """
@@ -445,6 +471,13 @@ def test_tasks_that_share_a_process_go_on_behind_a_crash():
     *others, last = made._together(Path(), STAGE, {})
     assert {len(part.lines) for part in others} == {2} and len(made.runs) == 1
     assert (len(last.lines), last.why) == (3, "It crashed.")
+
+
+def test_a_driver_that_tasks_share_runs_once():
+    """Stage 05's tasks 5 and 6 have one: it takes longer than all others together."""
+    made = Played((10, ""))
+    parts = made._together(Path(), "stage05_paged", {})
+    assert made.runs == [[1, 2, 3, 4, 5]] and len(parts) == 6 and parts[4] is parts[5]
 
 
 @contained
