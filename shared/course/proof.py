@@ -101,7 +101,7 @@ def _job(stage: str, crowd: Sequence[wrong.Wrong], tests: Sequence[str], *option
         file = solution.task.file
         source = files.get(file) or mine.read(paths.ROOT / stage / file)
         files[file] = wrong.applied(source, stage, solution)
-    job = trials.job(stage, files, tests) | {"options": ["--alone", *options]}
+    job = trials.job(stage, files, tests) | {"options": ["--alone", *options], "brief": True}
     return stage, tuple(crowd), job
 
 
@@ -124,13 +124,15 @@ def judge_wrong(jobs: Sequence[Job]) -> Iterator[list[str]]:
 
 
 def run(chosen: Sequence[str], copied: Copies, most: int | None = None) -> Outcomes:
-    """Run the tests of all tasks of some stages against copies of them; at most `most` a task.
+    """Run the tests of all tasks of some stages against copies of them. most: of each task so many
+    at most, and their cases up to the first that fails.
 
     Raises RuntimeError if pytest itself fails.
     """
     listed = [(stage, task) for stage in chosen for task in mine.tasks(stage)]
     tests = [f"{stage}/{test}" for stage, task in listed for test in task.tests[:most]]
-    (errors,) = trials.outcomes([{"files": dict(copied), "tests": tests}], LONGEST_RUN)
+    job = {"files": dict(copied), "tests": tests, "brief": most is not None}
+    (errors,) = trials.outcomes([job], LONGEST_RUN)
     return {test: error.removeprefix(trials.SKIPPED) for test, error in errors.items()}
 
 

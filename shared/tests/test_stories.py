@@ -210,7 +210,7 @@ def test_what_a_model_writes_keeps_to_the_grammar(chat, name):
         tokenizer, given = Tokenizer.from_folder(folder), {}
         prompts = [[tokenizer.eos_id]] * 8
     loaded = stages.families().load(name, dtype=torch.float32)
-    engine = stages.engines()["stage05_paged"](stages.families().load_model(loaded))
+    engine = stages.engines()["stage09_kernels"](stages.families().load_model(loaded))
     params = stages.sampling_params()
     each = [params(max_tokens=600, temperature=0.8, seed=seed, **given) for seed in range(8)]
     outputs = engine.generate(prompts, each)

@@ -3,6 +3,7 @@ in its own tests and defines `engine`, which makes its engine.
 
 StepContract: add, abort, step and fail.
 EngineContract: generate, stream and run too, for one that packs its requests into one pass a step.
+Again: its long tests shorter, for an engine that has kept it before, with another model or memory.
 """
 
 from __future__ import annotations
@@ -131,10 +132,10 @@ class StepContract:
         finish(engine)
         assert_answered(*good)
 
-    def test_abort_at_any_moment_changes_no_other_request(self):
+    def test_abort_at_any_moment_changes_no_other_request(self, every=1):
         """The same crowd again and again, and the victim leaves before another step each time."""
         phases = set()
-        for moment in range(22):
+        for moment in range(0, 24, every):
             engine = self.engine(3, 12, max_chunk=5)
             others = [ask(engine, length, 4) for length in (18, 30, 5)]
             victim = ask(engine, 26, 4, "victim")
@@ -393,3 +394,19 @@ class EngineContract(StepContract):
             finish(engine)
             assert_answered(other)
         self.assert_idle(engine)
+
+
+class Again:
+    """Subclass it as `class TestMine(Again, TestTheirs)`. By -m slow, nothing is shorter."""
+
+    @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+    def test_abort_at_any_moment_changes_no_other_request(self, every: int) -> None:
+        tests: Any = super()
+        tests.test_abort_at_any_moment_changes_no_other_request(every)
+
+    @pytest.mark.parametrize(
+        "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
+    )
+    def test_all_scenarios(self, dtype: torch.dtype) -> None:
+        tests: Any = super()
+        tests.test_all_scenarios(dtype)

@@ -170,7 +170,7 @@ RARE += ["forked waiting, without an answer"]
 
 @pytest.mark.parametrize(
     "examples, least, events",
-    [(35, 1, EVENTS), pytest.param(1500, 30, EVENTS + RARE, marks=pytest.mark.slow)],
+    [(25, 1, EVENTS), pytest.param(1500, 30, EVENTS + RARE, marks=pytest.mark.slow)],
     ids=["some", "many"],
 )
 def test_lives_of_fifty_calls(examples, least, events):

@@ -52,9 +52,10 @@ class SplitLife(PagedLife):
         return super().make(sequences, token_budget, make_cache=SplitCache, **options)
 
 
-def test_lives_with_two_planes():
+@pytest.mark.parametrize("examples", [5, pytest.param(100, marks=pytest.mark.slow)])
+def test_lives_with_two_planes(examples):
     """Swaps, copies, hits and evictions, watched by the sanitizer."""
-    seen = live(SplitLife, 10)
+    seen = live(SplitLife, examples)
     assert all(seen[event] for event in ("copies", "evicted", "hit_tokens", "swapped_in"))
 
 

@@ -28,11 +28,13 @@ HANG = 240.0  # seconds: on an idle machine nothing here takes a tenth of that
 
 
 def until(condition: Callable[[], object], what: Callable[[], object] = str) -> None:
-    """Wait until `condition` holds. Fails with the text of `what` after HANG seconds."""
-    deadline = time.monotonic() + HANG
+    """Wait until `condition` holds. Fails with the text of `what` after HANG seconds. It looks ever
+    more rarely: a look may cost a server or a browser more than what is waited for."""
+    deadline, pause = time.monotonic() + HANG, 0.01
     while not condition():
         assert time.monotonic() < deadline, f"it did not happen within {HANG:g} s: {what()}"
-        time.sleep(0.01)
+        time.sleep(pause)
+        pause = min(1.3 * pause, 0.1)
 
 
 def complete(client: openai.OpenAI, prompt: Any = PROMPT, **fields: Any) -> Any:

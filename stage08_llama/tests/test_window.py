@@ -15,6 +15,7 @@ from stage03_batching import make as stage03
 from stage04_continuous import make as stage04
 from stage04_continuous.request import Request
 from stage04_continuous.tests import oracle
+from stage04_continuous.tests.contract import Again
 from stage04_continuous.tests.lives import live
 from stage04_continuous.tests.oracle import ask, assert_answered, finish
 from stage05_paged import make as stage05
@@ -38,12 +39,13 @@ def windowed():
         yield
 
 
-class TestPaged(paged.TestPaged):
+class TestPaged(Again, paged.TestPaged):
     pass
 
 
-def test_lives_of_fifty_calls():
-    seen = live(paged.PagedLife, 40)
+@pytest.mark.parametrize("examples", [20, pytest.param(40, marks=pytest.mark.slow)])
+def test_lives_of_fifty_calls(examples):
+    seen = live(paged.PagedLife, examples)
     assert not [event for event in paged.EVENTS if not seen[event]]
 
 

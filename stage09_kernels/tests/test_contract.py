@@ -13,6 +13,7 @@ from shared.tests.int8 import Dequantized, Int8, Int8Linear
 from stage01_forward.families import load_model
 from stage04_continuous.runner import Runner
 from stage04_continuous.tests import oracle
+from stage04_continuous.tests.contract import Again
 from stage04_continuous.tests.lives import live
 from stage05_paged.engine import cache_type
 from stage05_paged.tests import test_contract as paged
@@ -30,7 +31,10 @@ KERNELS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True, params=["gpt2", *SHAPES])
+grouped = pytest.param("grouped", marks=pytest.mark.slow)  # "window" has grouped heads too
+
+
+@pytest.fixture(scope="module", autouse=True, params=["gpt2", "window", grouped])
 def shape(request):
     """Llamas have another epsilon here, so that no other test gets answers of `wide_norm`."""
     config = oracle.CONFIG
@@ -42,8 +46,12 @@ def shape(request):
             yield config
 
 
-class TestKernels(paged.TestPaged):
+class TestKernels(Again, paged.TestPaged):
     runner: Any = KernelRunner
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+    def test_all_scenarios(self, dtype):
+        super().test_all_scenarios(dtype)
 
     @staticmethod
     def engine(*args: Any, **options: Any) -> Any:

@@ -37,11 +37,11 @@ KERNELS = kernels.KERNELS | INT8 | {"make_cache": partial(Int8KernelCache, real=
 compiled = pytest.mark.skipif(not library.compilers(), reason="no C compiler (cc, gcc, clang)")
 
 
-slow = pytest.mark.slow  # "window" has grouped heads too
-CHOSEN = ["gpt2", "window", pytest.param("grouped", marks=slow)]
+# "window" has grouped heads too, and the caches' own tests have every shape.
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "grouped")]
 
 
-@pytest.fixture(scope="module", autouse=True, params=CHOSEN)
+@pytest.fixture(scope="module", autouse=True, params=["window", *OTHERS])
 def shape(request):
     """Its answers are those of an oracle that no other test asks."""
     config = oracle.CONFIG
@@ -57,7 +57,7 @@ def shape(request):
             yield config
 
 
-class TestInt8(paged.TestPaged):
+class TestInt8(contract.Again, paged.TestPaged):
     @staticmethod
     def engine(*args: Any, **options: Any) -> Any:
         return engine_of(*args, **(INT8 | options))
@@ -88,9 +88,10 @@ def test_lives_of_fifty_calls(examples):
 
 
 @compiled
-def test_lives_with_kernels():
+@pytest.mark.parametrize("examples", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_lives_with_kernels(examples):
     """Swaps, copies, hits and evictions, watched by the sanitizer."""
-    seen = live(KernelLife, 10)
+    seen = live(KernelLife, examples)
     assert all(seen[event] for event in ("copies", "evicted", "hit_tokens", "swapped_in"))
 
 

@@ -16,6 +16,7 @@ from shared.parity import prove, random_prompt
 from stage01_forward import engine as naive
 from stage01_forward.families import attention_of, load_model
 from stage04_continuous.tests import oracle
+from stage04_continuous.tests.contract import Again
 from stage05_paged.blocks import BlockPool
 from stage05_paged.tests import test_contract as paged
 from stage08_llama.model import RMSNorm
@@ -32,7 +33,6 @@ from stage10_quantization.layers import QuantizedLinear
 GPT2 = Config(101, 64, 64, 2, 2, name="wide", layer_norm_epsilon=3e-5)
 WIDTHS: Any = {"n_embd": 64, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_inner": 96}
 LLAMA = replace(SHAPES["grouped"], **WIDTHS, layer_norm_epsilon=3e-5)
-CONVERSIONS = [(w, a) for w in FORMATS for a in ("int8", "float")]
 needs_kernels = pytest.mark.skipif(not library.compilers(), reason="no C compiler")
 
 
@@ -42,8 +42,15 @@ def model_of(config: Any, conversion: tuple[str, str], dtype: torch.dtype) -> An
     return load_model(checkpoint, dtype=dtype)
 
 
-@pytest.mark.parametrize("conversion", CONVERSIONS, ids="-".join)
-@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+PAIRS = [  # all by -m slow: the layers of both families are the same
+    pytest.param(config, (w, a), id=f"{name}-{w}-{a}", marks=[pytest.mark.slow] * (a != usual))
+    for name, config, usual in (("gpt2", GPT2, "int8"), ("llama", LLAMA, "float"))
+    for w in FORMATS
+    for a in ("int8", "float")
+]
+
+
+@pytest.mark.parametrize("config, conversion", PAIRS)
 def test_every_engine_has_the_tokens_of_the_slow_one(config, conversion):
     model = model_of(config, conversion, torch.float64)
     slow = stages.oracle(model)
@@ -55,7 +62,7 @@ def test_every_engine_has_the_tokens_of_the_slow_one(config, conversion):
         assert [o.token_ids for o in make(model).generate(prompts, params)] == want, name
 
 
-class TestPaged(paged.TestPaged):
+class TestPaged(Again, paged.TestPaged):
     """The whole contract of stage 05, over int4 weights and int8 activations."""
 
     @pytest.fixture(autouse=True)
@@ -73,6 +80,13 @@ class TestPaged(paged.TestPaged):
     def test_all_scenarios(self):
         """In float64 alone: the last bit of a float32 may change an activation's code."""
         super().test_all_scenarios(torch.float64)
+
+    @needs_kernels
+    def test_all_scenarios_on_the_kernels(self):
+        model: Any = oracle.the_model()
+        engine: Any = make_kernels(model, insist=True)
+        parity = prove(engine, oracle.oracle_of(model), stages.sampling_params())
+        assert parity.tokens > 100 and not parity.near_ties
 
 
 @needs_kernels
@@ -132,11 +146,3 @@ def test_bits_do_not_depend_on_neighbours_or_chunks(config, weights, dtype):
         start += length
     assert together.isfinite().all()
     assert torch.equal(torch.cat(alone), together) and torch.equal(torch.cat(chunks), together)
-
-
-@needs_kernels
-def test_the_parity_scenarios_hold():
-    model = model_of(GPT2, ("int4", "int8"), torch.float64)
-    kernels = next(make for name, make in stages.engines().items() if name.startswith("stage09"))
-    parity = prove(kernels(model), stages.oracle(model), stages.sampling_params())
-    assert parity.tokens > 100 and not parity.near_ties

@@ -137,7 +137,7 @@ def summary(cell: Cell, asks: list[Ask]) -> dict[str, float]:
 def test_what_each_policy_finds_in_each_kind_of_traffic() -> None:
     """By prefix, as much as one big cache would; without common prefixes nothing, at no cost. One
     hot prefix does not fill one of the 8 replicas."""
-    counts = {"prefix": 1500, "free": 600, "hot": 600}
+    counts = {"prefix": 900, "free": 300, "hot": 400}
     asks = {kind: load(CELL, kind, count) for kind, count in counts.items()}
     prefix, free, hot = (
         {name: summary(replace(CELL, policy=name), each) for name in simulator.POLICIES}

@@ -56,6 +56,8 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(measure, "ROOT", tmp_path)
     monkeypatch.setattr(measure, "REPORTS", tmp_path / "reports")
     monkeypatch.setattr(measure, "limits", lambda *_, **__: LIMITS)
+    monkeypatch.setattr(measure, "GIB", 2**20)  # of memory, which a ruler reads
+    monkeypatch.setattr(measure, "matmul_rate", lambda *_: 100.0)
     return tmp_path / "reports"
 
 

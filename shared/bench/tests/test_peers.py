@@ -109,6 +109,7 @@ def test_a_run_beside_other_programs_is_repeated_and_the_calmest_counts(
     assert process.calm(run, 1, tries=2)["number"] == 4  # none was calm: 2 seconds, then 1
 
 
+@pytest.mark.slow
 def test_an_environment_is_installed_once_and_pips_reason_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

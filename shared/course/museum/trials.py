@@ -1,9 +1,9 @@
 """Runs the tests of exhibits against copies, in another process.
 
 `python -m shared.course.museum.trials FILE SECONDS` reads jobs from a JSON file, a list of
-{"files", "tests", "options"} with files by path and tests by id, and writes the outcomes of their
-tests to outcomes.json beside it. One process serves many jobs, because importing PyTorch takes
-longer than most tests.
+{"files", "tests", "options", "brief"} with files by path and tests by id, and writes the outcomes
+of their tests to outcomes.json beside it. In a brief job, a test ends at its first case that fails.
+One process serves many jobs, because importing PyTorch takes longer than most tests.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from shared import paths
 from shared.course import mine
@@ -89,17 +91,27 @@ def _process(
 class _Outcomes:
     """A pytest plugin that keeps the error of each test, and of files that cannot be loaded."""
 
-    def __init__(self) -> None:
+    def __init__(self, brief: bool) -> None:
         self.errors: dict[str, str] = {}
+        self.brief, self.failed, self.left_out = brief, set[str](), set[str]()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: Any) -> None:
+        if self.brief and item.nodeid.partition("[")[0] in self.failed:
+            self.left_out.add(item.nodeid)
+            pytest.skip("another case has failed")
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
             self.errors[report.nodeid] = str(report.longrepr) or "failed"
 
     def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.nodeid in self.left_out:
+            return
         self.errors.setdefault(report.nodeid, "")
         if report.failed:
             self.errors[report.nodeid] = str(report.longrepr) or "failed"
+            self.failed.add(report.nodeid.partition("[")[0])
         elif report.skipped:
             self.errors[report.nodeid] = SKIPPED
 
@@ -109,8 +121,6 @@ def again(arguments: Sequence[str], home: Path, plugins: Sequence[object] = ()) 
 
     All modules of stages are removed first, so that pytest loads these copies, not earlier ones.
     """
-    import pytest
-
     known = paths.discover()
     for name in [name for name in sys.modules if name.partition(".")[0] in known]:
         del sys.modules[name]
@@ -125,7 +135,10 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, str]:
     """Run one job in this process."""
     for name, source in job["files"].items():
         mine.write(folder / name, source)
-    plugin, options = _Outcomes(), ["--tb=native", "--hypothesis-profile=any"]
+    plugin, options = (
+        _Outcomes(job.get("brief", False)),
+        ["--tb=native", "--hypothesis-profile=any"],
+    )
     again([*options, *job.get("options", ()), *job["tests"]], folder, [plugin])
     return plugin.errors
 
