@@ -45,8 +45,10 @@ HARMLESS: dict[str, tuple[tuple[Any, ...], str]] = {
     "response_format": (({"type": "text"},), NO_FORMAT),
 }
 # Fields that the engine takes as they are.
-SAME = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos", "presence_penalty")
-SAME += ("frequency_penalty", "repetition_penalty")
+SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 # pydantic's name for a text with half a surrogate pair, which JSON can hold and UTF-8 cannot.
 NOT_UNICODE = "string_unicode"
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]

@@ -21,9 +21,8 @@ from stage06_serving.chat import SIMPLE, load_template
 from stage06_serving.errors import error_body, validation_message
 from stage06_serving.protocol import REFUSED, ChatBody, CompletionBody, GenerateBody, TokenizeBody
 
-from .asking import CHAT, PROMPT, TOKENIZER, ask, chat, complete, first, get, post
+from .asking import CHAT, LARGEST_ERROR, PROMPT, TOKENIZER, ask, chat, complete, first, get, post
 
-LARGEST_ERROR = 2048  # bytes
 # The least and the most that is allowed.
 PENALTIES = dict.fromkeys(("presence_penalty", "frequency_penalty"), (-2, 2))
 NUMBERS: dict[str, Any] = {**PENALTIES, "top_p": (5e-324, 1), "min_p": (0, 1)}

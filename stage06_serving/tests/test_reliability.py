@@ -20,7 +20,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared.server import python
+from shared.server import free_ports, python
 
 from .asking import HANG, ended, events, get, post, posted, until, until_idle
 from .conftest import environment
@@ -98,8 +98,7 @@ def test_loading_draining_and_hurrying(tmp_path, tiny_folder):
     second ends them; slow bodies and open pages delay nothing, and no traceback is logged."""
     fault = Fault(tmp_path / "fault")
     fault.plant("loading")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     arguments = f"-m {MODULE} --port {port} --linear plain --grace 3600 --model {tiny_folder}"
     variables = environment({VARIABLE: str(fault.file)})
     with ExitStack() as stack:

@@ -150,30 +150,28 @@ def test_stop_strings_wait_for_min_tokens(ids, stops, keep, least):
     assert stop is None or len(pieces) >= least
 
 
-def test_streams_equal_whole_answers(house, tiny_folder):
+def test_streams_equal_whole_answers(bytes_server, tiny_folder):
     """Every second answer is cut at a stop string. The model has random weights and bytes for
     tokens, biased to parts of emoji and CJK characters. With log-probabilities: test_logprobs."""
     tokenizer = Tokenizer.from_folder(tiny_folder)
     bias = {str(byte): 5.0 for byte in {*"😀日é中 ok\n".encode()}}
     fields = {"max_tokens": 9, "temperature": 1, "logit_bias": bias, "return_token_ids": True}
-    options = ("--dtype", "float64", "--kv-memory", "1MiB", "--no-sanitize")
-    running = house("--model", str(tiny_folder), *options)
     broken = stops = 0
     for number, text in enumerate(mixed_texts(40)):
         body: dict[str, Any] = {**fields, "prompt": f"Say {text}", "seed": number}
-        whole = post(running, json=body).json()["choices"][0]
+        whole = post(bytes_server, json=body).json()["choices"][0]
         decoded = tokenizer.decode(id for id in whole["token_ids"] if id != 256)
         assert whole["text"] == decoded  # so a U+FFFD in it is one of the full decode
         broken += "\ufffd" in decoded
         if number % 2 and len(decoded) > 4:
             stop, stops = decoded[3:5], stops + 1
             body["stop"] = [stop, "never"]
-            whole = post(running, json=body).json()["choices"][0]
+            whole = post(bytes_server, json=body).json()["choices"][0]
             assert whole["text"] == decoded[: decoded.index(stop)]
             assert (whole["finish_reason"], whole["stop_reason"]) == ("stop", stop)
         if number % 3 == 0:
             body["echo"], whole["text"] = True, body["prompt"] + whole["text"]
-        chunks = events(post(running, json=body | {"stream": True}).text)
+        chunks = events(post(bytes_server, json=body | {"stream": True}).text)
         assert len({(chunk["id"], chunk["created"], chunk["object"]) for chunk in chunks}) == 1
         assert not any("usage" in chunk for chunk in chunks)
         choices = [chunk["choices"][0] for chunk in chunks]
