@@ -17,6 +17,25 @@ from .request import Request, State
 POLICIES = ("fcfs", "priority")
 
 
+def check_settings(
+    row: str, rows: int, token_budget: int, policy: str, max_chunk: int | None, patience: int
+) -> None:
+    """Raise UserError for settings that cannot work. row: "slot" or "sequence", for the message."""
+    if rows < 1:
+        raise UserError(f"There must be at least 1 {row} at a time, not {rows}.")
+    if token_budget < rows:
+        raise UserError(
+            f"A budget of {token_budget} tokens a step is too small for {rows} {row}s, each of "
+            f"which needs one: give at least {rows}, or fewer {row}s."
+        )
+    if policy not in POLICIES:
+        raise UserError(f"Unknown policy '{policy}': choose one of {', '.join(POLICIES)}.")
+    if max_chunk is not None and max_chunk < 1:
+        raise UserError(f"A chunk must have at least 1 token, not {max_chunk}.")
+    if patience < 1:
+        raise UserError(f"Patience must be at least 1 step, not {patience}.")
+
+
 class Scheduler:
     """Shares `max_sequences` slots and `token_budget` tokens a pass among requests.
 
@@ -37,19 +56,7 @@ class Scheduler:
         chunked: bool = True,
         patience: int = 256,
     ) -> None:
-        if max_sequences < 1:
-            raise UserError(f"There must be at least 1 slot, not {max_sequences}.")
-        if token_budget < max_sequences:
-            raise UserError(
-                f"A budget of {token_budget} tokens a step is too small for {max_sequences} slots, "
-                f"each of which needs one: give at least {max_sequences}, or fewer slots."
-            )
-        if policy not in POLICIES:
-            raise UserError(f"Unknown policy '{policy}': choose one of {', '.join(POLICIES)}.")
-        if max_chunk is not None and max_chunk < 1:
-            raise UserError(f"A chunk must have at least 1 token, not {max_chunk}.")
-        if patience < 1:
-            raise UserError(f"Patience must be at least 1 step, not {patience}.")
+        check_settings("slot", max_sequences, token_budget, policy, max_chunk, patience)
         self.max_sequences, self.token_budget, self.policy = max_sequences, token_budget, policy
         self.patience, self.chunked = patience, chunked
         self.max_chunk = token_budget if max_chunk is None else max_chunk

@@ -18,7 +18,7 @@ from typing import Protocol
 from shared.errors import UserError
 from stage04_continuous.plan import Plan, Work
 from stage04_continuous.request import Request, State
-from stage04_continuous.scheduler import POLICIES
+from stage04_continuous.scheduler import check_settings
 
 from .blocks import BlockPool, BlockTable, Move
 
@@ -92,21 +92,8 @@ class Scheduler:
         cheaper: Callable[[int], str] = lambda tokens: "recompute",
         longest: int = sys.maxsize,
     ) -> None:
-        if max_sequences < 1:
-            raise UserError(f"There must be at least 1 sequence at a time, not {max_sequences}.")
         max_sequences = min(max_sequences, pool.count)  # each has at least one block
-        if token_budget < max_sequences:
-            raise UserError(
-                f"A budget of {token_budget} tokens a step is too small for {max_sequences} "
-                f"sequences, each of which needs one: give at least {max_sequences}, or fewer "
-                "sequences."
-            )
-        if policy not in POLICIES:
-            raise UserError(f"Unknown policy '{policy}': choose one of {', '.join(POLICIES)}.")
-        if max_chunk is not None and max_chunk < 1:
-            raise UserError(f"A chunk must have at least 1 token, not {max_chunk}.")
-        if patience < 1:
-            raise UserError(f"Patience must be at least 1 step, not {patience}.")
+        check_settings("sequence", max_sequences, token_budget, policy, max_chunk, patience)
         if not 0 <= watermark < 1:
             raise UserError(
                 f"The watermark must be a share of the blocks, from 0 to below 1, not {watermark}."

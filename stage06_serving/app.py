@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
@@ -209,9 +208,8 @@ Endpoint = Callable[[Request, Any], Coroutine[Any, Any, ASGIApp]]
 
 
 class Direct:
-    """Calls the endpoints that generate, past FastAPI, whose way to them takes longer than their
-    own work. FastAPI knows them too, for /openapi.json. endpoints: by path, with their bodies. The
-    guard is outside."""
+    """Calls the endpoints that take a body, past FastAPI, whose way to them takes longer than their
+    own work. endpoints: by path, with their bodies. The guard is outside."""
 
     def __init__(self, app: ASGIApp, endpoints: Mapping[str, tuple[Any, Endpoint]]) -> None:
         self.app, self.endpoints = app, endpoints
@@ -234,6 +232,16 @@ class Direct:
         except Exception as error:
             response = error_response(error)
         await response(scope, receive, send)
+
+
+def described(kind: Any) -> Callable[..., Coroutine[Any, Any, None]]:
+    """An endpoint with this body, for /openapi.json alone: `Direct` answers in its place."""
+
+    async def endpoint(body: Any) -> None:
+        raise NotImplementedError
+
+    endpoint.__annotations__["body"] = kind
+    return endpoint
 
 
 def parse(kind: Any, data: bytes) -> Any:
@@ -263,12 +271,6 @@ class App(FastAPI):
 
 def answer_errors(app: FastAPI) -> None:
     """Have all errors answered in the form that OpenAI's clients expect."""
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        details = [{**detail, "loc": detail["loc"][1:]} for detail in error.errors()]  # no "body"
-        message, field = validation_message(details)
-        return JSONResponse(error_body(400, message, field), 400)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
@@ -336,33 +338,7 @@ def create_app(
     )
     state: Any = app.state
     state.engine, state.statuses = None, statuses
-    direct: dict[str, tuple[Any, Endpoint]] = {}
-    endpoints = Direct(partial(FastAPI.__call__, app), direct)
-    app.first = Guard(endpoints, settings.keys, settings.hosts, statuses, state)
-
     answer_errors(app)
-
-    @app.post("/generate", response_model=None)
-    async def generate(request: Request, body: GenerateBody) -> ASGIApp:
-        return await state.api.generate(request, body)
-
-    async def completions(request: Request, body: CompletionBody) -> ASGIApp:
-        return await state.api.complete(request, body)
-
-    async def chat_completions(request: Request, body: ChatBody) -> ASGIApp:
-        return await state.api.chat(request, body)
-
-    completions.__annotations__["body"] = forms.completion_body  # FastAPI reads it
-    chat_completions.__annotations__["body"] = forms.chat_body
-    app.post("/v1/completions", response_model=None)(completions)
-    app.post("/v1/chat/completions", response_model=None)(chat_completions)
-
-    direct |= {
-        "/generate": (GenerateBody, generate),
-        "/v1/completions": (forms.completion_body, completions),
-        "/v1/chat/completions": (forms.chat_body, chat_completions),
-    }
-    direct |= embeddings.add(app, state, unless_gone)
 
     def card(name: str) -> dict[str, Any]:
         service: Service = state.service
@@ -379,7 +355,6 @@ def create_app(
         state.service.check_model(model_id)
         return card(model_id)
 
-    @app.post("/tokenize", response_model=None)
     async def tokenize(request: Request, body: TokenizeBody) -> Response:
         service: Service = state.service
         service.check_model(body.model)
@@ -390,7 +365,6 @@ def create_app(
             answer = await unless_gone(request, service.tokenized(body.prompt or "", strings))
         return Response(answer, media_type="application/json")
 
-    @app.post("/detokenize", response_model=None)
     async def detokenize(request: Request, body: DetokenizeBody) -> Response:
         service: Service = state.service
         service.check_model(body.model)
@@ -398,7 +372,18 @@ def create_app(
         text = await service.decode(body.tokens)
         return Response(to_json({"prompt": text}), media_type="application/json")
 
-    direct |= {"/tokenize": (TokenizeBody, tokenize), "/detokenize": (DetokenizeBody, detokenize)}
+    posted: dict[str, tuple[Any, Endpoint]] = {
+        "/generate": (GenerateBody, lambda *asked: state.api.generate(*asked)),
+        "/v1/completions": (forms.completion_body, lambda *asked: state.api.complete(*asked)),
+        "/v1/chat/completions": (forms.chat_body, lambda *asked: state.api.chat(*asked)),
+        "/tokenize": (TokenizeBody, tokenize),
+        "/detokenize": (DetokenizeBody, detokenize),
+        **embeddings.endpoints(state, unless_gone),
+    }
+    for path, (kind, _) in posted.items():
+        app.post(path, name=path, response_model=None)(described(kind))
+    direct = Direct(partial(FastAPI.__call__, app), posted)
+    app.first = Guard(direct, settings.keys, settings.hosts, statuses, state)
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")

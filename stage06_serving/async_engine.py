@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +29,7 @@ from stage04_continuous.request import Request
 from stage05_paged.records import BlocksRecord
 
 from .scoring import PromptRequest, own_salt
-from .status import AnyEngine, DiskCounts, DraftCounts, Refused, Status
+from .status import AnyEngine, Refused, Status
 
 Prepare = Callable[[Request], None]  # gives a request its form, before it is queued
 BROKEN = "The engine failed in a step of this request: send the request again."
@@ -194,17 +194,9 @@ class AsyncEngine:
         return sum(ticket.reason is None for ticket in self.in_flight.values())
 
     @property
-    def variants(self) -> Mapping[str, bytes]:
-        """Names that the engine answers to beside the model's, each with its part of a salt."""
-        return self._engine.variants
-
-    @property
-    def disk(self) -> DiskCounts | None:
-        return self._engine.disk
-
-    @property
-    def drafts(self) -> DraftCounts | None:
-        return self._engine.drafts
+    def engine(self) -> AnyEngine:
+        """For what any thread may use: its settings and counts."""
+        return self._engine
 
     def start(self) -> None:
         """Let the thread run steps."""
@@ -245,10 +237,6 @@ class AsyncEngine:
                 group[0].result = self._loop.create_future()
             self._command(partial(self._add, prompt, sampling, salt, wants, prepare, group))
         return groups
-
-    @property
-    def embeds(self) -> bool:
-        return self._engine.embeds
 
     async def result(self, ticket: Ticket) -> Any:
         """What the request wanted of its prompt, once it is computed. Raises Broken, EngineDead."""

@@ -7,11 +7,12 @@ from a client: a template in a request is a program that a stranger wrote.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from shared import chat_template
 from shared.cli import Loaded
@@ -28,6 +29,7 @@ NO_TEMPLATE = (
 
 
 Tools = Sequence[Mapping[str, Any]]
+Line = Annotated[str, Field(pattern=r"\{content\}")]
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,9 @@ class ChatTemplate:
     """A line for each message, by role; then `start`, which the model continues until one of
     `stops`."""
 
-    roles: dict[str, str]  # role -> line, in which {content} is replaced by the message
+    roles: dict[str, Line]  # role -> line, in which {content} is replaced by the message
     start: str
-    stops: tuple[str, ...]
+    stops: tuple[Annotated[str, Field(min_length=1)], ...]
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> str:
         """The text that the model continues. An unknown role is written with its own name. There is
@@ -50,6 +52,9 @@ class ChatTemplate:
             else:
                 lines.append(line.replace("{content}", message.text))
         return "".join(lines) + self.start
+
+
+FILE = TypeAdapter(ChatTemplate)
 
 
 class OwnTemplate:
@@ -96,18 +101,14 @@ def load_template(name: str) -> ChatTemplate | None:
     if name in ("auto", "simple", "none"):
         return None if name == "none" else SIMPLE
     try:
-        data = json.loads(read_text(Path(name), MOST_TEMPLATE_BYTES))
-        roles, start, stops = data["roles"], data["start"], data["stops"]
-        if not all(isinstance(line, str) and "{content}" in line for line in roles.values()):
-            raise ValueError("a role is not a text that contains {content}")
-        if not isinstance(start, str):
-            raise ValueError("'start' is not a text")
-        if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise ValueError("'stops' is not a list of non-empty texts")
-        return ChatTemplate(dict(roles), start, tuple(stops))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return FILE.validate_json(read_text(Path(name), MOST_TEMPLATE_BYTES), strict=True)
+    except (OSError, ValueError) as error:
+        why = str(error)
+        if isinstance(error, ValidationError):  # the first field, and what is wrong with it
+            first = error.errors()[0]
+            why = ": ".join([*map(str, first["loc"]), first["msg"]])
         raise UserError(
-            f"--chat-template {name} cannot be used ({type(error).__name__}: {error}): choose "
+            f"--chat-template {name} cannot be used ({why}): choose "
             'auto, simple, none, or a JSON file such as {"roles": {"user": "User: {content}\\n"}, '
             '"start": "Assistant:", "stops": ["\\nUser:"]}.'
         ) from None

@@ -9,18 +9,17 @@ from __future__ import annotations
 import asyncio
 import base64
 import struct
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.responses import Response
 from pydantic import Field
 from pydantic_core import to_json
 
 from stage01_forward.params import SamplingParams
 
-from .async_engine import Ticket
 from .errors import ApiError
 from .protocol import MOST_PROMPTS, Body, Many, Prompts, Text, as_list
 from .scoring import EmbeddedRequest
@@ -51,41 +50,6 @@ class RerankBody(_Pooled):
     return_documents: bool = True
 
 
-async def embed(
-    service: Service,
-    texts: Sequence[str | list[int]],
-    field: str,
-    body: _Pooled,
-    tenant: bytes,
-    wait: Callable[[Coroutine[Any, Any, list[Vector]]], Awaitable[list[Vector]]],
-) -> tuple[list[Vector], int]:
-    """The embeddings of `texts`, and how many tokens they have.
-
-    field: the name of the texts in the body. wait: ends the work if the client leaves.
-    Raises ApiError for a text that is empty or too long.
-    """
-    salt = tenant + service.check_model(body.model)
-    prompts = await service.all_prompt_ids(texts, field)
-    for ids in prompts:
-        service.check_ids(ids, field)
-    if not service.engine.embeds:
-        raise ApiError(400, "This engine has no hidden states to embed: use --engine paged.")
-    wants = partial(EmbeddedRequest, mean=body.pooling == "mean")
-    groups = service.engine.submit(prompts, [SamplingParams(max_tokens=1)], salt, wants)
-    tickets = [ticket for (ticket,) in groups]
-    try:
-        async with asyncio.timeout(service.timeout):
-            vectors = await wait(results(service, tickets))
-    finally:
-        for ticket in tickets:
-            service.engine.abort(ticket)
-    return vectors, sum(map(len, prompts))
-
-
-async def results(service: Service, tickets: Sequence[Ticket]) -> list[Vector]:
-    return [await service.engine.result(ticket) for ticket in tickets]
-
-
 def written(vectors: Sequence[Vector], encoding: str) -> list[bytes]:
     """The JSON of each vector by itself: other threads run between two."""
     items: list[bytes] = []
@@ -111,17 +75,36 @@ def ranking(body: RerankBody, model: str, vectors: Sequence[Vector], tokens: int
     return to_json({"model": model, "usage": {"total_tokens": tokens}, "results": results})
 
 
-def add(app: FastAPI, state: Any, unless_gone: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
-    """Add both endpoints to the application; returns their bodies and themselves by path.
-    `state.service` answers them; `unless_gone` ends the work for a client that leaves."""
+def endpoints(state: Any, unless_gone: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
+    """Both endpoints by path, each behind its body. `state.service` answers them; `unless_gone`
+    ends the work for a client that leaves."""
 
     async def embedded(
         request: Request, texts: Sequence[str | list[int]], field: str, body: _Pooled
     ) -> tuple[list[Vector], int]:
-        tenant, wait = request.scope["tenant"], partial(unless_gone, request)
-        return await embed(state.service, texts, field, body, tenant, wait)
+        """The embeddings of `texts`, which are in `field` of the body, and how many tokens they
+        have. Raises ApiError for a text that is empty or too long."""
+        service: Service = state.service
+        engine, salt = service.engine, request.scope["tenant"] + service.check_model(body.model)
+        prompts = await service.all_prompt_ids(texts, field)
+        for ids in prompts:
+            service.check_ids(ids, field)
+        if not engine.engine.embeds:
+            raise ApiError(400, "This engine has no hidden states to embed: use --engine paged.")
+        wants = partial(EmbeddedRequest, mean=body.pooling == "mean")
+        groups = engine.submit(prompts, [SamplingParams(max_tokens=1)], salt, wants)
+        tickets = [ticket for (ticket,) in groups]
 
-    @app.post("/v1/embeddings", response_model=None)
+        async def vectors() -> list[Vector]:
+            return [await engine.result(ticket) for ticket in tickets]
+
+        try:
+            async with asyncio.timeout(service.timeout):
+                return await unless_gone(request, vectors()), sum(map(len, prompts))
+        finally:
+            for ticket in tickets:
+                engine.abort(ticket)
+
     async def embeddings(request: Request, body: EmbeddingBody) -> Response:
         service: Service = state.service
         width = service.loaded.config.n_embd
@@ -136,7 +119,6 @@ def add(app: FastAPI, state: Any, unless_gone: Callable[..., Any]) -> dict[str, 
         answer = b'%b,"data":[%b]}' % (rest.removesuffix(b"}"), b",".join(items))
         return Response(answer, media_type="application/json")
 
-    @app.post("/v1/rerank", response_model=None)
     async def rerank(request: Request, body: RerankBody) -> Response:
         service: Service = state.service
         texts = [body.query, *body.documents]

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 from itertools import groupby
-from typing import TypedDict
+from typing import Any
 
 from stage05_paged.records import BlocksRecord
 
@@ -22,32 +22,6 @@ STEPS = 256  # most steps in a frame, the newest
 MOST_BLOCKS = 2**16  # on the map
 MOST_WATCHERS = 16  # pages: each costs the loop a frame FRAMES times a second
 RECENT = 3.0  # seconds over which the token rate is taken
-
-
-class StepFrame(TypedDict):
-    """One forward pass."""
-
-    number: int
-    rows: list[tuple[str, int, int]]  # of each sequence: id, prefill tokens, decode tokens
-    preempted: int  # sequences that lost their memory before the step
-
-
-class Frame(TypedDict):
-    """One event of /live: everything that a page draws, and the steps since the last event."""
-
-    map: list[tuple[int, int]]  # runs of equal blocks: state, as in `blockmap`, and length
-    running: list[tuple[str, int]]  # of each sequence: id, and number on the map
-    waiting: int  # sequences
-    hit_rate: float  # of the prefix cache, 0 to 1
-    preemptions: int
-    alive: bool  # the engine; if not, the status is the last one
-    blocks: int
-    block_size: int  # tokens
-    step: int  # number of the newest step
-    steps: list[StepFrame]
-    tokens_per_second: float
-    ttft: float | None  # seconds, median of the newest requests
-    itl: float | None  # seconds, median of the newest tokens
 
 
 def look(engine: AnyEngine) -> tuple[Status, list[tuple[int, int]]]:
@@ -96,7 +70,7 @@ class Live:
                 await asyncio.wait_for(self._look(), PULSE)
             frame = self.frame(sent)
             sent = frame["step"]
-            yield event({**frame})
+            yield event(frame)
             if self.engine.draining and not self.engine.in_flight:
                 return  # an open stream would hold up the shutdown
             with contextlib.suppress(TimeoutError):
@@ -127,29 +101,31 @@ class Live:
         for watcher in self.watchers:
             watcher.set()
 
-    def frame(self, after: int) -> Frame:
-        """A frame with the steps after number `after`."""
+    def frame(self, after: int) -> dict[str, Any]:
+        """An event of /live: all that a page draws, and the steps after number `after`."""
         now, status = time.perf_counter(), self._status
         recent = [(when, count) for when, count in self.tokens if now - when < RECENT]
         span = max(0.2, now - recent[0][0]) if recent else 1.0
         return {
-            "map": self._map,
-            "running": list(status.running),
-            "waiting": status.waiting,
-            "hit_rate": status.hit_rate,
+            "map": self._map,  # runs of equal blocks: state, as in `blockmap`, and length
+            "running": list(status.running),  # of each sequence: id, and number on the map
+            "waiting": status.waiting,  # sequences
+            "hit_rate": status.hit_rate,  # of the prefix cache, 0 to 1
             "preemptions": status.preemptions,
-            "alive": self.engine.alive,
+            "alive": self.engine.alive,  # if not, the status is the last one
             "blocks": status.blocks,
-            "block_size": status.block_size,
-            "step": self.count,
+            "block_size": status.block_size,  # tokens
+            "step": self.count,  # number of the newest
             "steps": [step_frame(*step) for step in self.steps if step[0] > after],
             "tokens_per_second": sum(count for _, count in recent) / span,
-            "ttft": median(self.first),
-            "itl": median(self.between),
+            "ttft": median(self.first),  # seconds, of the newest requests
+            "itl": median(self.between),  # seconds, of the newest tokens
         }
 
 
-def step_frame(number: int, record: BlocksRecord) -> StepFrame:
+def step_frame(number: int, record: BlocksRecord) -> dict[str, Any]:
+    """One forward pass: each sequence with its prefill and decode tokens, and how many lost their
+    memory before it."""
     rows = [
         (sequence.request_id, sequence.prefill_tokens, sequence.decode_tokens)
         for sequence in record.sequences

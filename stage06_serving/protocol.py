@@ -44,6 +44,11 @@ HARMLESS: dict[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), TEXT_ONLY),
     "response_format": (({"type": "text"},), NO_FORMAT),
 }
+# Fields that the engine takes as they are.
+SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 # pydantic's name for a text with half a surrogate pair, which JSON can hold and UTF-8 cannot.
 NOT_UNICODE = "string_unicode"
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -163,24 +168,13 @@ class SamplingBody(Body):
         seed = self.seed
         if seed not in (None, -1) and sample:  # -1 is random
             seed = (seed + sample) % 2**63
-        bias, stop_ids = self.logit_bias, self.stop_token_ids
-        sent = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
-            "logit_bias": None if bias is None else {int(key): bias[key] for key in bias},
-            "seed": seed,
-            "min_tokens": self.min_tokens,
-            "stop_token_ids": None if stop_ids is None else tuple(stop_ids),
-            "ignore_eos": self.ignore_eos,
-        }
         # OpenAI's default temperature is 1; the engine's is 0.
-        options: dict[str, Any] = {"temperature": 1.0}
-        options |= {name: value for name, value in sent.items() if value is not None}
+        options: dict[str, Any] = {"temperature": 1.0, "seed": seed}
+        options |= {name: value for name in SAME if (value := getattr(self, name)) is not None}
+        if self.logit_bias is not None:
+            options["logit_bias"] = {int(key): bias for key, bias in self.logit_bias.items()}
+        if self.stop_token_ids is not None:
+            options["stop_token_ids"] = tuple(self.stop_token_ids)
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **options)
 
 

@@ -167,18 +167,18 @@ class Service:
     @property
     def names(self) -> list[str]:
         """What clients may call a model: the model itself, and the engine's variants of it."""
-        return [self.name, *self.engine.variants]
+        return [self.name, *self.engine.engine.variants]
 
     def check_model(self, name: str | None) -> bytes:
         """The end of the salt of a request for the model `name`. Raises ApiError 404 for an unknown
         name."""
         if name is None or name == self.name:
             return b""
-        if name not in self.engine.variants:
+        if name not in self.engine.engine.variants:
             known = ", ".join(f"'{other}'" for other in self.names)
             message = f"The model {name[:100]!r} does not exist: this server has {known}."
             raise ApiError(404, message, "model")
-        return self.engine.variants[name]
+        return self.engine.engine.variants[name]
 
     async def all_prompt_ids(
         self, prompts: Sequence[str | list[int]], field: str = "prompt"
@@ -312,7 +312,7 @@ class Service:
             raise ApiError(400, str(error), field) from None
         eos_ids, keep = self.loaded.config.eos_ids, bool(body.include_stop_str_in_output)
         wanted = isinstance(body, OpenAIBody) and bool(body.mark_drafts)
-        marks = wanted and self.engine.drafts is not None
+        marks = wanted and self.engine.engine.drafts is not None
         choices: list[Choice] = []
         for ids, tickets in zip(prompts, groups, strict=True):
             for ticket in tickets:

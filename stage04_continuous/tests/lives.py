@@ -241,10 +241,9 @@ def live(machine: type[Life], examples: int) -> Counter[str]:
     machine.seen.clear()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    options: dict[str, Any] = {"deadline": None, "derandomize": True, "database": None}
-    options = {"max_examples": examples, "stateful_step_count": 51, **options}
+    options = settings(max_examples=examples, stateful_step_count=51)
     try:
-        stateful.run_state_machine_as_test(machine, settings=settings(**options))
+        stateful.run_state_machine_as_test(machine, settings=options)
     finally:
         torch.set_num_threads(threads)
     return machine.seen

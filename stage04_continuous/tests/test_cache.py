@@ -154,7 +154,7 @@ def random_passes(data, kind):
         )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(st.data())
 def test_any_packing_is_explicit_attention_of_each_sequence(data):
     random_passes(data, Packed)

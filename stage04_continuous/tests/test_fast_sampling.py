@@ -18,7 +18,7 @@ from stage01_forward.tests.rows import batches, close, edges, fresh
 from stage04_continuous import fast_sampling
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(batches())
 def test_the_fast_sampler_takes_the_tokens_of_the_plain_one(batch):
     """With its log probabilities, and as for a row alone, whose generator advances alike."""

@@ -15,7 +15,7 @@ from stage04_continuous.scheduler import Scheduler
 from .traces import WORD, Trace
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"max_sequences": 0}, "at least 1 (slot|sequence at a time), not 0"),
+    ({"max_sequences": 0}, "at least 1 (slot|sequence) at a time, not 0"),
     ({"max_sequences": 8, "token_budget": 7}, "budget of 7 tokens a step is too small for 8 s"),
     ({"max_sequences": 1, "token_budget": 0}, "budget of 0 tokens"),
     ({"policy": "lifo"}, "Unknown policy 'lifo': choose one of fcfs, priority"),

@@ -163,7 +163,7 @@ def test_the_first_of_two_equal_blocks_is_found_and_only_behind_its_beginning():
 CALLS = ["begin", "grow", "grow", "grow", "adopt", "replace", "release", "lose"]
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80)
 @given(st.data())
 def test_no_block_is_lost_or_counted_wrong_whatever_is_called(data):
     """Tables grow, share, copy and end. The holders of a block are counted from the tables

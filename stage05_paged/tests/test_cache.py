@@ -114,7 +114,7 @@ def test_a_gather_goes_in_tiles_of_so_many_bytes(tile_bytes, shapes, monkeypatch
 
 
 @pytest.mark.parametrize("size", SIZES)
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_packing_is_explicit_attention_of_each_sequence(size, data):
     with pytest.MonkeyPatch.context() as patch:
@@ -149,7 +149,7 @@ def test_a_share_outside_its_blocks_is_refused():
             cache.extend([([2], 0, 1), (list(range(blocks)), start, count)])
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(
     st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 11), st.integers(0, 11)), max_size=12)
 )

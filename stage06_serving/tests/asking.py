@@ -24,6 +24,7 @@ TOKENS = 8  # of an answer by default: the sanitizer checks the memory after eve
 IGNORE: dict[str, Any] = {"ignore_eos": True}
 JSON = "Content-Type: application/json"
 IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+LARGEST_ERROR = 2048  # bytes
 HANG = 240.0  # seconds: on an idle machine nothing here takes a tenth of that
 
 

@@ -157,6 +157,13 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint(tmp_path_factory.mktemp("serving") / "tiny", n_positions=256)
 
 
+@pytest.fixture(scope="session")
+def bytes_server(house: House, tiny_folder: Path) -> Running:
+    """A server whose tokens are bytes, in float64, without the sanitizer."""
+    options = ("--dtype", "float64", "--kv-memory", "1MiB", "--no-sanitize")
+    return house("--model", str(tiny_folder), *options)
+
+
 @pytest.fixture
 def engine(tiny_model):
     """make(**options): an engine that checks its memory after every step."""

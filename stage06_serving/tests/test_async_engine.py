@@ -46,19 +46,6 @@ def expected(tiny_model):
     return lambda prompt, count: alone(tiny_model, prompt, words(count))
 
 
-async def test_the_tokens_are_those_of_the_first_stage(gated, expected):
-    prompts = [prompt_of(1 + 5 * i % 23, i) for i in range(12)]
-    async with gated(max_sequences=4) as (running, made, gate):
-        tickets = [submit(running, prompt, 5 + i) for i, prompt in enumerate(prompts)]
-        gate.allow()
-        answers = await asyncio.gather(*(said(running, ticket) for ticket in tickets))
-        assert not running.in_flight
-    assert answers == [expected(prompt, 5 + i) for i, prompt in enumerate(prompts)]
-    ends = [(ticket.reason, ticket.generated) for ticket in tickets]
-    assert ends == [("length", 5 + i) for i in range(12)]
-    assert max(step.rows for step in made.steps) == 4  # together
-
-
 async def test_samples_of_a_prompt_share_its_blocks(gated, tiny_model):
     """They are read together, and each token belongs to its ticket."""
     options: dict[str, Any] = {"max_tokens": 6, "temperature": 1, "ignore_eos": True}

@@ -176,75 +176,57 @@ async def test_scoring_that_is_abandoned_is_not_computed(monkeypatch):
     assert sum(computed) < 100
 
 
-async def test_long_texts_are_tokenized_off_the_event_loop(monkeypatch):
-    main, places, encode = threading.main_thread(), [], Tokenizer.encode
+@pytest.fixture
+def encoding(monkeypatch):
+    """Texts being tokenized by a server that is up, and the gate that lets them pass."""
+    running: list[str] = []
+    gate, encode = threading.Event(), Tokenizer.encode
 
     def watched(tokenizer, text):
-        places.append(threading.current_thread() is main)
-        return encode(tokenizer, text)
+        running.append(text)
+        gate.wait(10)
+        ids = encode(tokenizer, text)
+        running.remove(text)
+        return ids
 
-    monkeypatch.setattr(Tokenizer, "encode", watched)
-    text = "1 " * 20_000
-    async with Inside.serving() as inside:
-        for path, body in (
-            ("/tokenize", {"prompt": text}),
-            (PATH, {"prompt": text}),
-            (PATH, {"prompt": [text[:1000]] * 10, "max_tokens": 1}),
-        ):
-            await inside.ask(path, body)
-    assert len(places) == 12 and not any(places)
+    yield lambda: monkeypatch.setattr(Tokenizer, "encode", watched), running, gate
 
 
 @pytest.mark.parametrize("how", ["leave", "shutdown"])
-async def test_many_texts_are_not_tokenized_to_the_end_for_nobody(monkeypatch, how):
+async def test_many_texts_are_not_tokenized_to_the_end_for_nobody(encoding, how):
     """A hundred clients with a thousand texts each left, and Ctrl-C showed tracebacks of them."""
-    begun, encode, gate = [], Tokenizer.encode, threading.Event()
-
-    def watched(tokenizer, text):
-        begun.append(text)
-        gate.wait(10)
-        return encode(tokenizer, text)
-
+    watch, running, gate = encoding
     async with Inside.serving() as inside:
-        monkeypatch.setattr(Tokenizer, "encode", watched)
+        watch()
         asking = inside.begin(PATH, {"prompt": ["word " * 900] * 40})
-        await until(lambda: begun)
+        await until(lambda: running)
         if how == "leave":
             asking.leave()
         else:
             asking._task.cancel()
         heard = await asking.answer()
         gate.set()
-        assert heard.status == (None if how == "leave" else 503) and len(begun) == 1
+        assert heard.status == (None if how == "leave" else 503) and len(running) <= 1
 
 
-async def test_long_texts_are_tokenized_one_at_a_time_and_few_wait(monkeypatch):
+async def test_long_texts_are_tokenized_one_at_a_time_and_few_wait(encoding, monkeypatch):
     """40 of a megabyte at once held the event loop for two seconds."""
-    running, most, encode = [], [], Tokenizer.encode
-    gate = threading.Event()
-
-    def watched(tokenizer, text):
-        running.append(text)
-        most.append(len(running))
-        gate.wait(10)
-        ids = encode(tokenizer, text)
-        running.pop()
-        return ids
-
-    monkeypatch.setattr(Tokenizer, "encode", watched)
+    watch, running, gate = encoding
     monkeypatch.setattr(service, "MOST_TEXTS", 4)
     text = "Once upon a time there was a fox. " * 600
     async with Inside.serving() as inside:
+        ids = inside.app.state.service.loaded.tokenizer.encode(text)
+        watch()
         body = {"prompt": text, "return_token_strs": True}
         clients = [inside.begin("/tokenize", body) for _ in range(6)]
         await until(lambda: sum(client.heard.status == 503 for client in clients) == 2)
+        assert running == [text]
         clients[3].leave()  # it leaves the queue too
         assert (await clients[3].answer()).status != 200
         later = inside.begin("/tokenize", {"prompt": text})
         gate.set()
         answers = [await client.answer() for client in (*clients, later)]
-        ids = encode(inside.app.state.service.loaded.tokenizer, text)
-    assert [answer.status for answer in answers].count(200) == 4 and max(most) == 1
+    assert [answer.status for answer in answers].count(200) == 4
     answer = answers[0].json()
     assert len(ids) > service.PART and answer["tokens"] == ids
     assert "".join(answer["token_strs"]) == text and answer["count"] == len(ids)
@@ -266,21 +248,27 @@ def noting_threads():
     return places, watched
 
 
-async def test_long_bodies_are_parsed_and_decoded_off_the_event_loop(monkeypatch):
+async def test_long_texts_and_bodies_are_read_off_the_event_loop(monkeypatch):
     """25,000 parts of a chat held it for 0.1 s, 100,000 ids for 40 ms, and a body of 250,000 lists
     at /v1/embeddings for 0.6 s."""
     places, watched = noting_threads()
-    parse, decode = app.parse, Tokenizer.decode
-    monkeypatch.setattr(app, "parse", watched(parse))
-    monkeypatch.setattr(Tokenizer, "decode", watched(decode))
-    parts = [{"type": "text", "text": "a"}] * 1000
+    for owner, name in ((app, "parse"), (Tokenizer, "decode"), (Tokenizer, "encode")):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
+    text, parts = "1 " * 20_000, [{"type": "text", "text": "a"}] * 1000
     chat = {"messages": [{"role": "user", "content": parts}] * 25}
     async with Inside.serving() as inside:
-        assert (await inside.ask("/v1/chat/completions", chat)).status == 400  # too long
-        answer = await inside.ask("/detokenize", {"tokens": [5] * 20_000})
-        lists = await inside.ask("/v1/embeddings", {"input": [[]] * 20_000})
-    assert len(answer.json()["prompt"]) >= 20_000 and places == [False] * 4
-    assert "a list of at most 1024 of either" in lists.json()["error"]["message"]
+        for path, body, calls in (
+            ("/tokenize", {"prompt": text}, 2),
+            (PATH, {"prompt": text}, 2),
+            (PATH, {"prompt": [text[:1000]] * 20, "max_tokens": 1}, 21),
+            ("/v1/chat/completions", chat, 1),  # there is no template
+            ("/detokenize", {"tokens": [5] * 20_000}, 2),
+            ("/v1/embeddings", {"input": [[]] * 20_000}, 1),
+        ):
+            answer = await inside.ask(path, body)
+            assert places == [False] * calls, path
+            places.clear()
+    assert "a list of at most 1024 of either" in answer.json()["error"]["message"]
 
 
 async def test_long_answers_are_formatted_off_the_event_loop(monkeypatch):

@@ -55,9 +55,8 @@ class Expected:
 
 
 @pytest.fixture(scope="module")
-def expected(house, tiny_folder):
-    options = ("--dtype", "float64", "--kv-memory", "1MiB", "--no-sanitize")
-    return Expected(house("--model", str(tiny_folder), *options), tiny_folder)
+def expected(bytes_server, tiny_folder):
+    return Expected(bytes_server, tiny_folder)
 
 
 @pytest.mark.parametrize("more", [{}, {"echo": True}, {"echo": True, "max_tokens": 0, "n": 1}])

@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ import pytest
 
 from shared import cli, paths
 from shared.errors import UserError
-from shared.server import python, stop
+from shared.server import free_ports, python, stop
 from stage05_paged.sanitizer import Sanitizer
 from stage06_serving import __main__ as stage
 from stage06_serving.inside import Inside
@@ -214,8 +213,7 @@ async def test_nor_are_they_where_the_server_runs_inside_a_program(tiny_folder):
 def interrupted(ready, seconds=0.0):
     """Start a server whose model takes long to load, wait until ready(url), interrupt it `seconds`
     later, and return its status and the last of its errors."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     arguments = f"-m stage06_serving --port {port} --model gpt2 --random-weights"
     with python(arguments.split(), environment()) as server:
         ready(f"http://127.0.0.1:{port}")
@@ -239,8 +237,7 @@ def test_ctrl_c_while_the_model_loads(interruptible):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="has no disk that is always full")
 def test_a_log_on_a_full_disk_stops_no_server():
     """Its first line did, with SIGABRT."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     command = [sys.executable, *f"-m stage06_serving --port {port} --engine paged".split()]
 
     def ready():

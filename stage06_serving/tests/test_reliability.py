@@ -1,4 +1,4 @@
-"""A real server: two hundred clients that leave, what happens from its start to its end, and its
+"""A real server: hundreds of clients that leave, what happens from its start to its end, and its
 metrics: exact after a scripted run, under vLLM's names, and with fixed labels.
 
 Clients that leave, late answers and failures one by one, and the gauges: test_inside.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import operator
 import random
 import signal
 import socket
@@ -15,9 +16,11 @@ import struct
 from contextlib import ExitStack
 
 import httpx2
+import psutil
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared.server import python
+from shared.server import free_ports, python
 
 from .asking import HANG, ended, events, get, post, posted, until, until_idle
 from .conftest import environment
@@ -25,14 +28,18 @@ from .faulty_server import MODULE, VARIABLE, Fault
 
 LONG = {"prompt": "abcd", "temperature": 0, "ignore_eos": True, "max_tokens": 200}
 SHORT = LONG | {"max_tokens": 8}
+PATHS = ("/v1/completions", "/v1/chat/completions", "/generate")  # each reads its own fields
+MIXED = {"messages": [{"role": "user", "content": "abcd"}], "stop": ["never seen"]}
 PHASES = ("connected", "header", "body", "sent", "queue", "decode", "last")
+ENDS = ("abort", "length", "error")
+MOST_GROWTH = 20 * 2**20  # bytes of memory, from the first storm to the last
 
 
 async def leave(port, phase, streams, chance):
     """Connect, go as far as `phase`, and leave: with an orderly close, or with a reset."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    body = (SHORT if phase == "last" else LONG) | {"stream": streams}
-    data = posted(body, chance.choice(["/v1/completions", "/generate"]))
+    body = (SHORT if phase == "last" else LONG) | MIXED | {"stream": streams}
+    data = posted(body, chance.choice(PATHS))
     cut = {"connected": 0, "header": data.index(b"\r\n\r\n") // 2, "body": len(data) - 5}
     writer.write(data[: cut.get(phase, len(data))])
     if phase == "queue":
@@ -50,13 +57,14 @@ async def leave(port, phase, streams, chance):
     writer.close()
 
 
-def test_a_storm_of_clients_that_leave(house, tiny_folder):
-    """Some stream, some do not, and each leaves at a different moment. Everything is released."""
+@pytest.mark.parametrize("storms", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_storm_of_clients_that_leave(house, tiny_folder, storms):
+    """Some stream, some do not, and each leaves at a different moment. Everything is released:
+    blocks, tasks of the event loop, open files, and in many storms memory."""
     options = "--max-num-seqs 24 --max-queue 300 --kv-memory 1MiB"
     running = house("--model", str(tiny_folder), *options.split())
-    expected = post(running, json=SHORT).json()["choices"]
-    before, log = ended(until_idle(running)), running.stderr()
-    chance = random.Random(0)
+    expected, process = post(running, json=SHORT).json()["choices"], psutil.Process(running.pid)
+    before, log, chance = until_idle(running), running.stderr(), random.Random(0)
     clients = [(PHASES[number % 7], number // 7 % 2 == 0) for number in range(200)]
 
     async def one(phase, streams):
@@ -67,11 +75,20 @@ def test_a_storm_of_clients_that_leave(house, tiny_folder):
         async with asyncio.timeout(2 * HANG):
             await asyncio.gather(*(one(*client) for client in clients))
 
-    asyncio.run(storm())
-    after = ended(until_idle(running))
-    assert after["abort"] - before["abort"] >= clients.count(("decode", True))
+    def left():
+        """Tasks of the event loop, and open files."""
+        return until_idle(running)["staircase:asyncio_tasks"], process.num_fds()
+
+    at_rest, memory = left(), []
+    for _ in range(storms):
+        asyncio.run(storm())
+        until(lambda: all(map(operator.le, left(), at_rest)), lambda: (left(), at_rest))
+        memory.append(process.memory_info().rss)
+    after = until_idle(running)
+    aborted, whole, errors = (ended(after)[end] - ended(before)[end] for end in ENDS)
     last = clients.count(("last", True)) + clients.count(("last", False))
-    assert after["length"] - before["length"] >= last and after["error"] == 0
+    assert aborted >= storms * clients.count(("decode", True)) and whole >= storms * last
+    assert errors == 0 and memory[-1] - memory[0] < MOST_GROWTH
     assert post(running, json=SHORT).json()["choices"] == expected
     assert "Traceback" not in running.stderr().removeprefix(log), running.stderr()
 
@@ -81,8 +98,7 @@ def test_loading_draining_and_hurrying(tmp_path, tiny_folder):
     second ends them; slow bodies and open pages delay nothing, and no traceback is logged."""
     fault = Fault(tmp_path / "fault")
     fault.plant("loading")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     arguments = f"-m {MODULE} --port {port} --linear plain --grace 3600 --model {tiny_folder}"
     variables = environment({VARIABLE: str(fault.file)})
     with ExitStack() as stack:

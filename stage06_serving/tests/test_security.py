@@ -31,6 +31,7 @@ from stage06_serving.settings import PREFIX, Settings, parse
 
 from .asking import (
     JSON,
+    LARGEST_ERROR,
     PROMPT,
     ask,
     bearer,
@@ -45,7 +46,6 @@ from .asking import (
 )
 from .conftest import FILE_KEY
 
-LARGEST_ERROR = 2048  # bytes
 WORD = "a-word-of-the-client"
 BODY = b'{"prompt": "a", "max_tokens": 1}'
 CHUNKED, CLOSE = "Transfer-Encoding: chunked", "Connection: close"

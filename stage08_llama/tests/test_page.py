@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ from stage01_forward.attention import Recompute
 from stage08_llama.config import LlamaConfig
 from stage08_llama.model import MLP, Layer
 from stage08_llama.numpy_llama import attention, llama
+from stage08_llama.rope import Rope
 
 GROUPED = LlamaConfig(101, 64, 24, 2, 6, 2, 4, n_inner=20, name="grouped", qk_norm=True)
+BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "rope": Rope(500.0)}
 
 
 def small(**options: Any) -> LlamaConfig:
@@ -30,14 +33,16 @@ def filled(module: Any) -> Any:
     return module
 
 
-def test_the_page_is_the_model():
+@pytest.mark.parametrize("options", [{}, {"qk_norm": False, "tied": False}, BIASES], ids=str)
+def test_the_page_is_the_model(options):
     """Logits of a model with six heads of queries on two of keys and values."""
-    checkpoint = random_checkpoint(GROUPED, spread=16.0)
+    config = replace(GROUPED, **options)
+    checkpoint = random_checkpoint(config, spread=16.0)
     model = families.load_model(checkpoint, dtype=torch.float64)
     ids = [5, 17, 3, 99, 41]
     weights = {name: tensor.double().numpy() for name, tensor in checkpoint.tensors.items()}
-    shape = GROUPED.n_layer, GROUPED.n_head, GROUPED.n_kv_head
-    got = llama(ids, weights, *shape, epsilon=GROUPED.layer_norm_epsilon)
+    shape = config.n_layer, config.n_head, config.n_kv_head
+    got = llama(ids, weights, *shape, config.rope.theta, config.layer_norm_epsilon)
     hidden = model(torch.tensor(ids), torch.arange(5), Recompute().attend)
     np.testing.assert_allclose(got, model.logits(hidden).numpy(), rtol=1e-4, atol=1e-4)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,7 +12,6 @@ from shared.course import stages
 from shared.peers import transformers_greedy
 from stage01_forward import families
 from stage08_llama.config import LlamaConfig
-from stage08_llama.numpy_llama import llama
 from stage08_llama.tests.folders import KINDS, save
 
 LENGTH = 60  # tokens: most kinds of rotary positions agree on short prompts
@@ -65,21 +63,6 @@ def test_every_engine_gives_the_tokens_of_transformers(pair):
         outputs = engine.generate([prompt for prompt, _ in fit], params)
         got = [output.token_ids for output in outputs]
         assert got == [tokens[: context - len(prompt)] for prompt, tokens in fit], name
-
-
-@pytest.mark.parametrize(
-    "kind", ["llama", "llama, tied", "llama, biases", "theta", "qwen2", "qwen3"]
-)
-def test_the_page_of_numpy(kind, tmp_path):
-    theirs = save(tmp_path, kind)
-    loaded = families.load(str(tmp_path))
-    weights = {name: tensor.numpy() for name, tensor in loaded.tensors.items()}
-    ids, config = [3, 1, 4, 1, 5, 9, 2, 6], loaded.config
-    assert isinstance(config, LlamaConfig)
-    shape = (config.n_layer, config.n_head, config.n_kv_head)
-    got = llama(ids, weights, *shape, config.rope.theta, config.layer_norm_epsilon)
-    want = theirs(torch.tensor([ids])).logits[0].detach().numpy()
-    assert np.allclose(got, want, rtol=0, atol=1e-4)  # transformers norms in float32
 
 
 def test_older_spellings_of_rotary_positions(tmp_path):
