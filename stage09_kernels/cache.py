@@ -219,7 +219,7 @@ class KernelAttention:
         cache, dtype = self.cache, q.dtype
         narrow = dtype == torch.bfloat16 and cache.real == torch.float32
         out_dtype = dtype if narrow else cache.real  # as the products around it read it
-        q, k, v = (_rows(x.to(cache.real)) for x in (q, k, v))
+        q, k, v = (rows_of(x.to(cache.real)) for x in (q, k, v))
         out = torch.empty(q.shape, dtype=out_dtype)
         operation = Operation(ATTEND, ALL_ROWS)
         operation.of.attention = cache.attention(layer)
@@ -231,8 +231,8 @@ class KernelAttention:
         return out.to(dtype)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """x with the numbers of each token contiguous."""
+def rows_of(x: Tensor) -> Tensor:
+    """x (N, heads, D) with the numbers of each token contiguous."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 

@@ -82,6 +82,15 @@ def interleave(gate: Tensor, up: Tensor) -> Tensor:
     return torch.stack(parts, 1).flatten(0, 2)
 
 
+def side_by_side(layers: Sequence[Any]) -> Tensor | None:
+    """The biases of layers as one; zeros for a layer without; None if none has one."""
+    like = next((layer.bias for layer in layers if layer.bias is not None), None)
+    if like is None:
+        return None
+    parts = (like.new_zeros(x.out_features) if x.bias is None else x.bias for x in layers)
+    return torch.cat([part.detach() for part in parts])
+
+
 class PanelLinear(nn.Module):
     """A linear layer whose weight is kept in `panels`, with its outputs in their `columns`."""
 
@@ -241,7 +250,7 @@ class Program:
     def _laid_out(self, layers: Sequence[Any], epilogue: int) -> Linear:
         """The product with the weights of `layers`, laid out for the kernels."""
         weights = [layer.weight.detach() for layer in layers]
-        bias = self._bias(layers)
+        bias = side_by_side(layers)
         outputs = sum(map(len, weights))
         columns = torch.arange(outputs)
         if epilogue == SILU_MUL:
@@ -264,19 +273,6 @@ class Program:
             inputs=weights[0].shape[1],
             outputs=outputs,
             epilogue=epilogue,
-        )
-
-    def _bias(self, layers: Sequence[Any]) -> Tensor | None:
-        """The biases of `layers` side by side, zeros for a layer without; None if all are."""
-        if all(layer.bias is None for layer in layers):
-            return None
-        return torch.cat(
-            [
-                torch.zeros(len(layer.weight), dtype=self.real)
-                if layer.bias is None
-                else layer.bias.detach().to(self.real)
-                for layer in layers
-            ]
         )
 
     def add(self, layer: Any, x: str) -> None:

@@ -16,6 +16,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
 from shared.errors import UserError
 from shared.measure import cache_folder
 
@@ -26,24 +37,23 @@ SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 
 
-def _byte_level(cuts: bool) -> dict[str, Any]:
+def _byte_level(cuts: bool) -> pre_tokenizers.PreTokenizer:
     """Bytes as characters. cuts: as GPT-2's expression does."""
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": cuts}
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cuts)
 
 
-def _split(numbers: str) -> list[dict[str, Any]]:
-    pattern = {"Regex": f"{CONTRACTIONS}|{WORDS}|{numbers}|{SIGNS}"}
-    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-    return [split, _byte_level(False)]
+def _split(numbers: str) -> list[pre_tokenizers.PreTokenizer]:
+    pattern = Regex(f"{CONTRACTIONS}|{WORDS}|{numbers}|{SIGNS}")
+    return [pre_tokenizers.Split(pattern, "isolated"), _byte_level(False)]
 
 
-CUTS: dict[str, list[dict[str, Any]]] = {  # by tokenizer.ggml.pre
+CUTS: dict[str, list[pre_tokenizers.PreTokenizer]] = {  # by tokenizer.ggml.pre
     "gpt-2": [_byte_level(True)],
-    "smollm": [{"type": "Digits", "individual_digits": True}, _byte_level(True)],
+    "smollm": [pre_tokenizers.Digits(individual_digits=True), _byte_level(True)],
     "llama-bpe": _split(r"\p{N}{1,3}"),
     "qwen2": _split(r"\p{N}"),
 }
-NORMALIZERS = {"qwen2": {"type": "NFC"}}
+NORMALIZERS = {"qwen2": normalizers.NFC()}
 WHOLE_WORDS = ("llama-bpe",)  # a word of the vocabulary is a token, whatever the merges make of it
 BEGINS = ("llama-bpe",)  # a text begins with a control token, unless the file has its own rule
 
@@ -56,8 +66,11 @@ def tokenizer_folder(metadata: Mapping[str, Any], error: Error) -> Path | None:
     tokenizer. error: of the file. Raises UserError for a tokenizer that is not known here."""
     if "tokenizer.ggml.model" not in metadata:
         return None
-    contents = {"tokenizer.json": _tokenizer, "tokenizer_config.json": _config}
-    texts = {name: json.dumps(make(metadata, error)) for name, make in contents.items()}
+    settings = json.dumps(_config(metadata, error))
+    texts = {
+        "tokenizer.json": _tokenizer(metadata, error).to_str(),
+        "tokenizer_config.json": settings,
+    }
     folder = cache_folder() / "gguf" / hashlib.sha256(str(texts).encode()).hexdigest()[:32]
     if folder.is_dir():
         return folder
@@ -87,8 +100,7 @@ def _tokens(metadata: Mapping[str, Any], error: Error) -> tuple[list[str], list[
     return tokens, kinds
 
 
-def _tokenizer(metadata: Mapping[str, Any], error: Error) -> dict[str, Any]:
-    """tokenizer.json."""
+def _tokenizer(metadata: Mapping[str, Any], error: Error) -> Tokenizer:
     kind, cuts = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2":
         raise error(f"its tokenizer is of the kind {str(kind)[:40]!r}, not gpt2")
@@ -96,62 +108,29 @@ def _tokenizer(metadata: Mapping[str, Any], error: Error) -> dict[str, Any]:
         known = ", ".join(CUTS)
         raise error(f"its tokenizer cuts text by the rules {str(cuts)[:40]!r}, not {known}")
     tokens, kinds = _tokens(metadata, error)
-    vocabulary = {
-        token: place
-        for place, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if kind != UNUSED
-    }
-    added = [
-        {
-            "id": place,
-            "content": tokens[place],
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": kind == CONTROL,
-        }
-        for place, kind in enumerate(kinds)
-        if kind in (CONTROL, USERS)
-    ]
-    merges = [str(merge).split(" ") for merge in metadata.get("tokenizer.ggml.merges", ())]
+    pairs = list(zip(tokens, kinds, strict=True))
+    vocabulary = {token: place for place, (token, kind) in enumerate(pairs) if kind != UNUSED}
+    merges: Any = [tuple(str(m).split(" ")) for m in metadata.get("tokenizer.ggml.merges", ())]
     if any(len(merge) != 2 for merge in merges):
         raise error("its tokenizer has a merge that is not of two tokens")
-    begin = None
+    try:
+        model = models.BPE(vocabulary, merges, ignore_merges=cuts in WHOLE_WORDS)
+    except Exception as why:  # `tokenizers` raises bare Exceptions
+        raise error(f"its tokenizer is invalid ({why})") from None
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = NORMALIZERS.get(cuts)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(CUTS[cuts])
+    tokenizer.decoder = decoders.ByteLevel()
+    added = {kind: [token for token, k in pairs if k == kind] for kind in (CONTROL, USERS)}
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in added[CONTROL]])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added[USERS]])
     if metadata.get("tokenizer.ggml.add_bos_token", cuts in BEGINS):
         token = _named("bos", metadata, error)
-        single = [
-            {"SpecialToken": {"id": token, "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-        ]
-        begin = {
-            "type": "TemplateProcessing",
-            "single": single,
-            "pair": [*single, {"Sequence": {"id": "B", "type_id": 0}}],
-            "special_tokens": {token: {"id": token, "ids": [vocabulary[token]], "tokens": [token]}},
-        }
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": NORMALIZERS.get(cuts),
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": CUTS[cuts]},
-        "post_processor": begin,
-        "decoder": _byte_level(True),
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": cuts in WHOLE_WORDS,
-            "vocab": vocabulary,
-            "merges": merges,
-        },
-    }
+        special = [(token, vocabulary[token])]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            f"{token} $A", f"{token} $A $B", special
+        )
+    return tokenizer
 
 
 def _config(metadata: Mapping[str, Any], error: Error) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from shared.paths import ROOT
 from stage09_kernels import library
 from stage09_kernels.cache import KernelCache
 from stage09_kernels.operations import PANEL, SILU_MUL, Linear
-from stage09_kernels.program import LINE, interleave
+from stage09_kernels.program import LINE, interleave, side_by_side
 
 from .matrix import QuantizedMatrix
 
@@ -165,9 +165,9 @@ class PanelProduct:
         self.places = numbers.argsort(stable=True)[numbers.eq(0).sum() :].split(counts)
         self.panels = p = Panels(self.matrices, numbers)
         self.bytes = p.bytes.nbytes
-        self.bias = None
-        if any(layer.bias is not None for layer in layers):
-            bias = joined([zeros_or(layer.bias, layer.out_features) for layer in layers])
+        self.bias = side_by_side(layers)
+        if self.bias is not None:
+            bias = joined(self.bias.split(counts))
             self.bias = nn.functional.pad(bias, (0, -len(bias) % PANEL))
         floats = layers[0].activations == "float"
         x_bytes = p.count * (p.group + -p.group % STEP) * (4 if floats else 1)
@@ -203,10 +203,6 @@ class PanelProduct:
                 if getattr(module, "matrix", None) is matrix:
                     module.matrix = PanelMatrix(self.panels, places)
         self.matrices = []
-
-
-def zeros_or(bias: Tensor | None, outputs: int) -> Tensor:
-    return torch.zeros(outputs) if bias is None else bias
 
 
 def _joined(parts: Sequence[Tensor], gated: bool) -> Tensor:

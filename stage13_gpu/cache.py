@@ -23,7 +23,7 @@ from stage05_paged.cache import PagedCache, Share, check_places
 from stage05_paged.memory import block_bytes, size
 from stage08_llama.config import ALL
 from stage09_kernels.backend import NoKernels
-from stage09_kernels.cache import Tables, cut
+from stage09_kernels.cache import Tables, cut, rows_of
 
 from .attention import decode, merge, prefill
 from .fused import store
@@ -222,8 +222,8 @@ class GpuAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q of the packed tokens (N, heads, D); k and v (N, H, D) -> (N, heads, D)."""
-        self.store(layer, q, rows(k), rows(v))
-        return self.read(layer, rows(q))
+        self.store(layer, q, rows_of(k), rows_of(v))
+        return self.read(layer, rows_of(q))
 
     def store(
         self,
@@ -283,8 +283,3 @@ class GpuAttention:
             **both, ROWS=cache.rows, **(long if line >= 256 else short),
         )  # fmt: skip
         return out
-
-
-def rows(x: Tensor) -> Tensor:
-    """x (N, heads, D) with the numbers of each token contiguous."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stage09_kernels.program import side_by_side
 from stage10_quantization.layers import QuantizedLinear
 from stage10_quantization.matrix import QuantizedMatrix
 from stage10_quantization.stored import FileMatrix
@@ -77,17 +78,6 @@ def silu_mul(x: Tensor) -> Tensor:
     grid = len(x), -(-width // GATES)
     launch(fused.silu_mul, grid, x, out, width, x.stride(0), TILE=GATES)
     return out
-
-
-def side_by_side(layers: Sequence[Any]) -> Tensor | None:
-    """The biases of layers as one; zeros for a layer without; None if none has one."""
-    biases = [layer.bias for layer in layers]
-    like = next((bias for bias in biases if bias is not None), None)
-    if like is None:
-        return None
-    counts = [layer.out_features for layer in layers]
-    pairs = zip(biases, counts, strict=True)
-    return torch.cat([like.new_zeros(count) if bias is None else bias for bias, count in pairs])
 
 
 # ---- matrices of whole numbers ----

@@ -115,39 +115,3 @@ def answers(
         width = prompts["input_ids"].shape[1]
         texts += [tokenizer.decode(row[width:], skip_special_tokens=True) for row in rows]
     return texts
-
-
-SECTION = """\
-| what was asked of it, at temperature {temperature} and top-p {top_p} | right |
-|---|--:|
-| a story about a given hero, creature, trait and thing: keeps to it, and is straight | \
-{kept} of {requests} |
-| of these, with a hero's name that is not in the grammar | \
-{kept_invented_names} of {invented_names} |
-| then to go on: another story of the same hero | {went_on} of {kept} |
-| to go on after half a story: its other half | {completed} of {halves} |
-
-Asked: "{question}"
-
-> {answer}
-
-{beyond}
-
-"""
-
-
-def section(evaluation: dict[str, Any]) -> str:
-    """The part of the card that only a chat model has."""
-    chat, example = evaluation["chat"], evaluation["chat"]["example"]
-    far = evaluation["beyond"]
-    steps = ", ".join(
-        f"{part['cross_entropy']:.2f} from {part['from']:,} to {part['to']:,}" for part in far
-    )
-    return SECTION.format(
-        **{name: value for name, value in chat.items() if name not in ("example", "broken")},
-        question=example["question"],
-        answer=example["answer"].replace("\n", "\n>\n> "),
-        beyond="**Past the positions it was trained on.** Nats a token, by position: "
-        + steps
-        + ".",
-    )

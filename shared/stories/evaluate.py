@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
 import transformers
 from tqdm import tqdm
@@ -29,6 +30,11 @@ from .train import END_OF_TEXT
 TEMPERATURE = 0.8
 TOP_P = 0.95  # common in servers; without it the tail of every distribution is sampled too
 LONGEST_STORY = 600  # tokens; the grammar's longest are under 500
+CARD = jinja2.Template(
+    (grammar.FOLDER / "card.md.jinja").read_text(encoding="utf-8"),
+    trim_blocks=True,
+    keep_trailing_newline=True,
+)
 
 
 def predictions(model: Any, ids: list[int], start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,61 +172,6 @@ def entropy_facts(tokenizer: Any, count: int = 20_000) -> dict[str, Any]:
     }
 
 
-CARD = """---
-license: mit
-language: en
-library_name: transformers
-tags: [{family}, stories, education]
----
-
-# {name}
-
-A {architecture} small enough to travel with its repository: {layers}, {width} wide,
-{heads} heads{kv_heads}, {vocabulary:,} tokens, 1,024 positions, {parameters:,} parameters,
-{megabytes:.1f} MB in float32. It {purpose}, learnt from a grammar of {plots} plots,
-{variants} sentence variants and {words} words that fill their slots (`shared/stories`).
-
-| what | figure |
-|---|--:|
-| entropy of the grammar | \
-{nats:.2f} nats a story (standard error {error:.2f}), {per_token:.4f} nats a token |
-| cross-entropy on {held} held-out stories ({held_tokens:,} tokens) | {cross:.4f} nats a token |
-| floor on the same stories | {floor:.4f} nats a token |
-| above the floor | {excess:.1%} |
-| repeated words: the right token is the likeliest | {copied_right:.2%} of {copied:,} |
-| the same cross-entropy for stories that begin behind position 512 | \
-{far_cross:.4f}, {far_excess:.1%} above their floor |
-| sampled at temperature {temperature}, straight from first to last line | \
-{straight} of {sampled} stories |
-| the same with top-p {top_p} | {straight_top_p} of {sampled} stories |
-| trained on | {train_tokens:,} tokens, every story new, {steps:,} steps |
-| training time | {minutes:.0f} minutes, {threads} |
-
-{chat}**How the floor is computed.** Every choice of the grammar is uniform and independent, so the
-probability of a story is a product of 1/n over its choices, and its information is -ln of that. The
-entropy is the mean of this over {draws:,} stories. It is the entropy of the text itself, not only a
-bound, because a text has exactly one derivation (the grammar reads its own stories back; a test
-counts the derivations). No model can do better on average. The held-out figures compare model and
-grammar on the same stories, including the token that ends each.
-
-**How straightness is counted.** The grammar reads each sampled story. It counts only if the grammar
-could have written every character of it: one wrong name, pronoun, thing or sentence anywhere, and
-it does not.
-
-**How it was trained.** {runs}
-
-**Train it again:** `python -m shared.stories.train{flags}`, then
-`python -m shared.stories.evaluate{flags}`. The exact weights depend on torch, transformers, the
-number of threads and the kind of processor, and so does how soon the model learns to copy.
-
-A sampled story, at temperature {temperature}:
-
-> {example}
-
-It is a model to test inference engines with, and knows only its {plots} plots.
-"""
-
-
 def runs_of(training: dict[str, Any] | None) -> list[dict[str, Any]]:
     """The runs that made a model, oldest first; each went on from the one before."""
     return [] if training is None else [*runs_of(training.get("before")), training]
@@ -231,70 +182,16 @@ def write_card(
 ) -> None:
     """Write README.md of the checkpoint folder, from the two JSON files and the grammar."""
     source = grammar.load()
-    weights = folder / "model.safetensors"
     beats = [beat for plot in source.plots for beat in plot.before + plot.after]
-    variants = sum(map(len, beats)) + sum(
-        map(len, (source.openings, source.habits, source.interludes, source.endings))
-    )
-    runs = runs_of(training)
-    several = len(runs) > 1
-    commands = [
-        f"{f'Run {number}' if several else 'One run from scratch'}: `{run['command']}`, "
-        f"{run['tokens']:,} tokens in {run['seconds'] / 60:.0f} minutes on {run['processor']}, "
-        f"with torch {run['torch']} and transformers {run['transformers']}."
-        for number, run in enumerate(runs, 1)
-    ]
-    changed = (
-        "The grammar may have changed between two runs; all figures above are\n"
-        "for the grammar as it is."
-    )
-    held, far, drawn, floor = (
-        evaluation[name] for name in ("held_out", "far_out", "sampled", "entropy")
-    )
-    chat, draft = config.model_type == "llama", config.num_hidden_layers == 1
-    text = CARD.format(
-        name="stories" + "-chat" * chat + "-draft" * draft,
-        family=config.model_type,
-        architecture="Llama" if chat else "GPT-2",
-        purpose="answers requests for children's stories"
-        if chat
-        else "continues children's stories",
-        flags=" --chat" * chat + " --draft" * draft,
-        chat=chat_evaluation.section(evaluation) if chat else "",
-        layers=f"{config.num_hidden_layers} layer{'s' * (not draft)}",
-        width=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=" (one of keys and values)" * chat,
-        vocabulary=config.vocab_size,
-        parameters=training["parameters"],
-        megabytes=weights.stat().st_size / 1e6,
-        plots=len(source.plots),
-        variants=variants,
-        words=sum(map(len, source.words.values())),
-        nats=floor["nats"],
-        error=floor["standard_error"],
-        per_token=floor["nats_per_token"],
-        draws=floor["stories"],
-        held=held["stories"],
-        held_tokens=held["tokens"],
-        cross=held["cross_entropy"],
-        floor=held["floor"],
-        excess=held["excess"],
-        copied=held["copied_tokens"],
-        copied_right=held["copied_right"],
-        far_cross=far["cross_entropy"],
-        far_excess=far["excess"],
-        temperature=drawn["temperature"],
-        straight=drawn["straight"],
-        top_p=TOP_P,
-        straight_top_p=evaluation["sampled_top_p"]["straight"],
-        sampled=drawn["stories"],
-        train_tokens=sum(run["tokens"] for run in runs),
-        steps=sum(run["steps"] for run in runs),
-        runs=" ".join([*commands, changed] if several else commands),
-        minutes=sum(run["seconds"] for run in runs) / 60,
-        threads=f"{training['threads']} thread{'s' * (training['threads'] > 1)}",
-        example=drawn["example"].replace("\n", "\n>\n> "),
+    beats += [source.openings, source.habits, source.interludes, source.endings]
+    text = CARD.render(
+        evaluation,
+        config=config,
+        training=training,
+        runs=runs_of(training),
+        source=source,
+        variants=sum(map(len, beats)),
+        bytes=(folder / "model.safetensors").stat().st_size,
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
 

@@ -464,8 +464,6 @@ def main(argv: list[str] | None = None) -> None:
         "  python -m shared.stories.train --out my-model\n  python -m shared.stories.evaluate "
         "--folder my-model",
     )
-    steps = cli.whole_number(1, 1_000_000)
-    small = cli.whole_number(1, 4096)
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument(
         "--chat", action="store_true", help="train stories-chat, a Llama; default: stories, a GPT-2"
@@ -478,7 +476,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument(
         "--steps",
-        type=steps,
+        type=cli.whole_number(1, 1_000_000),
         help=f"optimizer steps of 4,096 tokens; default: {Stories.steps:,}, {Chat.steps:,} with "
         f"--chat, {Draft.steps:,} with --draft",
     )
@@ -490,36 +488,23 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--seed", type=cli.whole_number(0, 2**31), default=0, help="of weights and stories"
     )
-    parser.add_argument("--threads", type=small, default=2, help="the exact weights depend on it")
+    parser.add_argument(
+        "--threads",
+        type=cli.whole_number(1, 4096),
+        default=2,
+        help="the exact weights depend on it",
+    )
     parser.add_argument(
         "--compile",
         action="store_true",
         help="a third faster, and needs a C++ compiler; off by default",
     )
-    for place, name in enumerate(("width", "layers", "heads")):
-        about = (
-            f"{name} of the model; default: {Stories.size[place]}, {Draft.size[place]} of a draft"
-        )
-        parser.add_argument(f"--{name}", type=small, help=about)
     options = parser.parse_args(argv)
     recipe: Recipe = Chat if options.chat else Draft if options.draft else Stories
-    sizes = zip((options.width, options.layers, options.heads), recipe.size, strict=True)
-    width, layers, heads = (size or default for size, default in sizes)
-    if width % heads:
-        raise UserError(f"A width of {width} cannot be shared by {heads} heads: choose a multiple.")
     torch.set_num_threads(options.threads)
     out = options.out or recipe.folder
-    facts = train(
-        recipe,
-        out,
-        options.steps or recipe.steps,
-        options.seed,
-        width,
-        layers,
-        heads,
-        options.start,
-        options.compile,
-    )
+    steps = options.steps or recipe.steps
+    facts = train(recipe, out, steps, options.seed, *recipe.size, options.start, options.compile)
     (out / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     print(f"Saved to {out}. Next: python -m shared.stories.evaluate --folder {out}")
 

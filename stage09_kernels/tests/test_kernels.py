@@ -114,34 +114,41 @@ def test_large_scores_and_strided_queries():
     torch.testing.assert_close(output.double(), whole(q, k, v), atol=1e-3, rtol=1e-5)
 
 
+def in_all_ways(make_cache, kv_heads, dtype=torch.float32):
+    """The outputs for a sequence of 300 tokens, and the caches: alone and whole, in pieces beside
+    others, by one thread and by more threads than there are items."""
+    torch.manual_seed(1)
+    shapes = [(300, heads, 64) for heads in (6, kv_heads, kv_heads)]
+    q, k, v = (torch.randn(shape).to(dtype) for shape in shapes)
+    decoded = [200, *[1] * 100]  # into the second chunk of 256 keys
+    for count, cuts, others in (1, [300], 0), (2, [1, 7, 292], 3), (3, decoded, 1), (16, [300], 0):
+        torch.set_num_threads(count)
+        kernel, start, parts = make_cache(), 0, []
+        for cut in cuts:
+            extra = [([60 + 20 * i], 0, 3 + i) for i in range(others)]
+            noise = sum(share[2] for share in extra)
+            beside = [1000 * torch.randn(noise, *shape[1:]).to(dtype) for shape in shapes]
+            piece = [x[start : start + cut] for x in (q, k, v)]
+            mixed = [torch.cat(pair) for pair in zip(beside, piece, strict=True)]
+            shares = [*extra, (list(range(20)), start, cut)]
+            parts.append(kernel.extend(shares).attend(0, *mixed)[noise:])
+            start += cut
+        yield torch.cat(parts), kernel
+
+
 @pytest.mark.parametrize(("kv_heads", "window"), [(6, 0), (2, 0), (2, 37)])
 @pytest.mark.parametrize(
     ("dtype", "cached"),
     [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float32, torch.bfloat16)],
 )
 def test_bits_depend_on_neither_neighbours_nor_chunks_nor_threads(dtype, cached, kv_heads, window):
-    """A sequence of 300 tokens: alone and whole, in pieces beside others, by one thread and by more
-    threads than there are items. Outputs in float32 show every bit of what a bfloat16 cache gives.
-    """
-    torch.manual_seed(1)
-    shapes = [(300, heads, 64) for heads in (6, kv_heads, kv_heads)]
-    q, k, v = (torch.randn(shape).to(dtype) for shape in shapes)
-    decoded = [200, *[1] * 100]  # into the second chunk of 256 keys
-    outputs, ways = [], ((1, [300], 0), (2, [1, 7, 292], 3), (3, decoded, 1), (16, [300], 0))
-    for count, cuts, others in ways:
-        torch.set_num_threads(count)
-        _, kernel = caches(6, kv_heads, 64, 16, cached, window)
-        start, parts = 0, []
-        for cut in cuts:
-            extra = [([60 + 20 * i], 0, 3 + i) for i in range(others)]
-            noise = sum(share[2] for share in extra)
-            beside = [torch.randn(noise, *shape[1:]).to(dtype) for shape in shapes]
-            piece = [x[start : start + cut] for x in (q, k, v)]
-            mixed = [torch.cat(pair) for pair in zip(beside, piece, strict=True)]
-            shares = [*extra, (list(range(20)), start, cut)]
-            parts.append(kernel.extend(shares).attend(0, *mixed)[noise:])
-            start += cut
-        outputs.append(torch.cat(parts))
+    """Outputs in float32 show every bit of what a bfloat16 cache gives."""
+    outputs = [
+        output
+        for output, _ in in_all_ways(
+            lambda: caches(6, kv_heads, 64, 16, cached, window)[1], kv_heads, dtype
+        )
+    ]
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 

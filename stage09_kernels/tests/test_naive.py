@@ -8,6 +8,7 @@ output over the middle between two numbers: RARE is the share of outputs that ma
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -45,14 +46,18 @@ F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 TYPES = ((F32, F32), (BF16, BF16), (F64, F64), (F32, BF16))  # of weights, and of the cache
 RARE = 0.05
 EXACT_BF16 = {"avx512", "avx2", "plain"}  # one product after the other; the instruction adds two
-every_level = pytest.mark.parametrize(
-    ("level", "weights", "cached"),
-    [  # levels but the first are compiled for this test alone
-        pytest.param(level, *types, marks=() if level == LEVELS[0] else pytest.mark.slow)
+
+
+def at_every_level(types):
+    """Levels but the first are compiled for this test alone."""
+    return [
+        pytest.param(level, *pair, marks=() if level == LEVELS[0] else pytest.mark.slow)
         for level in LEVELS
-        for types in TYPES
-    ],
-)
+        for pair in types
+    ]
+
+
+every_level = pytest.mark.parametrize(("level", "weights", "cached"), at_every_level(TYPES))
 
 
 def real_of(dtype):
@@ -124,42 +129,37 @@ def three_passes(cache, tables, case):
             yield shares, rows
 
 
-def attentions(level, weights, cached, case):
-    """The outputs of three passes by both, and their caches."""
+def attentions(case, make_cache, weights, real):
+    """The outputs of three passes over `case`, and the cache: by the naive kernels, then by the
+    fast ones. make_cache: takes a config, blocks, their size, and `source`."""
     width, group, block, window, lengths, count = case
     torch.set_num_threads(count)
     torch.manual_seed(width)
     windows = (window,) if window else ()
     heads = 1 if max(lengths) > 200 else 1 + width % 2
-    config = LlamaConfig(
-        11, 4096, width * heads * group, 1, heads * group, heads, width, windows=windows
-    )
+    every = heads * group
+    config = LlamaConfig(11, 4096, width * every, 1, every, heads, width, windows=windows)
     needed = [-(-length // block) for length in lengths]
-    tables = torch.randperm(sum(needed) + 3)[: sum(needed)].split(needed)
-    real, outputs, caches = real_of(cached), [], []
-    inputs = [
-        torch.randn(sum(lengths), n, width, dtype=real) for n in (heads * group, heads, heads)
-    ]
+    blocks = sum(needed) + 3
+    tables = torch.randperm(blocks)[: sum(needed)].split(needed)
+    inputs = [torch.randn(sum(lengths), n, width, dtype=real) for n in (every, heads, heads)]
     for source in SOURCES:
-        cache = KernelCache(
-            config, sum(needed) + 3, block, dtype=cached, level=level, source=source
-        )
-        cache.kv.fill_(torch.nan)
+        cache = make_cache(config, blocks, block, source=source)
+        cache.memory.poison(range(blocks))  # NaN
         parts = []
         for shares, rows in three_passes(cache, tables, case):
             several = (x[rows].to(weights).to(real) for x in inputs)
             q, k, v = (x.to(BF16) if weights == BF16 else x for x in several)
             parts.append(cache.extend(shares).attend(0, q, k, v))
-        outputs.append(torch.cat(parts))
-        caches.append(cache.kv)
-    return outputs, caches
+        yield torch.cat(parts), cache
 
 
 @every_level
 def test_attention_of_every_shape(level, weights, cached):
+    make_cache = partial(KernelCache, dtype=cached, level=level)
     for case in cases():
-        (naive, fast), caches = attentions(level, weights, cached, case)
-        assert torch.equal(*map(bits, caches)), case
+        (naive, one), (fast, other) = attentions(case, make_cache, weights, real_of(cached))
+        assert torch.equal(bits(one.kv), bits(other.kv)), case
         bound = 4.5 * (8 + max(case[4]) ** 0.5)  # 4.5: a large value
         if BF16 not in (weights, cached):
             near(naive, fast, F64 if cached == F64 else F32, bound)

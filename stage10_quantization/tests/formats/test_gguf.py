@@ -150,16 +150,10 @@ WRONG = {
     "an empty file": (b"", "cannot mmap an empty file"),
     "no GGUF": (file(magic=b"GGML"), "it does not begin with GGUF"),
     "version 1": (file(version=1), "its version is 1, not 2 or 3"),
-    "big-endian": (file(version=3 << 24), "its version is 50331648"),
     "cut in the counts": (file()[:20], "it ends within its header"),
     "many tensors": (file(counts=(2**60, 0)), f"a list of {2**60} entries"),
-    "many values": (file(counts=(0, 2**63)), f"a list of {2**63} entries"),
     "a key of 2^60 bytes": (
         file(counts=(0, 1))[:24] + struct.pack("<Q", 2**60),
-        "it ends within its header",
-    ),
-    "a text of 2^60 bytes": (
-        file(values=[text(b"a") + struct.pack("<IQ", 8, 2**60)]),
         "it ends within its header",
     ),
     "an array of 2^61 numbers": (
@@ -200,12 +194,7 @@ WRONG = {
         file([info(sizes=(2**32, 2**32, 2))], data=bytes(64)),
         "the tensor 'x' ends after the file",
     ),
-    "2^64 bytes": (file([info(sizes=(2**62,), kind="F32")]), "the tensor 'x' ends after the file"),
     "a cut tensor": (file([info()], data=bytes(33)), "the tensor 'x' ends after the file"),
-    "an offset past the file": (
-        file([info(offset=2**63)], data=bytes(64)),
-        "the tensor 'x' ends after the file",
-    ),
     "an odd offset": (file([info(offset=8)], data=bytes(64)), "the tensor 'x' is at 8"),
     "tensors that overlap": (
         file([info(), info(b"y", offset=32)], data=bytes(99)),
