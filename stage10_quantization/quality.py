@@ -1,5 +1,6 @@
-"""What quantization costs in words, as `losses.py` measures it. Two protocols:
+"""What quantization costs in words: `python -m stage10_quantization.quality --weights int4`.
 
+Two protocols, each printed with its figures:
 - Stories that the models never saw, each between two ends of text: nats a token above the floor,
   which the grammar knows, and above the float model. Both models read the same stories, so the
   difference is taken story by story, and its interval is that of resampled stories (bootstrap).
@@ -11,6 +12,7 @@ Both models run in the kernels, as a server runs them.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,13 +22,21 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from shared import cli
 from shared.config import Config
 from shared.errors import UserError
+from shared.linear import convert
 from shared.stories import grammar
+from stage01_forward import families
 from stage01_forward.params import SamplingParams
 from stage01_forward.perplexity import read_text
 from stage05_paged.blocks import BlockPool
 from stage09_kernels.make import make
+
+from .convert import FORMATS, Quantize
+from .gptq import calibrate, windows_of
+from .layers import ACTIVATIONS
+from .smoothquant import plant, smooth
 
 WINDOW = 512
 BLOCKS = 256  # of a cache: for a context of the embedded model's, or 10 short answers
@@ -49,6 +59,14 @@ class Nats:
     def difference(self) -> float:
         return self.quantized - self.float_model
 
+    def __str__(self) -> str:
+        excess, before = self.quantized - self.floor, self.float_model - self.floor
+        return (
+            f"{self.stories} held-out stories, {self.tokens:,} tokens, floor {self.floor:.5f}: "
+            f"{excess:.5f} nats a token above it, {before:.5f} in float; difference "
+            f"{self.difference:+.5f} (95 %: {self.low:+.5f} to {self.high:+.5f})"
+        )
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -63,6 +81,14 @@ class Divergence:
     difference: float  # nats a token of the text above the float model
     low: float  # of the difference, 95 %
     high: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.windows} windows of {WINDOW}, second half scored, {self.tokens:,} tokens: KL "
+            f"mean {self.mean:.6f}, 99.9 % {self.percentile:.5f}, maximum {self.highest:.4f}; the "
+            f"same likeliest token {self.top_1:.3%}; {self.difference:+.5f} nats a token (95 %: "
+            f"{self.low:+.5f} to {self.high:+.5f})"
+        )
 
 
 def end_of_text(config: Config) -> int:
@@ -168,3 +194,75 @@ def text_ids(tokenizer: Any, end: int, tokens: int, file: str | None, seed: str)
     while len(ids) < tokens:
         ids += [end, *tokenizer.encode(next(stories).text)]
     return ids[:tokens]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = cli.Parser(
+        "stage10_quantization.quality",
+        __doc__,
+        "  python -m stage10_quantization.quality --weights int8\n"
+        "  python -m stage10_quantization.quality --weights int4 --gptq 64 --text FILE",
+    )
+    parser.add_argument("--weights", choices=FORMATS, default="int8", help="default: int8")
+    parser.add_argument(
+        "--activations", choices=ACTIVATIONS, default="int8", help="what products read"
+    )
+    whole = cli.whole_number
+    parser.add_argument(
+        "--gptq", type=whole(1, 4096), metavar="N", help="calibrate GPTQ on N windows of 512 tokens"
+    )
+    parser.add_argument("--act-order", action="store_true", help="GPTQ: large inputs first")
+    parser.add_argument(
+        "--smooth", type=whole(1, 4096), metavar="N", help="calibrate SmoothQuant on N windows"
+    )
+    parser.add_argument(
+        "--plant", type=whole(1, 16), metavar="N", help="first make outliers, 2^N times as large"
+    )
+    parser.add_argument(
+        "--stories",
+        type=whole(0, 100_000),
+        default=200,
+        metavar="N",
+        help="held-out stories to read, 0 for a model that was not made for them; default: 200",
+    )
+    parser.add_argument("--text", metavar="FILE", help="to calibrate and judge; default: stories")
+    parser.add_argument(
+        "--windows", type=whole(1, 4096), default=40, metavar="N", help="for the KL; default: 40"
+    )
+    cli.add_model_options(parser)
+    options = parser.parse_args(argv)
+    floats = {"linear": "plain", "dtype": "float32", "weights": "float32"}  # quantized below
+    plain = argparse.Namespace(**{**vars(options), **floats})
+    reference, loaded = (cli.load_model_from(plain, families) for _ in range(2))
+    tokenizer, model = reference.tokenizer, loaded.model
+    end = end_of_text(reference.config)
+    learnt = max(options.gptq or 0, options.smooth or 0) * WINDOW
+    judged = options.windows * WINDOW
+    if options.text:  # the beginning to calibrate on, what follows to judge
+        ids = text_ids(tokenizer, end, learnt + judged, options.text, "")
+        calibration, ids = ids[:learnt], ids[learnt:]
+    else:
+        calibration = text_ids(tokenizer, end, learnt, None, "calibration")
+        ids = text_ids(tokenizer, end, judged, None, "judged")
+    if options.plant:
+        plant(model, [1, 2], 2.0**options.plant)
+    if options.smooth:
+        smooth(model, windows_of(calibration, options.smooth))
+    if options.gptq:
+        windows = windows_of(calibration, options.gptq)
+        how = {"activations": options.activations, "act_order": options.act_order}
+        calibrate(model, windows, options.weights, **how)
+    else:
+        convert(model, Quantize(options.weights, options.activations), {})
+    engines = engine_of(reference.model), engine_of(model)
+    if options.stories:
+        print(held_out(*engines, tokenizer, options.stories), flush=True)
+    print(divergence(*engines, ids), flush=True)
+    prompts = [ids[start : start + 20] for start in range(0, min(len(ids), 10 * WINDOW), WINDOW)]
+    places = first_differences(*engines, prompts, 200)
+    shown = ", ".join("none" if place is None else str(place) for place in places)
+    print(f"first difference of {len(places)} greedy answers of at most 200 tokens: {shown}")
+
+
+if __name__ == "__main__":
+    cli.run(main)

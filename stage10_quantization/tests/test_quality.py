@@ -51,6 +51,7 @@ def test_nats_are_the_cross_entropy_of_each_story_and_their_floor_the_grammars(m
     assert min(differences) < nats.low < nats.difference < nats.high < max(differences)
     card = json.loads((folder / "evaluation.json").read_text())["held_out"]
     assert nats.floor == pytest.approx(card["floor"], rel=0.1)  # of other stories among them
+    assert f"difference {nats.difference:+.5f}" in str(nats)
 
 
 @pytest.mark.parametrize("name", ["stories", "stories-chat"])
@@ -85,6 +86,7 @@ def test_the_divergence_is_that_of_the_second_half_of_whole_windows(models, engi
     assert sorted(kl)[-3] < found.percentile <= found.highest
     assert found.difference == pytest.approx(sum(lost) / 510, rel=1e-3)
     assert min(lost) / 255 <= found.low + 1e-6 < found.high <= max(lost) / 255 + 1e-6
+    assert "windows of 512, second half scored" in str(found)
     with pytest.raises(UserError, match="511 tokens.* window has 512"):
         quality.divergence(engines[0], engines[1], ids[:511])
 
@@ -112,3 +114,20 @@ def test_keys_and_values_in_int8_cost_something(models, engines):
     ids = quality.text_ids(tokenizer, 2047, 512, None, "judged")
     found = quality.divergence(engines[0], quality.engine_of(model, dtype=torch.int8), ids)
     assert 0 < found.mean < 1e-3
+
+
+def test_the_command_prints_each_figure_with_its_protocol(capsys, tmp_path):
+    quality.main(["--weights", "int8", "--stories", "2", "--windows", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        "2 held-out stories",
+        "1 windows of 512",
+        lines[2].split(",")[0],
+    ]
+    assert lines[2].startswith("first difference of 1 greedy answers")
+    short = tmp_path / "short.txt"
+    short.write_text("Once upon a time.")
+    with pytest.raises(UserError, match="window has 512"):
+        quality.main(["--stories", "0", "--text", str(short)])
+    with pytest.raises(UserError, match="calibration text has"):
+        quality.main(["--gptq", "2", "--text", str(short)])
