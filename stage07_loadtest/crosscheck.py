@@ -62,7 +62,7 @@ TOKENIZER = paths.ROOT / "shared" / "stories" / "model"
 PERCENTILES = (50, 90, 99)
 CLOSE = {50: 0.05, 90: 0.1, 99: 0.1}  # agreement: relative difference, or NEAR
 NEAR = 0.005  # seconds, except for TPOT
-# Its inter-token latency is our TPOT: (last - first) / (tokens - 1). See GLOSSARY.
+# Its inter-token latency is our TPOT: (last - first) / (tokens - 1). See REPORT.md.
 LATENCIES: Mapping[str, tuple[Callable[[Any], float | None], str, float]] = {
     "TTFT": (metrics.ttft, "time_to_first_token_ms", 1e-3),
     "TPOT": (metrics.tpot, "inter_token_latency_ms", 1e-3),

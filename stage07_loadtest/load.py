@@ -19,12 +19,6 @@ from .workload import Ask
 SAMPLING = 0.01  # seconds between two samples of the requests in flight
 
 
-@dataclass(frozen=True)
-class ServerDelta(Counters):
-    """The server's counters over the measured part, without the warm-up: totals are differences,
-    states are those at the end."""
-
-
 @dataclass
 class Point:
     """One load, measured once."""
@@ -35,7 +29,8 @@ class Point:
     started_unix: float  # seconds since 1970 at the start of the measured part
     duration: float  # seconds, to the end of the last request
     client_cpu: float  # share of one core that this process took
-    server: ServerDelta | None  # None: the server has no /metrics that we know
+    # The server's counters over the measured part; None: it has no /metrics that we know.
+    server: Counters | None
     in_flight: list[tuple[float, int]]  # (seconds, requests in flight), sampled at even intervals
     interrupted: bool = False  # by Ctrl-C: unfinished requests are left out
 
@@ -91,7 +86,7 @@ async def run_point(
         started_unix=run.started_unix,
         duration=run.duration,
         client_cpu=run.cpu / run.duration if run.duration else 0.0,
-        server=delta(before, after),
+        server=after.since(before) if before and after else None,
         in_flight=run.in_flight,
         interrupted=interrupted,
     )
@@ -103,20 +98,6 @@ def load(url: str, asks: Sequence[Ask], schedule: Schedule, **how: Any) -> Point
     if point.interrupted:
         raise KeyboardInterrupt
     return point
-
-
-def delta(before: Counters | None, after: Counters | None) -> ServerDelta | None:
-    """Totals from `before` to `after`, and the states of `after`; None if either is missing."""
-    if before is None or after is None:
-        return None
-    return ServerDelta(
-        prompt_tokens=after.prompt_tokens - before.prompt_tokens,
-        generation_tokens=after.generation_tokens - before.generation_tokens,
-        success=after.success - before.success,
-        running=after.running,
-        waiting=after.waiting,
-        kv_cache_usage=after.kv_cache_usage,
-    )
 
 
 class Run:

@@ -1,6 +1,6 @@
 """The results of a load test, computed from its records: formulas only, no input and no output.
 
-The terms are vLLM's (`vllm bench serve`); GLOSSARY compares them with other tools'. All times are
+The terms are vLLM's (`vllm bench serve`); REPORT.md compares them with other tools'. All times are
 seconds. Latencies are those of requests that succeeded; in the adjusted percentiles a failure is an
 answer that never arrived, so its latency is infinite.
 """
@@ -32,28 +32,6 @@ LEAST_SAMPLES, SAMPLES_A_STAY = 100, 4  # of the requests in flight: in all, and
 TTFT, TTFT_INTENDED, TPOT, ITL = "ttft", "ttft_intended", "tpot", "itl"
 E2E, E2E_INTENDED, CLIENT_QUEUE = "e2e", "e2e_intended", "client_queue"
 DRAWN = (TTFT, TTFT_INTENDED, ITL)
-
-GLOSSARY = """\
-| here | formula | vLLM `bench serve` | guidellm | aiperf | MLPerf |
-|---|---|---|---|---|---|
-| TTFT | first chunk - sent | the same | the same | the same | first token - scheduled |
-| TTFT, intended | first chunk - intended | | | | the only one |
-| TPOT | (E2E - TTFT) / (tokens - 1); not of a single token | the same | \
-`inter_token_latency`; its own `time_per_output_token` is E2E / tokens, so the first token counts \
-| ITL, over the tokens after the first chunk | mean gap between an answer's tokens |
-| ITL | every gap between chunks, of all answers together | the same | | \
-ICL, inter-chunk latency | |
-| E2E | last chunk - sent | the same, E2EL | request latency, to the end of the request | \
-request latency | last token - scheduled |
-| E2E, intended | last chunk - intended | E2EL with the client's queue | scheduled latency | | \
-the only one |
-| client queue | sent - intended | client queue time | dispatch delay | | in every latency |
-| tokens | `usage` | `usage`; else tokenized again | `usage`; else tokenized again | | |
-| failures | by kind; infinite in the adjusted percentiles | counted; in no latency | by status | \
-infinite in the `adj_` percentiles | |
-| goodput | requests/s within every limit, from the intended start | the same, from sending | \
-highest load at which 95 % keep the limits | as vLLM | \
-highest Poisson rate whose p99 keeps the limits |"""
 
 
 # ---- one request --------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,6 +15,9 @@ from .client import Target
 PATIENCE = 10.0  # seconds that a server has to become idle
 POLL = 0.05  # seconds between two looks at it
 ANSWERING = 30.0  # seconds for /metrics and /v1/models
+
+
+TOTALS = ("prompt_tokens", "generation_tokens", "success")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,11 @@ class Counters:
     def idle(self) -> bool:
         """Whether nothing runs, nothing waits, and no block is owned."""
         return not (self.running or self.waiting or self.kv_cache_usage)
+
+    def since(self, before: Counters) -> Counters:
+        """Totals from `before` on, and the states of now."""
+        totals = {name: getattr(self, name) - getattr(before, name) for name in TOTALS}
+        return replace(self, **totals)
 
 
 NAMES = {

@@ -17,9 +17,10 @@ import pytest
 
 from stage07_loadtest import mock
 from stage07_loadtest.client import HTTP_503, RESET, Record, Target
-from stage07_loadtest.load import Point, ServerDelta, run_point
+from stage07_loadtest.load import Point, run_point
 from stage07_loadtest.mock import Behaviour, Mock
 from stage07_loadtest.schedule import Schedule
+from stage07_loadtest.server import Counters
 from stage07_loadtest.workload import Ask
 
 # A real run: python -m stage07_loadtest --users 1,2,4 --rates 4,8,12 --requests 8 --out <folder>.
@@ -70,8 +71,8 @@ def point(records: list[Record], users: int | None = 1, **more: Any) -> Point:
     return replace(found, **more)
 
 
-def counters(generation_tokens: int, running: int = 0, usage: float = 0.0) -> ServerDelta:
-    return ServerDelta(0, generation_tokens, 0, running, 0, usage)
+def counters(generation_tokens: int, running: int = 0, usage: float = 0.0) -> Counters:
+    return Counters(0, generation_tokens, 0, running, 0, usage)
 
 
 @contextmanager

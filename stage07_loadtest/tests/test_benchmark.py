@@ -27,10 +27,11 @@ from shared.server import own_server
 from stage06_serving.settings import parse
 from stage07_loadtest import benchmark, crosscheck, workload
 from stage07_loadtest.crosscheck import GUIDELLM, OURS, VLLM
-from stage07_loadtest.load import Point, ServerDelta
+from stage07_loadtest.load import Point
 from stage07_loadtest.metrics import summarize
 from stage07_loadtest.results import to_json
 from stage07_loadtest.schedule import Schedule
+from stage07_loadtest.server import Counters
 from stage07_loadtest.workload import LENGTHS
 
 from .helpers import mocked, record, refused
@@ -151,7 +152,7 @@ def made(server, rate, users=None, name="short", failed=0, offered=None):
     records = [record(i, gaps=(0.5, 0.1)) if i < good else refused(i) for i in range(10)]
     when = Schedule("closed" if users else "poisson", users, None if users else [0.0] * 10, offered)
     seconds = 2 * good / rate
-    counted = ServerDelta(0, 2 * good, 0, 0, 0, 0.0)
+    counted = Counters(0, 2 * good, 0, 0, 0, 0.0)
     point = Point(name, when, records, 0.0, seconds, rate / 1000, counted, [])
     return {"server": server} | to_json(summarize(point, benchmark.SLO))
 

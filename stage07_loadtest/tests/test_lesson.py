@@ -11,7 +11,6 @@ from stage07_loadtest import metrics
 from stage07_loadtest.client import Record
 from stage07_loadtest.mock import Behaviour
 
-REPORT = (Path(__file__).parents[1] / "REPORT.md").read_text(encoding="utf-8")
 LESSON = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 PROSE = " ".join(LESSON.split())
 SERVER = Behaviour(ttft=50, itl=0, stall=600, stall_every=1000)  # milliseconds for seconds
@@ -71,10 +70,8 @@ def test_the_picture_is_the_trace():
     assert f"Count the columns of the open loop: {share}" in PROSE
 
 
-def test_littles_law_in_the_trace_and_the_glossary_in_the_report():
+def test_littles_law_in_the_trace():
     stay = sum(record.end - record.intended for record in OPEN) / len(OPEN)
     assert (1000 * len(OPEN) / END, stay) == (5, 170)
     text = f"ten requests in 2 s are 5 a second, and they stay {stay:.0f} ms on average: 5 * 0.17"
     assert f"{text} = 0.85" in PROSE
-    assert metrics.GLOSSARY in REPORT
-    assert len({line.count("|") for line in metrics.GLOSSARY.splitlines()}) == 1

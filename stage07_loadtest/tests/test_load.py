@@ -9,9 +9,10 @@ import pytest
 
 from stage07_loadtest import load, mock
 from stage07_loadtest.client import REFUSED, Target
-from stage07_loadtest.load import ServerDelta, run_point
+from stage07_loadtest.load import run_point
 from stage07_loadtest.mock import Behaviour
 from stage07_loadtest.schedule import bursts, closed, poisson, trace
+from stage07_loadtest.server import Counters
 from stage07_loadtest.workload import Ask
 
 from .helpers import QUICK, against, asks
@@ -61,7 +62,7 @@ def test_warming_up_is_sent_and_not_counted():
     found, server = against({}, asks(9), closed(2, 6), warmup=3)
     assert server.requests == 9 and len(found.records) == 6 and found.records[0].index == 0
     assert sorted(body["prompt"][2] for body in list(server.bodies)[:3]) == [0, 1, 2]
-    assert found.server == ServerDelta(18, 30, 6, running=0, waiting=0, kv_cache_usage=0.0)
+    assert found.server == Counters(18, 30, 6, running=0, waiting=0, kv_cache_usage=0.0)
     assert all(record.sent is not None and record.sent >= 0 for record in found.records)
     with pytest.raises(ValueError, match="30 starts, but 29 requests after 1 to warm up"):
         against({}, asks(30), poisson(100, 30, 0), warmup=1)
