@@ -503,12 +503,8 @@ BY_HAND: dict[tuple[str, str, int], tuple[tuple[float, float] | None, str]] = {
 NOT_IN_LESSON = {(HTTP, "stories, float32, kernels", 32), (LOSE, "gpt2, float32, paged", 32)}
 
 
-def engine_of(row: Row) -> str:
-    return str(row.group.get("engine", "paged"))  # the only one, in results without its name
-
-
 def subject_of(row: Row) -> str:
-    return f"{row['model']}, {row['dtype']}, {engine_of(row)}"
+    return f"{row['model']}, {row['dtype']}, {row['engine']}"
 
 
 def predictions(results: Results) -> Iterator[dict[str, str]]:
@@ -522,7 +518,7 @@ def predictions(results: Results) -> Iterator[dict[str, str]]:
         percent, (least, most) = share(row).median, predicted(row)
         verdict = "**missed**" if percent < least else "more" if percent > most else "held"
         if row["case"] == HTTP and row["streams"] == most_streams(FULL).streams:
-            aim = AIMS[engine_of(row)]
+            aim = AIMS[row["engine"]]
             verdict += f"; aim of {aim:.0f}%: {'held' if percent >= aim else '**missed**'}"
         yield {
             "prediction": f"{what[row['case']].format_map(row)}, {subject_of(row)}",
@@ -568,16 +564,10 @@ def restart_bound(row: Row) -> str:
     return f"{prefill / (5 * row['bytes'] / row.bandwidth):.1f}x"
 
 
-def restarts(results: Results) -> list[Row] | str:
-    measured = DISK in results.content["results"]
-    return results.groups(DISK) if measured else "not measured yet"
-
-
 def waits(results: Results) -> Iterator[claims.Claim]:
     """The lesson's two times, over HTTP with stage 05's engine: predicted from the limits of the
     machine and one reading of all keys and values more, which is the gather."""
-    paged = [group for group in results.groups(HTTP) if engine_of(group) == "paged"]
-    for row in (group.of(SERVER) for group in paged[-1:]):
+    for row in (group.of(SERVER) for group in results.groups(HTTP, engine="paged")[-1:]):
         prompt, answer = row.lengths[0]
         count, context = row["streams"], prompt + answer // 2
         gathered = count * context * row.config.kv_bytes_per_token(row.kind) / row.bandwidth
@@ -641,10 +631,9 @@ TABLES = rows.tables(
     lose: {LOADS} | steps | loop, us a request | client, us a request
     latency < sides: model | streams | requests | answer | engine | TTFT p50, ms | TTFT p99, ms
       | ITL p50, ms | ITL p99, ms
-    disk < restarts: model | prompt, tokens | MB | prefill, ms | prefill and write, ms | restart, ms
+    disk: model | prompt, tokens | MB | prefill, ms | prefill and write, ms | restart, ms
       | cold restart, ms | gain | bound
     """,
-    restarts=restarts,
     sides=lambda results: [
         group.of(side)
         for case in (HTTP, NULL, LOSE)
@@ -675,7 +664,7 @@ def headline(results: Results) -> str:
     row = most_of_first(results)
     return (
         f"{share(row).median:.0f}% of the offline engine's tok/s behind HTTP, {row['streams']} "
-        f"streams (GPT-2 124M shape, {row['dtype']}, {engine_of(row)})"
+        f"streams (GPT-2 124M shape, {row['dtype']}, {row['engine']})"
     )
 
 

@@ -321,7 +321,7 @@ def forced(subject: Subject, plan: Any) -> Iterator[Group]:
 
 
 def times_of(results: Results) -> PassTimes:
-    groups = results.groups("passes", model="gpt2")
+    groups = results.groups("passes")
     medians = tuple(row.of(PLAIN).median for row in groups)
     return PassTimes(tuple(row["count"] for row in groups), medians)
 
@@ -333,7 +333,7 @@ def predicted(results: Results, alpha: float, count: int, drafts: int) -> float:
 
 
 def at(results: Results, alpha: float, count: int) -> list[Row]:
-    return results.groups("oracle", model="gpt2", alpha=alpha, count=count)
+    return results.groups("oracle", alpha=alpha, count=count)
 
 
 def claims(results: Results) -> Iterator[Claim]:
@@ -362,7 +362,7 @@ def claims(results: Results) -> Iterator[Claim]:
     for row in results.groups("forced", count=1):
         why = "names and numbers are short, so the grammar forces more of the text than was guessed"
         yield Claim("JSON by forced tokens, 1 row", 1.3, row.gain(PLAIN, FIXED), "x", why, 1.3)
-    for row in results.groups("draft", model="stories"):
+    for row in results.groups("draft"):
         if row.group.get("drafter") != TRAINED:
             continue
         steps, right = row["passes"], f"{row['accepted'][FIXED]:.0%} of its drafts are right"
@@ -406,30 +406,22 @@ COLUMNS: dict[str, rows.Column] = {
 TABLES = rows.tables(
     COLUMNS,
     f"""
-    times < times: rows | {PLAIN}, ms | a row, us | over one row
-    oracle < oracle: alpha | rows | {PLAIN}, ms | four drafts | by the formula (off by)
+    times < passes: rows | {PLAIN}, ms | a row, us | over one row
+    oracle: alpha | rows | {PLAIN}, ms | four drafts | by the formula (off by)
       | as many as pay
-    again < again: model | rows | {PLAIN}, ms | n-gram | suffix | passes
-    formats < formats: weights | {PLAIN}, ms | four drafts | passes
-    masks < masks: rows | vocabulary | {PLAIN}, ms | in a form, ms | masks, ms | all masks, share
-    forced < forced: rows | {PLAIN}, ms | four drafts | as many as pay | accepted | passes
-    draft < draft: draft model | {PLAIN}, ms | four drafts | accepted | passes
-    exits < exits: draft model | {PLAIN}, ms | four drafts | accepted | passes
+    again: model | rows | {PLAIN}, ms | n-gram | suffix | passes
+    formats: weights | {PLAIN}, ms | four drafts | passes
+    masks: rows | vocabulary | {PLAIN}, ms | in a form, ms | masks, ms | all masks, share
+    forced: rows | {PLAIN}, ms | four drafts | as many as pay | accepted | passes
+    draft: draft model | {PLAIN}, ms | four drafts | accepted | passes
+    exits: draft model | {PLAIN}, ms | four drafts | accepted | passes
     """,
-    times=lambda results: results.groups("passes", model="gpt2"),
-    oracle=lambda results: results.groups("oracle", model="gpt2"),
-    again=lambda results: results.groups("again"),
-    formats=lambda results: results.groups("formats", model="gpt2"),
-    draft=lambda results: results.groups("draft", model="stories"),
-    exits=lambda results: results.groups("exits"),
-    masks=lambda results: results.groups("masks"),
-    forced=lambda results: results.groups("forced"),
     claims=closing(claims),
 )
 
 
 def oracle_chart(results: Results) -> Figure:
-    groups = results.groups("oracle", model="gpt2", alpha=0.7)
+    groups = results.groups("oracle", alpha=0.7)
     return charts.bars(
         "Drafts are free while rows are: 7 of 10 right, by the number of requests",
         "tok/s over plain decode's (GPT-2 124M shape, float32)",
