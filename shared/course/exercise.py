@@ -247,14 +247,14 @@ def _judge(options: argparse.Namespace) -> Judge:
 def capstone(options: argparse.Namespace) -> int:
     print("loading the stages", flush=True)  # this takes seconds
     from ..bench import staircase  # it needs the stages, and no other command does
-    from .capstone import QUICK, ROUNDS, capstone
+    from .capstone import QUICK, ROUNDS, capstone, trial
 
     out = _output(options.out, ".json")
     if options.submission is None:
         for stage in paths.discover():
             _without_exhibit(stage)
     submission = _submission(options)
-    plan = staircase.BENCHMARK.quick if options.quick else staircase.FULL
+    plan = trial() if options.quick else staircase.FULL
     with _judge(options) as judge:
         judge.seeds = judge.seeds[:QUICK] if options.quick else judge.seeds
         result = capstone(judge, submission, plan, 1 if options.quick else ROUNDS)
@@ -361,7 +361,7 @@ def main(argv: list[str] | None = None) -> int | None:
     submitted(parsed)
     judged(parsed, seconds=900)
     parsed.add_argument(
-        "--quick", action="store_true", help="a quarter of seeds and workload, once"
+        "--quick", action="store_true", help="a trial: few seeds, a tiny model, once"
     )
     parsed.add_argument("--out", metavar="FILE", help="write the result, a .json file")
     parsed = command("design", design, "empty a whole file: the open design")

@@ -83,7 +83,11 @@ def grade(
         return Verdict(stage, task, not why, why, time.monotonic() - started, note)
 
     with ThreadPoolExecutor(JOBS if judge.confined else 1) as pool:
-        yield from pool.map(judged, tasks)
+        try:
+            yield from pool.map(judged, tasks)
+        except BaseException:  # Ctrl-C: a submission that sleeps would hold it up for minutes
+            judge.stopped.set()
+            raise
 
 
 def submitted(submission: Path, stage: str, alone: bool) -> Path | None:

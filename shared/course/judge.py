@@ -126,6 +126,7 @@ class Judge:
         self._expected: dict[tuple[str, Any], list[Any]] = {}
         self._home = tempfile.TemporaryDirectory(prefix="staircase-", ignore_cleanup_errors=True)
         self._base = functools.cache(self._copied)
+        self.stopped = threading.Event()  # then processes end, whatever they do
         self._lock, self._locks = threading.Lock(), dict[tuple[str, Any], threading.Lock]()
         if not confined:
             self._alone(1, 0)
@@ -134,6 +135,7 @@ class Judge:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stopped.set()
         if not self.confined:
             self._alone(0, 1)
         self._home.cleanup()
@@ -188,7 +190,7 @@ class Judge:
     def _run(self, tree: Path, stage: str, tasks: Sequence[Task], alone: bool) -> Ended:
         numbers = [task.number for task in tasks]
         job = {"stage": stage, "tasks": numbers, "seeds": self.seeds, "alone": alone}
-        return run(tree, job, self.limits, self.confined)
+        return run(tree, job, self.limits, self.confined, self.stopped)
 
     def why_together(self, stage: str, files: Mapping[str, bytes]) -> list[str]:
         """For each task of a stage, why its driver returns something else with all these files, by
@@ -198,7 +200,11 @@ class Judge:
         base = self._base(max(files).partition("/")[0])
         with ThreadPoolExecutor(2 if self.confined else 1) as pool:
             sides = [pool.submit(self._together, base, stage, laid) for laid in ({}, files)]
-            references, submitted = (side.result() for side in sides)
+            try:
+                references, submitted = (side.result() for side in sides)
+            except BaseException:  # Ctrl-C
+                self.stopped.set()
+                raise
         return [
             verdict(rule_of(stage, task), self.seeds, self._right(stage, task, reference), ended)
             for task, reference, ended in zip(tasks, references, submitted, strict=True)
@@ -325,8 +331,14 @@ def copy_project(target: Path, last: str) -> None:
 # ---- processes ----------------------------------------------------------------------------------
 
 
-def run(tree: Path, job: Mapping[str, Any], limits: Limits, confined: bool = True) -> Ended:
-    """Run driver.py's job in `tree`, and return how it ended."""
+def run(
+    tree: Path,
+    job: Mapping[str, Any],
+    limits: Limits,
+    confined: bool = True,
+    stopped: threading.Event | None = None,
+) -> Ended:
+    """Run driver.py's job in `tree`, at most until `stopped`, and return how it ended."""
     tree = tree.resolve()
     scratch = tree.with_name("scratch")
     words = [sys.executable, "-B", "-m", "shared.course.driver"]
@@ -373,7 +385,7 @@ def run(tree: Path, job: Mapping[str, Any], limits: Limits, confined: bool = Tru
             job = {**job, "seconds": limits.seconds, "disk": limits.disk}
             process.stdin.write(json.dumps(job).encode() + b"\n")
             process.stdin.close()
-        why = _watch(process, None if confined else scratch, limits)
+        why = _watch(process, None if confined else scratch, limits, stopped)
     finally:
         _end(process, None if confined else before)
     lines = data.end().splitlines()
@@ -481,7 +493,12 @@ class _Pipe:
         return bytes(self.kept)
 
 
-def _watch(process: subprocess.Popen[bytes], scratch: Path | None, limits: Limits) -> str:
+def _watch(
+    process: subprocess.Popen[bytes],
+    scratch: Path | None,
+    limits: Limits,
+    stopped: threading.Event | None = None,
+) -> str:
     """Wait until the process has ended or reached a limit; returns why it did not end well. Its
     seconds are of processor time, so that what else the machine does costs it nothing."""
     deadline = time.monotonic() + WAIT * limits.seconds
@@ -489,6 +506,8 @@ def _watch(process: subprocess.Popen[bytes], scratch: Path | None, limits: Limit
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(POLL)
             break
+        if stopped is not None and stopped.is_set():
+            return "Grading was interrupted."
         if time.monotonic() > deadline:
             return f"It has not ended after {WAIT * limits.seconds:g} s: what does it wait for?"
         memory = seconds = 0.0

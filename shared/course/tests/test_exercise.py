@@ -409,18 +409,18 @@ def test_the_capstone_runs_both_sides_at_once_and_says_so_first(submission, caps
     assert max(judge.said[:2]).startswith(f"judging {count} tasks of stage02_kv_cache, ")
 
 
-def test_a_quick_capstone_has_few_seeds(submission, monkeypatch):
-    seen = list[int]()
+def test_a_quick_capstone_has_few_seeds_and_a_tiny_model(submission, monkeypatch):
+    seen = list[tuple[int, str]]()
 
-    def judged(made: Judge, *_: object) -> capstone.Result:
-        seen.append(len(made.seeds))
+    def judged(made: Judge, _: Path, plan: Any, rounds: int) -> capstone.Result:
+        seen.append((len(made.seeds), plan.model))
         return capstone.Result((0, 0), [], [], {})
 
     monkeypatch.setattr(capstone, "capstone", judged)
     monkeypatch.setattr(judge, "unconfined", lambda: "")
     for words in ([], ["--quick"]):
         exercise.main(["capstone", "--submission", str(submission), *words])
-    assert seen == [judge.SEEDS, capstone.QUICK]
+    assert seen == [(judge.SEEDS, staircase.FULL.model), (capstone.QUICK, "tiny")]
 
 
 @pytest.mark.slow

@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import os
+import subprocess
+import sys
+import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,6 +134,29 @@ def test_a_class_is_graded_in_one_go_and_goes_on_where_it_was(tmp_path, fake, ca
         exercise.main(words)
     with pytest.raises(UserError, match="no folder"):
         exercise.main(["grade-class", str(tmp_path / "none"), "4", "--out", str(out)])
+
+
+def test_ctrl_c_ends_what_is_being_judged(tmp_path, monkeypatch, fake):
+    """Another task's process may sleep, for four minutes."""
+    mine.write(tmp_path / STAGE / FILE, REFERENCE)
+    sleeps = tmp_path / STAGE / "cache.py"
+    mine.write(sleeps, REFERENCE)
+
+    def why(made: Judge, stage: str, task: Any, *_: object) -> str:
+        if task.file == FILE:
+            return ""
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+            ended = judge._watch(process, None, judge.Limits(), made.stopped)
+            process.kill()
+        return ended
+
+    monkeypatch.setattr(Judge, "why", why)
+    verdicts = grading.grade(fake, [STAGE], tmp_path)
+    assert next(verdicts).passed
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        verdicts.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
+    assert time.monotonic() - started < 30
 
 
 def test_results_for_gradescope_and_as_junit_xml(home, tmp_path, fake, capsys):
