@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -46,6 +46,7 @@ class StepContract:
     """Subclass it as `class TestMine(StepContract)`."""
 
     token_a_step = True  # of each request that runs; with drafts several
+    every = 1  # of the moments at which a request may be aborted
     phases = {("waiting", False, False), ("running", True, False), ("running", False, True)}
 
     def engine(self, sequences: int = 4, budget: int = 32, **options: Any) -> Any:
@@ -132,10 +133,10 @@ class StepContract:
         finish(engine)
         assert_answered(*good)
 
-    def test_abort_at_any_moment_changes_no_other_request(self, every=1):
+    def test_abort_at_any_moment_changes_no_other_request(self):
         """The same crowd again and again, and the victim leaves before another step each time."""
         phases = set()
-        for moment in range(0, 24, every):
+        for moment in range(0, 24, self.every):
             engine = self.engine(3, 12, max_chunk=5)
             others = [ask(engine, length, 4) for length in (18, 30, 5)]
             victim = ask(engine, 26, 4, "victim")
@@ -399,14 +400,15 @@ class EngineContract(StepContract):
 class Again:
     """Subclass it as `class TestMine(Again, TestTheirs)`. By -m slow, nothing is shorter."""
 
-    @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
-    def test_abort_at_any_moment_changes_no_other_request(self, every: int) -> None:
-        tests: Any = super()
-        tests.test_abort_at_any_moment_changes_no_other_request(every)
+    every = 3
+
+    @pytest.mark.slow
+    def test_abort_at_every_moment(self):
+        self.every, tests = 1, cast(Any, self)
+        tests.test_abort_at_any_moment_changes_no_other_request()
 
     @pytest.mark.parametrize(
         "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
     )
-    def test_all_scenarios(self, dtype: torch.dtype) -> None:
-        tests: Any = super()
-        tests.test_all_scenarios(dtype)
+    def test_all_scenarios(self, dtype):
+        cast(Any, super()).test_all_scenarios(dtype)

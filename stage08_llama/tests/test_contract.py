@@ -1,6 +1,8 @@
 """The contract of engines with a Llama: query heads that share keys, wider than C / H. Stage 01,
-whose logits are those of transformers, is its oracle. By -m slow: test_window.py has such heads too,
-and a sliding window."""
+whose logits are those of transformers, is its oracle.
+
+By -m slow: test_window.py has such heads too, and a sliding window.
+"""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class TestRanks(kernels.TestKernels):
 
     @pytest.mark.slow
     def test_abort_at_any_moment_changes_no_other_request(self):
-        super().test_abort_at_any_moment_changes_no_other_request(1)
+        super().test_abort_at_any_moment_changes_no_other_request()
 
     @pytest.mark.slow
     def test_all_scenarios(self):

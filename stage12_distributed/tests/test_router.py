@@ -33,8 +33,8 @@ from stage06_serving.tests.tools import alone, words
 from stage12_distributed.bench import streams as bench
 
 PROMPTS = ("Once upon a time", "The old fox looked at the river", "Every morning, Anna")
-SERVERS = ("--dtype", "float64", "--engine", "paged", "--linear", "plain")
-SERVERS += ("--threads", "1", "--kv-memory", "32MiB")
+SERVERS = ["--dtype", "float64", "--engine", "paged", "--linear", "plain"]
+SERVERS += ["--threads", "1", "--kv-memory", "32MiB"]
 KEY = "for the administrator"
 LONG: dict[str, Any] = {"model": "stories", "temperature": 0, "extra_body": {"ignore_eos": True}}
 
