@@ -373,9 +373,9 @@ def create_app(
         return Response(to_json({"prompt": text}), media_type="application/json")
 
     posted: dict[str, tuple[Any, Endpoint]] = {
-        "/generate": (GenerateBody, lambda *asked: state.api.generate(*asked)),
-        "/v1/completions": (forms.completion_body, lambda *asked: state.api.complete(*asked)),
-        "/v1/chat/completions": (forms.chat_body, lambda *asked: state.api.chat(*asked)),
+        "/generate": (GenerateBody, lambda *call: state.api.generate(*call)),
+        "/v1/completions": (forms.completion_body, lambda *call: state.api.complete(*call)),
+        "/v1/chat/completions": (forms.chat_body, lambda *call: state.api.chat(*call)),
         "/tokenize": (TokenizeBody, tokenize),
         "/detokenize": (DetokenizeBody, detokenize),
         **embeddings.endpoints(state, unless_gone),

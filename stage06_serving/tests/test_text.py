@@ -150,6 +150,12 @@ def test_stop_strings_wait_for_min_tokens(ids, stops, keep, least):
     assert stop is None or len(pieces) >= least
 
 
+@pytest.mark.parametrize("least", [1, 2, 3])
+def test_a_stop_string_may_be_the_text_of_the_token_that_reaches_min_tokens(least):
+    shown = ["a"] * (least - 1) + [""]
+    assert pieces_of(LETTERS, [0] * 4, stops=["a"], min_tokens=least) == (shown, "a")
+
+
 def test_streams_equal_whole_answers(bytes_server, tiny_folder):
     """Every second answer is cut at a stop string. The model has random weights and bytes for
     tokens, biased to parts of emoji and CJK characters. With log-probabilities: test_logprobs."""
