@@ -173,8 +173,9 @@ def test_attention_in_another_dtype_is_near(dtype):
 @compiled
 @every_level
 def test_attention_of_every_shape(level, weights, real):
-    def make_cache(*sizes, source):
-        return Int8KernelCache(*sizes, source=KERNELS[source], real=real, level=level)
+    def make_cache(config, blocks, size, source):
+        options: Any = {"source": KERNELS[source], "real": real, "level": level}
+        return Int8KernelCache(config, blocks, size, **options)
 
     for case in cases():
         (naive, one), (fast, other) = attentions(case, make_cache, weights, real)
