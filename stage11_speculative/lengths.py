@@ -123,7 +123,7 @@ class Adaptive:
         number of drafts then gains at most as much. While nothing is learned the answer stays."""
         question = [self.rates.get(request, self.common) for request in requests], most, rows
         if question != self._asked[0]:
-            idle, self.idle = self.idle, {}  # nobody's turn to try
+            idle, self.idle = self.idle, {}  # none has a try
             self._asked = question, not any(self.choose(requests, most, rows))
             self.idle = idle
         if not self._asked[1]:

@@ -12,7 +12,7 @@ import torch
 from shared.config import Config
 from shared.course import stages
 from shared.course.testing import random_checkpoint, wide_norm
-from shared.parity import random_prompt
+from shared.parity import prove, random_prompt
 from stage01_forward import engine as naive
 from stage01_forward.families import attention_of, load_model
 from stage04_continuous.tests import oracle
