@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from shared.checkpoint import WEIGHTS
@@ -24,6 +24,14 @@ from ..layers import QuantizedMatrix
 from .files import whole
 from .folder import OPTION
 
+KINDS = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int8: "I8",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
 Scheme = tuple[int, int, bool]  # bits, columns of a group or 0 for a whole row, symmetric
 
 
@@ -35,26 +43,35 @@ def write_folder(
     packed: bool = True,
 ) -> None:
     """Write a checkpoint folder, whole or not at all. fields: of config.json, without a
-    quantization. tensors: all of config.shapes, as `FolderModel.read` returns them. copies: files
-    to put beside them, the tokenizer's. packed: False if all codes have 8 bits. Raises UserError
-    for a minimum that is no multiple of its scale, and if the folder has files."""
+    quantization. tensors: all of config.shapes, as `FolderModel.read` returns them; one is in
+    memory at a time. copies: files to put beside them, the tokenizer's. packed: False if all codes
+    have 8 bits. Raises UserError for a minimum that is no multiple of its scale, and if the folder
+    has files."""
     folder = Path(folder)
     prefix = "" if fields.get("model_type", "gpt2") == "gpt2" else "model."
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     layers: dict[Scheme, list[str]] = {}
-    stored: dict[str, Tensor] = {}
-    with whole(folder) as part:
+    with whole(folder) as part, part.with_name("data").open("w+b") as data:
         part.mkdir()
         for name, tensor in tensors:
             name = name if name.startswith("lm_head.") else prefix + name
+            stored = {name: tensor} if isinstance(tensor, Tensor) else parts(name, tensor, packed)
             if isinstance(tensor, QuantizedMatrix):
                 group = tensor.group if tensor.scale.shape[1] > 1 else 0
                 scheme = (tensor.bits, group, tensor.minimum is None)
                 layers.setdefault(scheme, []).append(name.removesuffix(".weight"))
-                stored |= parts(name, tensor, packed)
-            else:
-                stored[name] = tensor
-        contiguous = {name: tensor.contiguous() for name, tensor in stored.items()}
-        save_file(contiguous, part / WEIGHTS, {"format": "pt"})
+            for key, values in stored.items():
+                first = data.tell()
+                data.write(values.contiguous().flatten().view(torch.uint8).numpy().data)
+                places = [first, data.tell()]
+                kind, shape = KINDS[values.dtype], list(values.shape)
+                header[key] = {"dtype": kind, "shape": shape, "data_offsets": places}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with (part / WEIGHTS).open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            data.seek(0)
+            shutil.copyfileobj(data, file)
         for path in copies:
             shutil.copy(path, part)
         config = dict(fields) | ({OPTION: quantization(layers, packed)} if layers else {})
