@@ -38,6 +38,7 @@ from stage06_serving.tests.tools import started
 from stage11_speculative.lengths import Fixed
 from stage11_speculative.make import with_drafts
 from stage11_speculative.proposers import Recorded
+from stage11_speculative.rejection import Rejection
 
 from .test_rejection import chi_square
 
@@ -227,6 +228,7 @@ def test_drawn_drafts_keep_the_distribution_of_answers():
     assert count == 480 and sum(law.values()) > 0.95
     assert chi_square(found, law, count) < 50  # at most 15 degrees of freedom
     assert inside.engine.scheduler.draft_counts.accepted > 100
+    assert isinstance(inside.engine.verify, Rejection)
     (plain,) = make(model, 1).generate([prompt], SamplingParams(max_tokens=30))
     text = Tokenizer.from_folder(STORIES).decode(plain.token_ids)
     assert last["choices"][0]["text"] == text
