@@ -28,14 +28,17 @@ from stage06_serving.__main__ import make_engine
 from stage06_serving.app import Api
 from stage06_serving.engines import Paged
 from stage06_serving.forms import NoForms
+from stage06_serving.inside import Inside
 from stage06_serving.protocol import CompletionBody
 from stage06_serving.service import Answer, Choice, Service
 from stage06_serving.settings import parse
 from stage06_serving.tests.conftest import House, house
 from stage06_serving.tests.test_page import FEW_BLOCKS, Page, browser, recite
 from stage06_serving.tests.tools import started
+from stage11_speculative.lengths import Fixed
 from stage11_speculative.make import with_drafts
 from stage11_speculative.proposers import Recorded
+from stage11_speculative.rejection import Rejection
 
 from .test_rejection import chi_square
 
@@ -93,11 +96,11 @@ def accepted(url: str) -> float:
     return counts(url)["spec_decode_num_accepted_tokens_total"]
 
 
-def drafting(house: House, *options: str, kind: str = "ngram") -> tuple[Any, float]:
-    """A server that drafts, and how many drafts it has accepted so far. It measures its passes when
-    it starts: beside another program, drafts may seem not to pay, and it has none."""
+def drafting(house: House, *options: str) -> tuple[Any, float]:
+    """A server that drafts by n-grams, and how many drafts it has accepted so far. It measures its
+    passes when it starts: beside another program, drafts may seem not to pay, and it has none."""
     for _ in range(5):
-        served = house("--speculate", kind, *options, *FEW_BLOCKS)
+        served = house("--speculate", "ngram", *options, *FEW_BLOCKS)
         body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True}
         assert httpx.post(f"{served.url}/v1/completions", json=body).status_code == 200
         if (count := accepted(served.url)) > 20:
@@ -186,7 +189,7 @@ def test_answers_are_those_without_drafts_and_the_counts_agree(kind, plain):
     assert requests < found[f"{length}_sum"] < 4 * requests
 
 
-def test_drawn_drafts_keep_the_distribution_of_answers(house):
+def test_drawn_drafts_keep_the_distribution_of_answers():
     """A pair of tokens, of four allowed ones each, as often as the model itself says. Greedy
     answers stay."""
     model: Any = families.load_model(families.load("stories"), dtype=torch.float32)
@@ -207,23 +210,28 @@ def test_drawn_drafts_keep_the_distribution_of_answers(house):
             )
         }
     law = {pair: chance for pair, chance in law.items() if chance > 0.005}
-    options = ("--speculative-model", "stories-draft", "--drawn-drafts")
-    served, before = drafting(house, *options, kind="draft")
+    options = "--speculate draft --speculative-model stories-draft --drawn-drafts"
+    inside = Inside([*options.split(), *FEW_BLOCKS])
+    inside.engine.scheduler.lengths = Fixed()  # all drafts, whatever a pass takes here
     body = {**FIELDS, "prompt": prompt, "max_tokens": 3, "n": 4, "return_token_ids": True}
     body |= {"logit_bias": {str(id): 100 for id in allowed}, "ignore_eos": True}
-    found = Counter[tuple[int, ...]]()
-    with httpx.Client(timeout=60) as client:
-        for seed in range(120):
-            answer = client.post(f"{served.url}/v1/completions", json={**body, "seed": 10 * seed})
-            found.update(tuple(it["token_ids"][:2]) for it in answer.json()["choices"])
-        answer = client.post(f"{served.url}/v1/completions", json=greedy)
+
+    async def answers() -> list[dict[str, Any]]:
+        async with inside.serving() as url, httpx.AsyncClient(timeout=60) as client:
+            asked = [{**body, "seed": 10 * seed} for seed in range(120)] + [greedy]
+            path = f"{url}/v1/completions"
+            return [(await client.post(path, json=fields)).json() for fields in asked]
+
+    *sampled, last = asyncio.run(answers())
+    found = Counter(tuple(it["token_ids"][:2]) for one in sampled for it in one["choices"])
     count = sum(found.values())
     assert count == 480 and sum(law.values()) > 0.95
     assert chi_square(found, law, count) < 50  # at most 15 degrees of freedom
-    assert accepted(served.url) - before > 100
+    assert inside.engine.scheduler.draft_counts.accepted > 100
+    assert isinstance(inside.engine.verify, Rejection)
     (plain,) = make(model, 1).generate([prompt], SamplingParams(max_tokens=30))
     text = Tokenizer.from_folder(STORIES).decode(plain.token_ids)
-    assert answer.json()["choices"][0]["text"] == text
+    assert last["choices"][0]["text"] == text
 
 
 def test_a_stop_string_ends_an_answer_at_any_place_of_accepted_drafts():
