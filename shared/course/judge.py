@@ -58,7 +58,8 @@ LEFT_OUT = (
     *("__pycache__", ".*", "*.ipynb", "*.svg", "*.png", "*.md", "*.json", "*.safetensors"),
     *("tests", "wrong.txt", "right.txt", "figures", "benchmark.py", "stories", "*.c", "*.h"),
 )
-SOURCES = ("__init__.py", "tasks.py")  # all else is there in compiled form alone
+# What is not there in compiled form alone; the last two are started as programs.
+SOURCES = "__init__.py", "tasks.py", "trial.py", "template_process.py"
 COURSE = ("__init__.py", "difference.py", "driver.py", "mine.py", "stages.py")  # of shared/course
 KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT")  # environment variables
 HOMES = ("HOME", "TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME", "MPLCONFIGDIR", "HF_HOME")

@@ -15,7 +15,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ def entries(file: str) -> dict[str, str]:
     return dict(entry.split("\n", 1) for entry in text.removeprefix("### ").split("\n### "))
 
 
-CHEATS, TWINS = entries("cheats.txt"), entries("twins.txt")
+CHEATS = entries("cheats.txt")
 contained = pytest.mark.usefixtures("contained")
 
 
@@ -269,40 +268,6 @@ def test_a_project_inside_of_what_is_shown_is_hidden(tmp_path, root, monkeypatch
     words = [*judge.bubblewrap(tmp_path, Limits()), "--", "/bin/ls", str(root)]
     done = subprocess.run(words, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("", "")
-
-
-@contained
-def test_the_tree_has_no_reference_of_the_task(two_seeds):
-    with two_seeds._tree(two_seeds._base(STAGE), {}) as tree:
-        judge.empty_out(tree, STAGE, TASK)
-        body = "rows += range(len(ids) - work.rows, len(ids))"
-        assert body in REFERENCE
-        texts = [path.read_bytes() for path in tree.rglob("*") if path.is_file()]
-        assert not [text for text in texts if body.encode() in text]
-        sources = {path.name for path in tree.rglob("*.py")} - {*judge.SOURCES}
-        assert sources == {FILE} and not (tree / STAGE / "plan.pyc").exists()
-
-
-@contained
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TWINS)
-def test_a_call_of_what_computes_the_same_gets_nothing(name, two_seeds):
-    """One function of a task, beside the reference's others."""
-    stage, number, function = name.split(" ")
-    task = mine.find_task(stage, int(number))
-    source = mine.read(paths.ROOT / stage / task.file)
-    alone, body = replace(task, functions=(function,)), TWINS[name].strip("\n").split("\n")
-    why = two_seeds.why(stage, task, mine.emptied(source, stage, alone, body).encode())
-    assert "NotImplementedError" in why
-
-
-@pytest.mark.parametrize("stage", WITH_TASKS)
-def test_twins_are_functions_of_other_files(stage):
-    for task in mine.tasks(stage):
-        for name, functions in judge.twins_of(stage, task).items():
-            assert name != f"{stage}/{task.file}"
-            twin = replace(task, functions=functions)
-            assert mine.emptied(mine.read(paths.ROOT / name), stage, twin)
 
 
 ENDLESS = """
