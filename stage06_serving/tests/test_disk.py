@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -74,6 +75,15 @@ def fill(server, folder, count=BLOCKS):
     tokens = ask(server)
     until(lambda: len(files(folder)) == count)
     return tokens
+
+
+def size_of(folder):
+    """Bytes of its files, while a thread writes and renames them."""
+    sizes = []
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            sizes.append(path.stat().st_size)
+    return sum(sizes)
 
 
 def leave(folder):
@@ -344,7 +354,7 @@ def test_the_least_recently_used_go_first_and_the_end_of_a_prompt_first(
     def run(prompt):
         made.generate([prompt], words(1))
         until(lambda: len(made.steps) and store._offers.empty())
-        assert sum(path.stat().st_size for path in folder.iterdir()) <= store.files.cap
+        assert size_of(folder) <= store.files.cap
 
     for seed in range(1, 8):
         run(hot)
