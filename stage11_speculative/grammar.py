@@ -287,7 +287,7 @@ class FormRow(Row):
         return mask
 
     def read(self) -> None:
-        """Have the matcher follow the output. For the one who has the lock."""
+        """Have the matcher follow the output. The caller must hold the lock."""
         for token_id in self.output[self._read :]:
             self.matcher.consume_token(token_id)
             data = self.grammars.tokens[token_id]
