@@ -59,7 +59,7 @@ def sample(
     if len(logits) != len(rows):
         raise ValueError(f"there are {len(logits)} rows of logits, but {len(rows)} rows to sample")
     wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-    kept = dict(zip(wanted, logits[wanted].cpu(), strict=True))
+    kept = dict(zip(wanted, logits[wanted].cpu(), strict=True)) if wanted else {}
     scores = logits if logits.dtype == torch.float64 else logits.float()
     for i, row in enumerate(rows):
         p = row.params

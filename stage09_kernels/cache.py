@@ -171,24 +171,24 @@ class KernelAttention:
 
     def __init__(self, cache: KernelCache, shares: Sequence[Share]) -> None:
         self.cache = cache
-        tables, starts, counts = zip(*shares, strict=True)
-        self.tables, count = cache.tables.of(tables), len(shares)
-        self.shares = np.empty((count, 4), np.int64)  # start in the tables, position, tokens, row
-        self.shares[:, 0] = self.tables.shape[1] * np.arange(count)
-        self.shares[:, 1], self.shares[:, 2] = starts, counts
-        self.shares[:, 3] = self.shares[:, 2].cumsum() - self.shares[:, 2]
-        _, first, tokens, row = self.shares.T
-        self.order = torch.arange(int(row[-1] + tokens[-1]))
-        positions = (first - row).repeat(tokens) + self.order.numpy()
+        self.tables, count = cache.tables.of([table for table, _, _ in shares]), len(shares)
+        places, row = [], 0  # start in the tables, position, tokens, row
+        for number, (_, start, tokens) in enumerate(shares):
+            places.append((number * self.tables.shape[1], start, tokens, row))
+            row += tokens
+        self.shares = np.array(places, np.int64)
+        _, first, counts, rows = self.shares.T
+        self.order = torch.arange(row)
+        positions = (first - rows).repeat(counts) + self.order.numpy()
         self.positions = torch.from_numpy(positions)  # (N,)
         self.item_tokens = max(1, MAX_QUERIES // cache.group)
-        if max(counts) <= self.item_tokens:  # each share is one item: mostly a decode step
-            self.items = np.zeros((count, 4), np.int64)
-            self.items[:, 0], self.items[:, 2], self.items[:, 3] = np.arange(count), tokens, row
+        if counts.max() <= self.item_tokens:  # each share is one item: mostly a decode step
+            self.items = self.shares.copy()
+            self.items[:, 0], self.items[:, 1] = np.arange(count), 0
         else:
-            self.items = self._items(tokens, row)
+            self.items = self._items(counts, rows)
         pointers = {name: getattr(self, name).ctypes.data for name in ("shares", "items", "tables")}
-        sizes = {"n_shares": count, "n_items": len(self.items), "n_rows": len(positions)}
+        sizes = {"n_shares": count, "n_items": len(self.items), "n_rows": row}
         self.call = Pass(**pointers, **sizes)
 
     def _items(self, counts: np.ndarray, first_rows: np.ndarray) -> np.ndarray:
@@ -199,7 +199,7 @@ class KernelAttention:
     def wanting(self, rows: np.ndarray) -> Pass:
         """The pass, with the output of `rows` (R,) alone in its last layer, in this order."""
         count = len(self.order)
-        if len(rows) == count and (rows == np.arange(count)).all():
+        if len(rows) == count and (rows == self.order.numpy()).all():
             self.out_items = self.items
         else:
             share = self.shares[:, 3].searchsorted(rows, "right") - 1

@@ -19,12 +19,14 @@ from . import library
 SOURCE = ROOT / "stage09_kernels" / "fast" / "sample.c"
 
 
+NUMBERS = "temperatures", "min_ps", "top_ps", "darts", "top_ks", "ids"  # of each row
+
+
 class Draw(ctypes.Structure):
     """`struct draw` of sample.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("scores", "temperatures", "min_ps", "top_ps")),
-        *((name, ctypes.c_void_p) for name in ("darts", "top_ks", "ids")),
+        *((name, ctypes.c_void_p) for name in ("scores", *NUMBERS)),
         *((name, ctypes.c_int64) for name in ("count", "stride")),
     ]
 
@@ -32,18 +34,18 @@ class Draw(ctypes.Structure):
 def choose(scores: Tensor, rows: Sequence[Row]) -> list[int]:
     """The next token of each row of scores (R, V), which are overwritten; -1 where they are NaN or
     infinite."""
-    options = np.zeros((4, len(rows)))
-    top_ks, ids = np.zeros((2, len(rows)), np.int64)
+    numbers = np.zeros((len(NUMBERS), len(rows)))  # of 8 bytes each
+    temperatures, min_ps, top_ps, darts = numbers[:4]
+    top_ks, ids = numbers[4:].view(np.int64)
     for i, row in enumerate(rows):
         p = row.params
         if not p.greedy:
-            options[:, i] = max(p.temperature, MIN_TEMPERATURE), p.min_p, p.top_p, row.dart()
+            temperatures[i] = max(p.temperature, MIN_TEMPERATURE)
+            min_ps[i], top_ps[i], darts[i] = p.min_p, p.top_p, row.dart()
             top_ks[i] = min(p.top_k, scores.shape[1])
-    names = ("temperatures", "min_ps", "top_ps", "darts", "top_ks", "ids")
-    arrays = dict(zip(names, (*options, top_ks, ids), strict=True))
-    pointers = {name: array.ctypes.data for name, array in arrays.items()}
-    stride, count = scores.stride(0), scores.shape[1]
-    call = Draw(scores=scores.data_ptr(), count=count, stride=stride, **pointers)
+    start, line = numbers.ctypes.data, numbers.strides[0]
+    pointers = {name: start + i * line for i, name in enumerate(NUMBERS)}
+    call = Draw(scores.data_ptr(), **pointers, count=scores.shape[1], stride=scores.stride(0))
     sizes = tuple(f"{name}={scores.itemsize}" for name in ("REAL", "WEIGHT", "CACHE"))
     library.call(library.load(SOURCE, sizes).draw, ctypes.byref(call), len(ids))
     return ids.tolist()
