@@ -154,7 +154,7 @@ def int8_folder(folder: Path) -> Path:
 def openvino(folder: Path, dtype: str, threads: int, weights: str = "") -> Loaded:
     """OpenVINO GenAI's continuous-batching pipeline."""
     import numpy as np
-    from openvino import Tensor
+    from openvino import Core, Tensor
     from openvino_genai import ContinuousBatchingPipeline, GenerationConfig, SchedulerConfig
 
     exported = folder / f"openvino{weights}"
@@ -173,7 +173,8 @@ def openvino(folder: Path, dtype: str, threads: int, weights: str = "") -> Loade
     room.cache_size = 2  # GB
     room.max_num_batched_tokens, room.max_num_seqs = BUDGET, SEQUENCES
     room.dynamic_split_fuse, room.enable_prefix_caching = True, False
-    kind = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+    narrow = "BF16" in Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    kind = "bf16" if narrow and dtype == "bfloat16" else "f32"  # else it refuses such a cache
     properties = {"INFERENCE_PRECISION_HINT": kind, "KV_CACHE_PRECISION": kind}
     properties["INFERENCE_NUM_THREADS"] = str(threads)
     pipeline = ContinuousBatchingPipeline(str(exported), room, "CPU", properties)
