@@ -182,9 +182,9 @@ def parts(runner: KernelRunner, shares: list[Any], rows: list[int]) -> dict[str,
         "head": operations[-1:],
         "attention": [operation for operation in operations if operation.kind == ATTEND],
     }
-    whole, wanted = runner.cache.extend(shares), torch.tensor(rows)
+    whole = runner.cache.extend(shares)
     return {"tables": partial(runner.cache.extend, shares)} | {
-        name: partial(runner.program.call, (Operation * len(chosen))(*chosen), whole, wanted)
+        name: partial(runner.program.call, (Operation * len(chosen))(*chosen), whole, rows)
         for name, chosen in kinds.items()
     }
 

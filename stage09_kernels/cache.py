@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -172,34 +173,42 @@ class KernelAttention:
     def __init__(self, cache: KernelCache, shares: Sequence[Share]) -> None:
         self.cache = cache
         self.tables, count = cache.tables.of([table for table, _, _ in shares]), len(shares)
-        places, row = [], 0  # start in the tables, position, tokens, row
+        places, items, row = [], [], 0
         for number, (_, start, tokens) in enumerate(shares):
             places.append((number * self.tables.shape[1], start, tokens, row))
+            items.append((number, 0, tokens, row))
             row += tokens
-        self.shares = np.array(places, np.int64)
-        _, first, counts, rows = self.shares.T
-        self.order = torch.arange(row)
-        positions = (first - rows).repeat(counts) + self.order.numpy()
-        self.positions = torch.from_numpy(positions)  # (N,)
+        self.count, self.end = row, max(start + tokens for _, start, tokens in shares)
+        self.shares = np.array(places, np.int64)  # start in the tables, position, tokens, row
         self.item_tokens = max(1, MAX_QUERIES // cache.group)
-        if counts.max() <= self.item_tokens:  # each share is one item: mostly a decode step
-            self.items = self.shares.copy()
-            self.items[:, 0], self.items[:, 1] = np.arange(count), 0
+        if row == count or self.shares[:, 2].max() <= self.item_tokens:  # mostly a decode step
+            self.items = np.array(items, np.int64)
         else:
-            self.items = self._items(counts, rows)
+            self.items = self._items(self.shares[:, 2], self.shares[:, 3])
         pointers = {name: getattr(self, name).ctypes.data for name in ("shares", "items", "tables")}
         sizes = {"n_shares": count, "n_items": len(self.items), "n_rows": row}
         self.call = Pass(**pointers, **sizes)
+
+    @cached_property
+    def order(self) -> Tensor:
+        return torch.arange(self.count)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """(N,)"""
+        _, first, tokens, rows = self.shares.T
+        return torch.from_numpy((first - rows).repeat(tokens)) + self.order
 
     def _items(self, counts: np.ndarray, first_rows: np.ndarray) -> np.ndarray:
         """Items for runs of `counts` tokens, whose outputs begin at `first_rows`."""
         items = cut(torch.from_numpy(counts), self.item_tokens).numpy()
         return np.column_stack((items, first_rows[items[:, 0]] + items[:, 1]))
 
-    def wanting(self, rows: np.ndarray) -> Pass:
-        """The pass, with the output of `rows` (R,) alone in its last layer, in this order."""
-        count = len(self.order)
-        if len(rows) == count and (rows == self.order.numpy()).all():
+    def wanting(self, wanted: Sequence[int]) -> Pass:
+        """The pass, with the output of the rows `wanted` (R,) alone in its last layer, in this
+        order."""
+        self.out_rows = rows = np.array(wanted, np.int64)
+        if len(rows) == self.count and list(wanted) == list(range(self.count)):
             self.out_items = self.items
         else:
             share = self.shares[:, 3].searchsorted(rows, "right") - 1
@@ -209,7 +218,6 @@ class KernelAttention:
             first = self.out_items[:, 3]
             self.out_items[:, 0] = share[first]
             self.out_items[:, 1] = (rows - self.shares[share, 3])[first]
-        self.out_rows = rows
         self.call.out_items, self.call.n_out_items = self.out_items.ctypes.data, len(self.out_items)
         self.call.out_rows, self.call.n_out_rows = rows.ctypes.data, len(rows)
         return self.call

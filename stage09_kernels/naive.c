@@ -5,13 +5,6 @@
 
 #include "number.h"
 
-/* The share that a token of the pass belongs to. */
-static const struct share *share_of(const struct pass *p, int64_t token) {
-    const struct share *s = p->shares;
-    while (token >= s->row + s->tokens) s++;
-    return s;
-}
-
 /* Store the key and value of a token for each KV head. */
 static void store_kv(const struct operation *o, int64_t token) {
     const struct attention *a = &o->of.attention;
@@ -91,6 +84,21 @@ static void linear(const struct operation *o, int64_t row) {
     }
 }
 
+static void embed(const struct operation *o, int64_t row) {
+    const struct embed *e = &o->of.embed;
+    const struct share *s = share_of(o->pass, row);
+    int64_t id = o->pass->ids[row], position = s->position + row - s->row;
+    void (*read_row)(const void *, int64_t, real *) = e->read_row;
+    real *out = e->out + row * e->out_stride;
+    if (read_row) read_row(e->format, id, out);
+    for (int64_t i = 0; i < e->width; i++) {
+        if (e->table) out[i] = load(e->table, id * e->width + i, WEIGHT);
+        out[i] = as_weight(out[i]);
+        if (e->positions)
+            out[i] = as_weight(out[i] + load(e->positions, position * e->width + i, WEIGHT));
+    }
+}
+
 static void norm(const struct operation *o, int64_t row) {
     const struct norm *n = &o->of.norm;
     for (int64_t h = 0; h < n->heads; h++) {
@@ -130,6 +138,7 @@ int step(struct operation *operations, int64_t count, const struct pass *p, void
             if (o->kind == ATTEND) attend(o, row);
             else if (o->kind == LINEAR) linear(o, row);
             else if (o->kind == NORM) norm(o, row);
+            else if (o->kind == EMBED) embed(o, row);
             else rope(o, row);
     }
     return 0;

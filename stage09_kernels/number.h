@@ -25,6 +25,13 @@ static inline void store(void *p, int64_t i, int size, real x) {
     else ((uint16_t *)p)[i] = isnan(x) ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
+/* x with the digits of a weight. */
+static inline real as_weight(real x) {
+    weight y;
+    store(&y, 0, WEIGHT, x);
+    return load(&y, 0, WEIGHT);
+}
+
 /* x as it comes back from the cache. */
 static inline real as_cached(real x) {
     cached y;

@@ -37,6 +37,15 @@ typedef real cached, factor;
 
 static inline int64_t padded(int64_t count) { return (count + PAD - 1) / PAD * PAD; }
 
+/* What a token enters the first layer with: its row of the table, plus GPT-2's of its position. */
+struct embed {
+    const weight *table, *positions; /* (vocabulary, width), (positions, width); either: or none */
+    real *out;
+    int64_t out_stride, width;
+    void *read_row;     /* or none: the function of a stage with a table in its own format */
+    const void *format; /* what that function reads */
+};
+
 /* LayerNorm: (x - mean) / deviation * gain + bias, for each head of a row. Not centred, it is
    RMSNorm: the mean counts as 0. */
 struct norm {
@@ -94,6 +103,7 @@ struct item { /* neighbouring tokens of a share, for one thread to attend */
 };
 
 struct pass { /* what changes from one pass to the next */
+    const int64_t *ids; /* a token each */
     const struct share *shares;
     const struct item *items, *out_items; /* of all tokens; of those whose output is wanted */
     const int32_t *tables;                /* blocks of all shares */
@@ -105,6 +115,7 @@ struct pass { /* what changes from one pass to the next */
 struct operation {
     int64_t kind, rows; /* rows: all tokens, or those that are wanted */
     union {
+        struct embed embed;
         struct norm norm;
         struct linear linear;
         struct rope rope;
@@ -112,11 +123,18 @@ struct operation {
     } of;
     const struct pass *pass; /* set by `step` */
 };
-enum { NORM, LINEAR, ROPE, ATTEND };
+enum { EMBED, NORM, LINEAR, ROPE, ATTEND };
 enum { ALL_ROWS, OUT_ROWS }; /* gain of OUT_ROWS in the last layer: 1.47x, bfloat16 1.45x */
 
 static inline int64_t rows_of(const struct operation *o) {
     return o->rows == ALL_ROWS ? o->pass->n_rows : o->pass->n_out_rows;
+}
+
+/* The share that a token of the pass belongs to. */
+static inline const struct share *share_of(const struct pass *p, int64_t token) {
+    const struct share *s = p->shares;
+    while (token >= s->row + s->tokens) s++;
+    return s;
 }
 
 static inline cached *keys_of(const struct attention *a, int64_t block, int64_t head) {

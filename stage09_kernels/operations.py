@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-NORM, LINEAR, ROPE, ATTEND = range(4)
+EMBED, NORM, LINEAR, ROPE, ATTEND = range(5)
 ALL_ROWS, OUT_ROWS = range(2)
 PLAIN, GELU, SILU_MUL = range(3)
 PAD, PANEL, MAX_HEAD_DIM = 16, 64, 512
@@ -16,6 +16,10 @@ def _fields(pointers: str, numbers: str) -> list[tuple[str, Any]]:
     return [(name, ctypes.c_void_p) for name in pointers.split()] + [
         (name, ctypes.c_int64) for name in numbers.split()
     ]
+
+
+class Embed(ctypes.Structure):
+    _fields_ = _fields("table positions out", "out_stride width") + _fields("read_row format", "")
 
 
 class Norm(ctypes.Structure):
@@ -47,17 +51,20 @@ class Attention(ctypes.Structure):
 
 class Pass(ctypes.Structure):
     _fields_ = _fields(
-        "shares items out_items tables out_rows cosines sines",
+        "ids shares items out_items tables out_rows cosines sines",
         "n_shares n_items n_out_items n_rows n_out_rows",
     )
 
 
 class _Any(ctypes.Union):
-    _fields_ = [("norm", Norm), ("linear", Linear), ("rope", Rope), ("attention", Attention)]
+    _fields_ = [
+        *(("embed", Embed), ("norm", Norm), ("linear", Linear)),
+        *(("rope", Rope), ("attention", Attention)),
+    ]
 
 
 class Operation(ctypes.Structure):
-    """kind: NORM, LINEAR, ROPE or ATTEND. rows: ALL_ROWS or OUT_ROWS."""
+    """kind: EMBED, NORM, LINEAR, ROPE or ATTEND. rows: ALL_ROWS or OUT_ROWS."""
 
     _fields_ = [
         ("kind", ctypes.c_int64),

@@ -14,6 +14,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +29,7 @@ from .cache import KernelAttention, KernelCache
 from .operations import (
     ALL_ROWS,
     ATTEND,
+    EMBED,
     GELU,
     LINEAR,
     NORM,
@@ -36,10 +38,10 @@ from .operations import (
     PLAIN,
     ROPE,
     SILU_MUL,
+    Embed,
     Linear,
     Norm,
     Operation,
-    Pass,
     Rope,
 )
 
@@ -120,6 +122,10 @@ class Product(Protocol):
     bytes: int  # of the weights
     scratch: int  # bytes of memory that it needs for each row of a pass
 
+    def reader(self, table: nn.Module) -> tuple[int | None, int] | None:
+        """The C function that reads rows of an embedding `table` with the same weights, and what it
+        reads (`struct embed`); None if the table has others."""
+
     def release(self, model: nn.Module) -> None:
         """Let `model` drop its own copy of the weights."""
 
@@ -157,6 +163,7 @@ class Program:
         self.rows = ALL_ROWS  # that the next operation covers
         self.stream = self.buffer("stream", self.config.n_embd)
         BUILDERS[type(model)](self, model)
+        self._find_table()
         self.array = (Operation * len(self.operations))(*self.operations)
         self.parts = list(self._parts())
 
@@ -179,6 +186,28 @@ class Program:
         """Reserve a matrix with `width` numbers for each row of a pass."""
         self.widths[name] = max(width, self.widths.get(name, 0))
         return name
+
+    def embed(self, table: nn.Module, positions: nn.Embedding | None = None) -> None:
+        """Begin with the tokens' rows of `table`, and those of their positions."""
+        operation = Operation(EMBED)
+        operation.of.embed = Embed(width=self.config.n_embd)
+        self.tables = table, positions
+        self._add(operation, x=self.stream, out=self.stream)
+
+    def _find_table(self) -> None:
+        """Point the first operation to the table of tokens, which may have a format of its own. If
+        no product reads that, `run` embeds tokens in Python."""
+        table, positions = self.tables
+        readers = (product.reader(table) for product in self.formats)
+        reader = next((reader for reader in readers if reader), None)
+        body = self.operations[0].of.embed
+        self.embeds = isinstance(table, nn.Embedding) or reader is not None
+        if reader:
+            body.read_row, body.format = reader
+        elif isinstance(table, nn.Embedding):
+            body.table = table.weight.data_ptr()
+        if self.embeds and positions is not None:
+            body.positions = positions.weight.data_ptr()
 
     def norm(self, layer: Any, x: str, out: str, heads: int = 1, **place: int) -> None:
         """Add a norm. `layer`: LayerNorm or RMSNorm."""
@@ -304,7 +333,7 @@ class Program:
 
     def _parts(self) -> Iterator[ctypes.Array[Operation] | int]:
         """What a pass runs in turn: operations in one call of C, or the place of one in Python."""
-        start = 0
+        start = 0 if self.embeds else 1
         for place in (*self.products, len(self.operations)):
             if place > start:  # the memory is that of `self.array`
                 kind = Operation * (place - start)
@@ -331,6 +360,9 @@ class Program:
         for operation, places in zip(self.array, self.places, strict=True):
             x = self.buffers[places["x"]]
             start = x.data_ptr() + places.get("first", 0) * x.itemsize
+            if operation.kind == EMBED:
+                operation.of.embed.out, operation.of.embed.out_stride = start, x.stride(0)
+                continue
             if operation.kind == ROPE:
                 operation.of.rope.x, operation.of.rope.stride = start, x.stride(0)
                 continue
@@ -357,21 +389,29 @@ class Program:
             body.out = out.data_ptr() + column * out.itemsize
             body.out_stride = out.stride(0)
 
-    def run(
-        self, ids: Tensor, positions: Tensor, attention: KernelAttention, rows: Tensor
-    ) -> Tensor:
-        """Logits (R, V) of `rows` (R,) of a pass over the tokens `ids` (N,) at `positions` (N,)."""
+    def run(self, ids: Sequence[int], attention: KernelAttention, rows: Sequence[int]) -> Tensor:
+        """Logits (R, V) of `rows` (R,) of a pass over the tokens `ids` (N,). Raises IndexError for
+        a token or a position that the model does not have."""
         model, count = self.model, len(ids)
+        if min(ids) < 0 or max(ids) >= self.config.vocab_size:
+            raise IndexError(f"a token outside the vocabulary of {self.config.vocab_size}")
+        table, positions = self.tables
+        if positions is not None and attention.end > self.config.n_positions:
+            raise IndexError(f"a position outside the {self.config.n_positions} of the model")
         self._make_room(max(count, len(rows)))
-        cosines = sines = None
-        if isinstance(model, GPT2):
-            hidden = model.wte(ids) + model.wpe(positions)
+        this_pass = attention.wanting(rows)
+        if self.embeds:
+            numbers = np.array(ids, np.int64)
+            this_pass.ids = numbers.ctypes.data
         else:
-            hidden = model.embed_tokens(ids)
-            turns = rotation(positions, model.frequencies, self.config.rope.scale)
+            hidden = table(torch.tensor(ids))
+            if positions is not None:
+                hidden = hidden + positions(attention.positions)
+            self.buffers["stream"][:count, : hidden.shape[1]] = hidden
+        if not isinstance(model, GPT2):
+            turns = rotation(attention.positions, model.frequencies, self.config.rope.scale)
             cosines, sines = (turn.to(self.real).contiguous() for turn in turns)
-        self.buffers["stream"][:count, : hidden.shape[1]] = hidden
-        this_pass = self._pass(attention, rows, cosines, sines)
+            this_pass.cosines, this_pass.sines = map(library.address, (cosines, sines))
         for part in self.parts:
             if isinstance(part, int):
                 self._multiply(part, count, rows)
@@ -380,24 +420,13 @@ class Program:
         return self.buffers["logits"][: len(rows), : self.config.vocab_size]
 
     def call(
-        self, operations: ctypes.Array[Operation], attention: KernelAttention, rows: Tensor
+        self, operations: ctypes.Array[Operation], attention: KernelAttention, rows: Sequence[int]
     ) -> None:
         """Run some `operations` on what is in the buffers."""
-        this_pass = self._pass(attention, rows)
+        this_pass = attention.wanting(rows)
         library.call(self.library.step, operations, len(operations), ctypes.byref(this_pass))
 
-    def _pass(
-        self,
-        attention: KernelAttention,
-        rows: Tensor,
-        cosines: Tensor | None = None,
-        sines: Tensor | None = None,
-    ) -> Pass:
-        this_pass = attention.wanting(rows.numpy())
-        this_pass.cosines, this_pass.sines = map(library.address, (cosines, sines))
-        return this_pass
-
-    def _multiply(self, place: int, count: int, rows: Tensor) -> None:
+    def _multiply(self, place: int, count: int, rows: Sequence[int]) -> None:
         """Run the product at `place` in Python. The pass has `count` tokens, and wants `rows`."""
         layers, epilogue = self.products[place]
         operation, places = self.array[place], self.places[place]
@@ -419,6 +448,7 @@ class Program:
 def _gpt2(p: Program, model: Any) -> None:
     width = p.config.n_embd
     normed = p.buffer("normed", width)
+    p.embed(model.wte, model.wpe)
     for layer, block in enumerate(model.h):
         p.norm(block.ln_1, p.stream, normed)
         p.linear([block.attn.c_attn], normed, "qkv")
@@ -435,6 +465,7 @@ def _llama(p: Program, model: Any) -> None:
     config = p.config
     normed = p.buffer("normed", config.n_embd)
     heads, width = config.n_head, config.head_dim
+    p.embed(model.embed_tokens)
     for number, layer in enumerate(model.layers):
         attn = layer.self_attn
         p.norm(layer.input_layernorm, p.stream, normed)

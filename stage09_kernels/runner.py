@@ -23,7 +23,14 @@ class KernelRunner:
         self.config: Config = model.config
         self.program = Program(model, cache, release)
         self.unused = getattr(model, "unused", None)
-        self.hidden = torch.empty(0, self.config.n_embd)  # (R, C), of the last pass's rows
+        self.rows = 0  # of the last pass
+
+    @property
+    def hidden(self) -> Tensor:
+        """(R, C), of the last pass's rows."""
+        if not self.rows:
+            return torch.empty(0, self.config.n_embd)
+        return self.program.buffers["normed"][: self.rows, : self.config.n_embd]
 
     def move(self, moves: Sequence[Any]) -> None:
         self.cache.move(moves)
@@ -33,8 +40,6 @@ class KernelRunner:
         """Logits (R, V) of one pass over N packed tokens, valid until the next pass."""
         if not ids:
             return torch.empty(0, self.config.vocab_size)
-        attention = self.cache.extend(shares)
-        out_rows = torch.tensor(rows, dtype=torch.int64)
-        logits = self.program.run(torch.tensor(ids), attention.positions, attention, out_rows)
-        self.hidden = self.program.buffers["normed"][: len(rows), : self.config.n_embd]
+        logits = self.program.run(ids, self.cache.extend(shares), rows)
+        self.rows = len(rows)
         return logits if self.unused is None else logits.index_fill_(-1, self.unused, -torch.inf)

@@ -156,10 +156,13 @@ class PanelMatrix:
 class PanelProduct:
     """`stage09_kernels.program.Product` of QuantizedLinears side by side.
 
-    function: the address of the C function.
+    function, read_row: the addresses of the C functions.
     """
 
-    def __init__(self, layers: Sequence[Layer], epilogue: int, function: int | None) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], epilogue: int, function: int | None, read_row: int | None
+    ) -> None:
+        self.read_row = read_row
         self.matrices = [layer.matrix for layer in layers]
         counts = [layer.out_features for layer in layers]
         joined = partial(_joined, gated=epilogue == SILU_MUL)
@@ -197,6 +200,13 @@ class PanelProduct:
             format=ctypes.addressof(self.format),
         )
 
+    def reader(self, table: nn.Module) -> tuple[int | None, int] | None:
+        matrix = getattr(table, "matrix", None)
+        here = isinstance(matrix, PanelMatrix) and matrix.panels is self.panels
+        if len(self.places) == 1 and (here or any(matrix is one for one in self.matrices)):
+            return self.read_row, ctypes.addressof(self.format)
+        return None
+
     def release(self, model: nn.Module) -> None:
         """The layers of `model`, and a table that shares a matrix with one, drop it: they read the
         panels."""
@@ -229,4 +239,5 @@ def product_of(
     defines = tuple(f"{name}={dtype.itemsize}" for name, dtype in sizes.items())
     loaded = library.load(NAIVE if naive else FAST, defines, cache.level)
     function = loaded.product if naive else loaded.add_product
-    return PanelProduct(layers, epilogue, ctypes.cast(function, ctypes.c_void_p).value)
+    addresses = (ctypes.cast(f, ctypes.c_void_p).value for f in (function, loaded.read_row))
+    return PanelProduct(layers, epilogue, *addresses)

@@ -7,21 +7,6 @@
 #include "../stage09_kernels/number.h"
 #include "quantized.h"
 
-/* Scale or minimum i of those at p, float32 or float16. */
-static float load_scale(const struct quantized *q, const uint8_t *p, int64_t i) {
-    if (q->scale_bytes == 4) return ((const float *)p)[i];
-    uint32_t half = ((const uint16_t *)p)[i];
-    float size = (union word){.bits = (half & 0x7fff) << 13}.number * 0x1p112f;
-    return half >> 15 ? -size : size;
-}
-
-/* The code of output n for input k of a group. */
-static int32_t code(const struct quantized *q, const uint8_t *codes, int64_t n, int64_t k) {
-    if (q->bits == 8) return codes[k / 4 * PANEL * 4 + n * 4 + k % 4] - (int32_t)q->offset;
-    int32_t two = codes[k / 8 * PANEL * 4 + n * 4 + k % 4];
-    return (k % 8 < 4 ? two & 15 : two >> 4) - (int32_t)q->offset;
-}
-
 /* x as it is stored: the compiler must not add the product before it is rounded (FMA). */
 static float rounded(float x) {
     volatile float stored = x;

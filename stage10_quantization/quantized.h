@@ -49,3 +49,35 @@ static inline const uint8_t *group_of(const struct quantized *q, int64_t panel, 
 static inline const uint8_t *codes_of(const struct quantized *q, const uint8_t *group) {
     return group + (1 + q->minimum) * q->scale_bytes * PANEL;
 }
+
+/* Scale or minimum i of those at p, float32 or float16. */
+static inline float load_scale(const struct quantized *q, const uint8_t *p, int64_t i) {
+    if (q->scale_bytes == 4) return ((const float *)p)[i];
+    uint32_t half = ((const uint16_t *)p)[i];
+    union {
+        uint32_t bits;
+        float number;
+    } size = {(half & 0x7fff) << 13};
+    size.number *= 0x1p112f;
+    return half >> 15 ? -size.number : size.number;
+}
+
+/* The code of output n for input k of a group. */
+static inline int32_t code(const struct quantized *q, const uint8_t *codes, int64_t n, int64_t k) {
+    if (q->bits == 8) return codes[k / 4 * PANEL * 4 + n * 4 + k % 4] - (int32_t)q->offset;
+    int32_t two = codes[k / 8 * PANEL * 4 + n * 4 + k % 4];
+    return (k % 8 < 4 ? two & 15 : two >> 4) - (int32_t)q->offset;
+}
+
+/* Row n of a table of embeddings: what it stands for, in the float32 of `dequantized`. */
+void read_row(const struct quantized *q, int64_t n, real *out) {
+    for (int64_t g = 0; g < q->count; g++) {
+        const uint8_t *group = group_of(q, n / PANEL, g), *codes = codes_of(q, group);
+        const float scale = load_scale(q, group, n % PANEL);
+        for (int64_t k = 0; k < q->group; k++) {
+            volatile float x = scale * (float)code(q, codes, n % PANEL, k); /* rounded: no FMA */
+            if (q->minimum) x += load_scale(q, group + PANEL * q->scale_bytes, n % PANEL);
+            *out++ = x;
+        }
+    }
+}

@@ -10,6 +10,43 @@
 
 #define FEW 6144 /* numbers that one thread finishes before another could begin */
 
+/* Weights at p, of which `left` exist. */
+static vec load_row(const weight *p, int64_t left) {
+#if WEIGHT == 2
+    uint16_t part[LANES] = {0};
+    memcpy(part, p, (left < LANES ? left : LANES) * sizeof(weight));
+    return (vec)(load_low(part) << 16);
+#else
+    return load_partial(p, left, 0);
+#endif
+}
+
+static vec as_weight(vec x) {
+    weight part[LANES];
+    store(part, x, LANES);
+    return load_row(part, LANES);
+}
+
+static void embed(int64_t first, int64_t last, void *context) { /* rows */
+    const struct operation *o = context;
+    const struct embed *e = &o->of.embed;
+    void (*read_row)(const void *, int64_t, real *) = e->read_row;
+    for (int64_t row = first; row < last; row++) {
+        const struct share *s = share_of(o->pass, row);
+        int64_t id = o->pass->ids[row], position = s->position + row - s->row;
+        real *out = e->out + row * e->out_stride;
+        if (read_row) read_row(e->format, id, out);
+        for (int64_t i = 0; i < e->width; i += LANES) {
+            int64_t left = e->width - i;
+            vec y = e->table ? load_row(e->table + id * e->width + i, left)
+                             : as_weight(load_partial(out + i, left, 0));
+            if (e->positions)
+                y = as_weight(y + load_row(e->positions + position * e->width + i, left));
+            store_real(out + i, y, left);
+        }
+    }
+}
+
 static real sum_of(const real *x, int64_t count, real mean, int squared) {
     vec total = {0};
     for (int64_t i = 0; i < count; i += LANES) {
@@ -61,10 +98,12 @@ int step(struct operation *operations, int64_t count, const struct pass *pass, p
     if (!list.all) return -1;
     for (struct operation *o = operations; o < operations + count; o++) {
         o->pass = pass;
+        const struct embed *e = &o->of.embed;
         const struct norm *n = &o->of.norm;
         const struct rope *r = &o->of.rope;
         if (o->kind == ATTEND) add_attention(&list, o);
         else if (o->kind == LINEAR) add_linear(&list, o);
+        else if (o->kind == EMBED) add_loop(&list, rows_of(o), 1 + FEW / e->width, embed, o);
         else if (o->kind == NORM)
             add_loop(&list, rows_of(o) * n->heads, 1 + FEW / n->width, norm, o);
         else add_loop(&list, rows_of(o) * r->heads, 1 + FEW / r->head_dim, rope, o);

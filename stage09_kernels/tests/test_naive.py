@@ -13,6 +13,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from stage08_llama.config import LlamaConfig
 from stage09_kernels import library
 from stage09_kernels.cache import FAST, NAIVE, KernelCache
 from stage09_kernels.operations import (
+    EMBED,
     GELU,
     LINEAR,
     NORM,
@@ -31,6 +33,7 @@ from stage09_kernels.operations import (
     PLAIN,
     ROPE,
     SILU_MUL,
+    Embed,
     Linear,
     Norm,
     Operation,
@@ -259,6 +262,32 @@ def test_a_row_of_a_product_does_not_depend_on_the_others():
 
 
 @every_level
+def test_embeddings_have_the_bits_of_the_model(level, weights, cached):
+    torch.manual_seed(3)
+    ids = np.array([6, 0, 6, 3, 5, 1], np.int64)
+    shares = np.array([(0, 2, 4, 0), (0, 0, 1, 4), (0, 7, 1, 5)], np.int64)
+    places = torch.tensor([2, 3, 4, 5, 0, 7])  # of the tokens of these shares
+    for width, source in product((*range(1, 40), 768), SOURCES):
+        torch.set_num_threads(width % 4 + 1)
+        table, positions = (torch.randn(8, width).to(weights) for _ in range(2))
+        positions[3, 0] = torch.nan
+        for rows in (None, positions):
+            room = torch.full((len(ids) + 1, width + 3), 7.0, dtype=real_of(cached))
+            operation = Operation(EMBED, 0)
+            operation.of.embed = Embed(
+                table=table.data_ptr(), positions=None if rows is None else rows.data_ptr(),
+                out=room.data_ptr(), out_stride=room.stride(0), width=width,
+            )  # fmt: skip
+            pointers = {"ids": ids.ctypes.data, "shares": shares.ctypes.data}
+            run(source, level, (weights, cached), operation, n_rows=len(ids), **pointers)
+            expected = table[ids] if rows is None else table[ids] + rows[places]
+            torch.testing.assert_close(
+                room[:-1, :width], expected.to(room.dtype), rtol=0, atol=0, equal_nan=True
+            )
+            assert (room[-1] == 7).all() and (room[:, width:] == 7).all()
+
+
+@every_level
 def test_norms_and_rotations_of_every_width(level, weights, cached):
     torch.manual_seed(1)
     real = real_of(cached)
@@ -335,6 +364,17 @@ def test_whole_steps_of_odd_models(config, dtype, bound):
         assert expected.isfinite().all()
         limit = bound * max(1.0, float(expected.abs().max()))
         assert (expected - logits).abs().max() <= limit
+
+
+@pytest.mark.parametrize(("ids", "start"), [([-1], 0), ([3, 211], 0), ([3, 4], 63)])
+def test_what_a_model_has_no_embedding_for_is_refused(ids, start):
+    """C would read behind the table."""
+    runner = KernelRunner(
+        load_model(Checkpoint(ODD[0], random_tensors(ODD[0]))), KernelCache(ODD[0], 6)
+    )
+    runner.run([3, 210], [([0, 1, 2, 3, 4], 62, 2)], [1])
+    with pytest.raises(IndexError, match="outside"):
+        runner.run(ids, [([0, 1, 2, 3, 4], start, len(ids))], [0])
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

@@ -7,6 +7,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from stage08_llama.config import LlamaConfig
 from stage08_llama.model import RMSNorm
 from stage09_kernels import library
 from stage09_kernels.cache import FAST, NAIVE, KernelCache
-from stage09_kernels.operations import GELU, LINEAR, PLAIN, SILU_MUL, Operation, Pass
+from stage09_kernels.operations import EMBED, GELU, LINEAR, PLAIN, SILU_MUL, Embed, Operation, Pass
 from stage09_kernels.runner import KernelRunner
 from stage10_quantization import kernels
 from stage10_quantization.kernels import PanelMatrix, product_of
@@ -75,13 +76,19 @@ def inputs_of(rows: int, width: int) -> Tensor:
     return x
 
 
-def run(source, level, x, layers, epilogue=PLAIN, residual=None, chosen=None, real=F32, out=None):
-    """The product by the kernel, with guards behind each row of it."""
-    dtype = BF16 if BF16 in (x.dtype, out) else real
+def a_cache(source, level, real) -> Any:
+    """What a product needs of a KernelCache."""
     cache: Any = SimpleNamespace(
         real=real, kv=SimpleNamespace(dtype=real), level=level, source=source, defines=()
     )
     cache.library = lambda *arguments: KernelCache.library(cache, *arguments)
+    return cache
+
+
+def run(source, level, x, layers, epilogue=PLAIN, residual=None, chosen=None, real=F32, out=None):
+    """The product by the kernel, with guards behind each row of it."""
+    dtype = BF16 if BF16 in (x.dtype, out) else real
+    cache = a_cache(source, level, real)
     ours = product_of(layers, epilogue, cache, dtype)
     assert ours is not None
     scratch = torch.full((len(x) * ours.scratch + 1,), 7, dtype=torch.uint8)
@@ -275,6 +282,33 @@ def test_whole_models_are_those_of_the_slow_layers(name, source, release, monkey
     assert torch.equal(again.run(*STEPS[0]), outputs[0])
 
 
+@pytest.mark.parametrize(("source", "level"), EACH)
+def test_rows_of_a_table_have_the_bits_of_the_reference(source, level):
+    torch.manual_seed(2)
+    ids = np.array([69, 0, 3, 64, 63], np.int64)
+    shares = np.array([(0, 0, len(ids), 0)], np.int64)
+    for real, dtype in ((F32, F32), (F32, BF16), (F64, F64)):
+        for groups, group, code_bits, minimum in (
+            *((1, 37, 8, False), (3, 32, 4, True), (2, 12, 4, False), (4, 16, 5, True)),
+        ):
+            table = a_matrix(70, groups, group, code_bits, minimum, half=groups % 2 == 1)
+            embedding, cache = QuantizedEmbedding(table, dtype), a_cache(source, level, real)
+            ours = product_of([embedding.head()], PLAIN, cache, dtype)
+            assert ours is not None and ours.reader(torch.nn.Embedding(70, 1)) is None
+            room = torch.full((len(ids) + 1, groups * group + 3), 7.0, dtype=real)
+            operation = Operation(EMBED)
+            body = Embed(width=groups * group)
+            body.out, body.out_stride = room.data_ptr(), room.stride(0)
+            body.read_row, body.format = ours.reader(embedding) or (None, None)
+            operation.of.embed = body
+            this_pass = Pass(ids=ids.ctypes.data, shares=shares.ctypes.data, n_rows=len(ids))
+            step = cache.library(dtype).step
+            library.call(step, ctypes.byref(operation), 1, ctypes.byref(this_pass))
+            expected = embedding(torch.from_numpy(ids)).to(real)
+            assert torch.equal(bits(room[:-1, :-3]), bits(expected))
+            assert (room[-1] == 7).all() and (room[:, -3:] == 7).all()
+
+
 @pytest.mark.parametrize("epilogue", [PLAIN, SILU_MUL])
 def test_panels_are_laid_out_some_at_a_time(epilogue, monkeypatch):
     """One or all at once give the same bytes; float32 scales that come late count from the start;
@@ -286,7 +320,7 @@ def test_panels_are_laid_out_some_at_a_time(epilogue, monkeypatch):
         laid_out = []
         for most in (1, 2**30):
             monkeypatch.setattr(kernels, "AT_A_TIME", most)
-            ours = kernels.PanelProduct([a_layer(m) for m in matrices], epilogue, None)
+            ours = kernels.PanelProduct([a_layer(m) for m in matrices], epilogue, None, None)
             laid_out.append(ours.panels.bytes)
             assert ours.panels.scale_dtype == (F32 if late else torch.float16)
             for matrix, places in zip(matrices, ours.places, strict=True):
