@@ -3,6 +3,7 @@
 The list is built once, when the model is loaded, and the weights are laid out for the kernels,
 beside the model's own or in their place. A pass fills in only what changes: which rows, and where.
 
+    Both: embed; then the layers; then norm, head
     GPT-2, a layer: norm, q k v, attend, projection + residual, norm, up + GELU, down + residual
     Llama, a layer: norm, q k v, (norms of q and k), RoPE, attend, projection + residual, norm,
                     gate and up, down + residual
