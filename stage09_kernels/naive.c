@@ -86,8 +86,7 @@ static void linear(const struct operation *o, int64_t row) {
 
 static void embed(const struct operation *o, int64_t row) {
     const struct embed *e = &o->of.embed;
-    const struct share *s = share_of(o->pass, row);
-    int64_t id = o->pass->ids[row], position = s->position + row - s->row;
+    int64_t id = o->pass->ids[row], position = position_of(o->pass, row);
     void (*read_row)(const void *, int64_t, real *) = e->read_row;
     real *out = e->out + row * e->out_stride;
     if (read_row) read_row(e->format, id, out);
@@ -117,8 +116,8 @@ static void norm(const struct operation *o, int64_t row) {
 
 static void rope(const struct operation *o, int64_t row) {
     const struct rope *r = &o->of.rope;
-    int64_t half = r->head_dim / 2;
-    const real *cosines = o->pass->cosines + row * half, *sines = o->pass->sines + row * half;
+    int64_t half = r->head_dim / 2, place = position_of(o->pass, row) * half;
+    const real *cosines = o->pass->cosines + place, *sines = o->pass->sines + place;
     for (int64_t h = 0; h < r->heads; h++)
         for (int64_t i = 0; i < half; i++) {
             real *x = r->x + row * r->stride + h * r->head_dim + i, a = x[0], b = x[half];

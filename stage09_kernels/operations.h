@@ -108,7 +108,7 @@ struct pass { /* what changes from one pass to the next */
     const struct item *items, *out_items; /* of all tokens; of those whose output is wanted */
     const int32_t *tables;                /* blocks of all shares */
     const int64_t *out_rows;              /* the tokens whose logits are wanted */
-    const real *cosines, *sines;          /* (tokens, head_dim / 2) */
+    const real *cosines, *sines;          /* (positions, head_dim / 2) */
     int64_t n_shares, n_items, n_out_items, n_rows, n_out_rows;
 };
 
@@ -135,6 +135,11 @@ static inline const struct share *share_of(const struct pass *p, int64_t token) 
     const struct share *s = p->shares;
     while (token >= s->row + s->tokens) s++;
     return s;
+}
+
+static inline int64_t position_of(const struct pass *p, int64_t token) {
+    const struct share *s = share_of(p, token);
+    return s->position + token - s->row;
 }
 
 static inline cached *keys_of(const struct attention *a, int64_t block, int64_t head) {

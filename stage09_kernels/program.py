@@ -47,6 +47,7 @@ from .operations import (
 )
 
 LINE = 64  # bytes of a cache line
+FEW_POSITIONS = 512  # for which rotations are computed at once
 
 
 def pack(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -161,6 +162,7 @@ class Program:
         self.widths: dict[str, int] = {}
         self.operands: set[str] = set()  # buffers that products read, in the dtype of the weights
         self.room = 0  # rows in the buffers
+        self.turns: list[Tensor] = []  # cosines and sines by position, (positions, 1, head_dim / 2)
         self.rows = ALL_ROWS  # that the next operation covers
         self.stream = self.buffer("stream", self.config.n_embd)
         BUILDERS[type(model)](self, model)
@@ -390,10 +392,18 @@ class Program:
             body.out = out.data_ptr() + column * out.itemsize
             body.out_stride = out.stride(0)
 
+    def _make_turns(self, count: int) -> None:
+        """Compute the rotations of at least `count` positions, for all later passes."""
+        if self.turns and count <= len(self.turns[0]):
+            return
+        places = torch.arange(max(2 * count, FEW_POSITIONS))
+        turns = rotation(places, self.model.frequencies, self.config.rope.scale)
+        self.turns = [turn.to(self.real).contiguous() for turn in turns]
+
     def run(self, ids: Sequence[int], attention: KernelAttention, rows: Sequence[int]) -> Tensor:
         """Logits (R, V) of `rows` (R,) of a pass over the tokens `ids` (N,). Raises IndexError for
         a token or a position that the model does not have."""
-        model, count = self.model, len(ids)
+        count = len(ids)
         if min(ids) < 0 or max(ids) >= self.config.vocab_size:
             raise IndexError(f"a token outside the vocabulary of {self.config.vocab_size}")
         table, positions = self.tables
@@ -409,10 +419,9 @@ class Program:
             if positions is not None:
                 hidden = hidden + positions(attention.positions)
             self.buffers["stream"][:count, : hidden.shape[1]] = hidden
-        if not isinstance(model, GPT2):
-            turns = rotation(attention.positions, model.frequencies, self.config.rope.scale)
-            cosines, sines = (turn.to(self.real).contiguous() for turn in turns)
-            this_pass.cosines, this_pass.sines = map(library.address, (cosines, sines))
+        if not isinstance(self.model, GPT2):
+            self._make_turns(attention.end)
+            this_pass.cosines, this_pass.sines = map(library.address, self.turns)
         for part in self.parts:
             if isinstance(part, int):
                 self._multiply(part, count, rows)

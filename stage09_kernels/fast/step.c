@@ -32,8 +32,7 @@ static void embed(int64_t first, int64_t last, void *context) { /* rows */
     const struct embed *e = &o->of.embed;
     void (*read_row)(const void *, int64_t, real *) = e->read_row;
     for (int64_t row = first; row < last; row++) {
-        const struct share *s = share_of(o->pass, row);
-        int64_t id = o->pass->ids[row], position = s->position + row - s->row;
+        int64_t id = o->pass->ids[row], position = position_of(o->pass, row);
         real *out = e->out + row * e->out_stride;
         if (read_row) read_row(e->format, id, out);
         for (int64_t i = 0; i < e->width; i += LANES) {
@@ -80,9 +79,9 @@ static void rope(int64_t first, int64_t last, void *context) { /* heads of rows 
     const struct rope *r = &o->of.rope;
     int64_t half = r->head_dim / 2;
     for (int64_t item = first; item < last; item++) {
-        int64_t row = item / r->heads;
+        int64_t row = item / r->heads, place = position_of(o->pass, row) * half;
         real *x = r->x + row * r->stride + item % r->heads * r->head_dim;
-        const real *c = o->pass->cosines + row * half, *s = o->pass->sines + row * half;
+        const real *c = o->pass->cosines + place, *s = o->pass->sines + place;
         for (int64_t i = 0; i < half; i++) {
             real a = x[i], b = x[half + i];
             x[i] = a * c[i] - b * s[i];

@@ -321,13 +321,15 @@ def test_norms_and_rotations_of_every_width(level, weights, cached):
             )
         if width % 2:
             continue
-        angles = torch.randn(rows, width // 2, dtype=real)
+        angles = torch.randn(rows + 2, width // 2, dtype=real)
+        shares = np.array([(0, 2, rows, 0)], np.int64)
         cosines, sines, turned = angles.cos(), angles.sin(), []
         for source in SOURCES:
             copy = x.clone()
             operation = Operation(ROPE, 0)
             operation.of.rope = Rope(copy.data_ptr(), copy.stride(0), width, heads)
             tables = {"cosines": cosines.data_ptr(), "sines": sines.data_ptr()}
+            tables["shares"] = shares.ctypes.data
             run(source, level, (weights, cached), operation, n_rows=rows, **tables)
             turned.append(copy)
         near(turned[0], turned[1], real, 8)
