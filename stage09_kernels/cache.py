@@ -178,7 +178,8 @@ class KernelAttention:
             places.append((number * self.tables.shape[1], start, tokens, row))
             items.append((number, 0, tokens, row))
             row += tokens
-        self.count, self.end = row, max(start + tokens for _, start, tokens in shares)
+        self.count = row  # tokens
+        self.end = max(start + tokens for _, start, tokens in shares)  # the highest position + 1
         self.shares = np.array(places, np.int64)  # start in the tables, position, tokens, row
         self.item_tokens = max(1, MAX_QUERIES // cache.group)
         if row == count or self.shares[:, 2].max() <= self.item_tokens:  # mostly a decode step
@@ -191,6 +192,7 @@ class KernelAttention:
 
     @cached_property
     def order(self) -> Tensor:
+        """(N,): that of the caller."""
         return torch.arange(self.count)
 
     @cached_property

@@ -194,13 +194,13 @@ class Program:
         """Begin with the tokens' rows of `table`, and those of their positions."""
         operation = Operation(EMBED)
         operation.of.embed = Embed(width=self.config.n_embd)
-        self.tables = table, positions
+        self.embedding = table, positions
         self._add(operation, x=self.stream, out=self.stream)
 
     def _find_table(self) -> None:
         """Point the first operation to the table of tokens, which may have a format of its own. If
         no product reads that, `run` embeds tokens in Python."""
-        table, positions = self.tables
+        table, positions = self.embedding
         readers = (product.reader(table) for product in self.formats)
         reader = next((reader for reader in readers if reader), None)
         body = self.operations[0].of.embed
@@ -406,14 +406,14 @@ class Program:
         count = len(ids)
         if min(ids) < 0 or max(ids) >= self.config.vocab_size:
             raise IndexError(f"a token outside the vocabulary of {self.config.vocab_size}")
-        table, positions = self.tables
+        table, positions = self.embedding
         if positions is not None and attention.end > self.config.n_positions:
             raise IndexError(f"a position outside the {self.config.n_positions} of the model")
         self._make_room(max(count, len(rows)))
         this_pass = attention.wanting(rows)
         if self.embeds:
-            numbers = np.array(ids, np.int64)
-            this_pass.ids = numbers.ctypes.data
+            tokens = np.array(ids, np.int64)
+            this_pass.ids = tokens.ctypes.data
         else:
             hidden = table(torch.tensor(ids))
             if positions is not None:

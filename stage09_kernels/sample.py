@@ -17,8 +17,6 @@ from stage04_continuous import engine
 from . import library
 
 SOURCE = ROOT / "stage09_kernels" / "fast" / "sample.c"
-
-
 NUMBERS = "temperatures", "min_ps", "top_ps", "darts", "top_ks", "ids"  # of each row
 
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -109,25 +108,23 @@ class Panels:
         sides = scales.unflatten(1, (-1, PANEL)).permute(1, 3, 0, 2)  # (P, G, 1 or 2, 64)
         return torch.cat((sides.contiguous().flatten(2).view(torch.uint8), turned), 2)
 
-    def matrix(self, rows: np.ndarray) -> QuantizedMatrix:
-        """The rows `rows` (R,) of the matrix: a copy. Each step reads the embeddings of its tokens
-        here, and small operations take longer in PyTorch than in NumPy."""
-        panel, place = np.divmod(rows, PANEL)
-        count, width = 1 + self.minimum, PANEL * self.scale_dtype.itemsize
-        stored = self.bytes.numpy()  # (P, G, bytes)
-        sides = stored[..., : count * width].view(f"f{self.scale_dtype.itemsize}")
+    def matrix(self, rows: Tensor) -> QuantizedMatrix:
+        """The rows `rows` (R,) of the matrix: a copy."""
+        panel, place = rows // PANEL, rows % PANEL
+        width = PANEL * self.scale_dtype.itemsize
+        count = 2 if self.minimum else 1
         scales = [
-            torch.from_numpy(sides[panel, :, place + i * PANEL].astype(np.float32))
+            self.bytes[..., i * width : (i + 1) * width].view(self.scale_dtype)[panel, :, place]
             for i in range(count)
         ]  # (R, G)
-        steps = stored[..., count * width :].view(np.int32).reshape(*stored.shape[:2], -1, PANEL)
-        codes = steps[panel, :, :, place].view(np.uint8)  # (R, G, steps * 4)
+        minimum = scales[1].float() if self.minimum else None
+        codes = self.bytes[..., count * width :].unflatten(2, (-1, PANEL, 4))
+        codes = codes[panel, :, :, place]  # (R, G, steps, 4)
         if self.stored_bits == 4:
-            codes = codes.reshape(*codes.shape[:2], -1, 1, 4)
-            codes = np.concatenate((codes & 15, codes >> 4), 3).reshape(*codes.shape[:2], -1)
-        codes = codes[..., : self.group].reshape(len(rows), -1) - np.uint8(self.offset)
-        signed = torch.from_numpy(codes.view(np.int8))
-        return QuantizedMatrix(signed, scales[0], scales[1] if self.minimum else None, self.bits)
+            codes = torch.stack((codes & 15, codes >> 4), 3)
+        codes = codes.flatten(2)[..., : self.group].flatten(1)
+        signed = (codes.int() - self.offset).to(torch.int8)
+        return QuantizedMatrix(signed, scales[0].float(), minimum, self.bits)
 
 
 class PanelMatrix:
@@ -135,7 +132,7 @@ class PanelMatrix:
     whenever it is read."""
 
     def __init__(self, panels: Panels, columns: Tensor) -> None:
-        self.panels, self.columns = panels, columns.numpy()
+        self.panels, self.columns = panels, columns
         self.bits, self.group = panels.bits, panels.group
 
     @property
@@ -147,7 +144,7 @@ class PanelMatrix:
         return len(self.columns), self.panels.inputs
 
     def rows(self, index: Tensor) -> QuantizedMatrix:
-        return self.panels.matrix(self.columns[index.numpy()])
+        return self.panels.matrix(self.columns[index])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.panels.matrix(self.columns), name)
