@@ -451,7 +451,7 @@ class Program:
             y = nn.functional.gelu(y, approximate="tanh")
         if "residual" in places:
             residual = self.buffers[places["residual"]][:, : y.shape[1]]
-            y = y + residual[rows if operation.of.linear.residual_of_all else here]
+            y = y + residual[list(rows) if operation.of.linear.residual_of_all else here]
         self.buffers[places["out"]][here].narrow(1, places["column"], y.shape[1]).copy_(y)
 
 
