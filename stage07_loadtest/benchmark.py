@@ -23,13 +23,13 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from reports.staircase import ask_all
 from shared import charts, cli, measure
 from shared.bench import kit
 from shared.bench.claims import Claim, closing
 from shared.bench.forecast import static_costs
 from shared.bench.kit import Output, Subject
 from shared.bench.rows import Results, median, tables
-from shared.bench.staircase import ask_all
 from shared.checkpoint import PRESETS, Config
 from shared.course import stages
 from shared.server import own_server
@@ -53,7 +53,7 @@ ENGINES = {
     "paged": "paging (stage 05)",
 }
 TRANSFORMERS, SEQUENTIAL, STATIC, CONTINUOUS, PAGED = ENGINES
-EARLIER = "shared.bench.peers.earlier"  # the server of all but the last
+EARLIER = "reports.peers.earlier"  # the server of all but the last
 BLOCK = 16  # tokens, stage 05's default
 WARM = 2  # tokens of each answer while warming up
 LATENCIES = {"TTFT": metrics.TTFT_INTENDED, "TPOT": metrics.TPOT, "E2E": metrics.E2E_INTENDED}

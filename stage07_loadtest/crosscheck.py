@@ -33,9 +33,9 @@ from urllib.request import urlopen
 import psutil
 from tqdm import tqdm
 
+from reports.peers.install import environment
 from shared import cli, measure, paths
 from shared.bench import kit
-from shared.bench.peers.install import environment
 from shared.bench.rows import Results, median, tables
 from shared.errors import UserError
 from shared.server import own_server

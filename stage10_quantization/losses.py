@@ -2,7 +2,7 @@
 
 The formats of weights, keys and values on models that say something, beside the float model, in the
 kernels that a server runs; and what the same weights lose in llama.cpp's formats, where `python -m
-shared.bench.peers` has installed it. `quality.py` has the protocols. No time is taken, so the
+reports.peers` has installed it. `quality.py` has the protocols. No time is taken, so the
 machine may do other work meanwhile.
 """
 
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from reports.peers import scorer
 from shared import cli, linear, tokenizer
 from shared.bench import kit, rows
 from shared.bench.claims import Claim, closing
 from shared.bench.kit import Group
-from shared.bench.peers import scorer
 from shared.bench.rows import Results, Row
 from shared.errors import UserError
 from shared.paths import ROOT

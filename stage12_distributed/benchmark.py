@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
+from reports.peers.gateways import Chats
+from reports.peers.gateways import compare as compare_routers
 from shared import charts, cli
 from shared.bench import kit, rows
 from shared.bench.claims import Claim, closing, faster
 from shared.bench.kit import Case, Group, Output, Subject
-from shared.bench.peers.gateways import Chats
-from shared.bench.peers.gateways import compare as compare_routers
 from shared.bench.rows import Results, Row, percentile
 from shared.roofline import forward_cost, static_costs
 from stage01_forward import families

@@ -375,7 +375,7 @@ class Benchmark:
         instead."""
         name = self.module or f"{self.stage}.benchmark"
         examples = (
-            f"  python -m {name} --quick\n  python -m {name} && python -m shared.bench.report"
+            f"  python -m {name} --quick\n  python -m {name} && python -m reports.draw"
         )
         parser = cli.Parser(name, self.about or "", examples)
         parser.add_argument(
@@ -400,4 +400,4 @@ class Benchmark:
         path = measure.results_file(self.stage, device)
         measure.save(path, content)
         place = path.relative_to(measure.ROOT).as_posix()
-        print(f"Written: {place}. Next: python -m shared.bench.report")
+        print(f"Written: {place}. Next: python -m reports.draw")

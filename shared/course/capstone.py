@@ -48,7 +48,7 @@ class Result:
 
 def trial() -> Any:
     """The plan of a trial. With GPT-2's shape, weights and their packing take most of the time."""
-    from ..bench import staircase
+    from reports import staircase
 
     return replace(staircase.BENCHMARK.quick, model=TINY)
 
@@ -88,7 +88,7 @@ def proved_rates(
 
     Raises UserError if the engine gives wrong tokens or none.
     """
-    from ..bench import staircase  # it imports stages, which `exercise` must not do at its start
+    from reports import staircase  # it imports stages, which `exercise` must not do at its start
 
     def run(name: str) -> staircase.Run:
         stage, laid = (stages[-1], {}) if name == OURS else (name, files)

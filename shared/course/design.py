@@ -64,7 +64,7 @@ def line(judge: Judge, submission: Path, stage: str, plan: Any, rounds: int) -> 
 
     Raises UserError if there is no such copy, or if its engine gives wrong tokens or none.
     """
-    from ..bench import staircase  # it imports stages, which `exercise` must not do at its start
+    from reports import staircase  # it imports stages, which `exercise` must not do at its start
 
     folder = grading.submitted(submission, stage, alone=False)
     if folder is None:

@@ -197,7 +197,7 @@ def results(job: Mapping[str, Any]) -> Any:
 
 def measured(job: Mapping[str, Any]) -> dict[str, Any]:
     """For the capstone: a stage's run of the staircase's workload."""
-    staircase = importlib.import_module("shared.bench.staircase")
+    staircase = importlib.import_module("reports.staircase")
     return asdict(staircase.work(job["measure"], job["plan"], job["threads"]))
 
 

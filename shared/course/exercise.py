@@ -222,7 +222,8 @@ def design(options: argparse.Namespace) -> None:
 
 
 def line(options: argparse.Namespace) -> None:
-    from ..bench import staircase
+    from reports import staircase
+
     from .capstone import ROUNDS
     from .design import line
 
@@ -246,7 +247,8 @@ def _judge(options: argparse.Namespace) -> Judge:
 
 def capstone(options: argparse.Namespace) -> int:
     print("loading the stages", flush=True)  # this takes seconds
-    from ..bench import staircase  # it needs the stages, and no other command does
+    from reports import staircase  # it needs the stages, and no other command does
+
     from .capstone import QUICK, ROUNDS, capstone, trial
 
     out = _output(options.out, ".json")

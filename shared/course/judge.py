@@ -231,7 +231,7 @@ class Judge:
         return [by_driver[drivers[task.number]] for task in mine.tasks(stage)]
 
     def measured(self, stage: str, files: Mapping[str, bytes], plan: Mapping[str, Any]) -> Any:
-        """What `shared.bench.staircase.work` returns with these files laid over their stages.
+        """What `reports.staircase.work` returns with these files laid over their stages.
 
         Raises UserError if it returns nothing.
         """

@@ -47,7 +47,7 @@ LONGEST = (  # the longest first
     *(SERVERS, "shared/course/tests/test_museum.py", "stage12_distributed/tests/test_router.py"),
     *("shared/course/tests/test_exercise.py", "stage07_loadtest/tests/test_main.py"),
     *("stage12_distributed/tests/test_ranks.py", "stage07_loadtest/tests/test_ruler.py"),
-    *("shared/course/tests/test_lessons.py", "shared/bench/tests/test_peers.py"),
+    *("shared/course/tests/test_lessons.py", "reports/tests/test_peers.py"),
     "stage12_distributed/tests/test_simulator.py",
 )
 

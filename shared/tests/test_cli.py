@@ -279,12 +279,12 @@ stage12_distributed.tensor.tp --model no-such-model
 stage07_loadtest --rates -1
 stage07_loadtest --trace no-such-file
 stage07_loadtest --out README.md
-shared.tour --max-tokens 0
+reports.tour --max-tokens 0
 shared.course.profile stage02_kv_cache hi --trace no-such-folder/trace.json
 shared.course.profile stage02_kv_cache hi --trace trace.txt
 shared.course.exercise start stage99
 shared.course.museum.__main__ plant 99
-shared.bench.benchmark_all --fast
+reports --fast
 stage01_forward.perplexity no-such-file
 """
 EARLY = """
@@ -313,11 +313,11 @@ def test_programs_are_checked_before_their_imports():
     """-S: without the installed packages."""
     missing = "The package [a-z]+ is not installed for .*requirements.txt"
     for words, status, told in (
-        *(("shared.tour", 1, missing), ("stage06_serving --port 0", 1, missing)),
+        *(("reports.tour", 1, missing), ("stage06_serving --port 0", 1, missing)),
         ("stage02_kv_cache.benchmark --quick", 1, missing),
         ("stage13_gpu.benchmark --device cuda", 1, missing),
         ("stage02_kv_cache.benchmark --fast", 2, "Unrecognized arguments: --fast"),
-        ("shared.bench.report --quick", 2, "Unrecognized arguments: --quick"),
+        ("reports.draw --quick", 2, "Unrecognized arguments: --quick"),
     ):
         done = python("-S", "-m", *words.split())
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (status, "", 1), done

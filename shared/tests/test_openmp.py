@@ -58,7 +58,7 @@ def test_every_package_chooses_before_pytorch_is_loaded():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a terminal of this kind")
-@pytest.mark.parametrize("module", ["shared.tour", "stage04_continuous"])
+@pytest.mark.parametrize("module", ["reports.tour", "stage04_continuous"])
 def test_a_terminal_shows_a_line_before_anything_is_loaded(module):
     own, terminal = os.openpty()
     command = [sys.executable, "-X", "importtime", "-m", module, "--help"]

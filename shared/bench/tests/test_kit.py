@@ -158,7 +158,7 @@ def test_quick_shows_what_a_full_run_keeps(
     BENCHMARK.main([])
     (file,) = reports.glob("*/*.json")
     name = f"reports/{file.parent.name}/stage99_test.json"
-    assert f"Written: {name}. Next: python -m shared.bench.report" in capsys.readouterr().out
+    assert f"Written: {name}. Next: python -m reports.draw" in capsys.readouterr().out
     kept = measure.load(file)
     assert kept["kind"] == "stage99_test" and kept["limits"] == vars(LIMITS)
     assert kept["configuration"]["plan"]["dtypes"] == ["float32", "bfloat16"]

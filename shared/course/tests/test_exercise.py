@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
+from reports import staircase
 from shared import paths
-from shared.bench import staircase
 from shared.course import capstone, exercise, judge, mine, proof, wrong
 from shared.course.judge import Ended, Judge, Limits
 from shared.course.museum import planting, trials

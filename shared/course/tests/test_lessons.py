@@ -176,7 +176,7 @@ def test_what_a_block_shows_is_compared():
         *(("console", ADDRESS, SERVED, ""), ("python", ENDS.format(123456), SERVED, "")),
         ("python", ENDS.format(13), SERVED, "ended with status 1"),
         ("sh", 'python -m stage01_forward "--gone is text" --seed 1  # a --remark', (), "--gone"),
-        ("sh", "python -m stage01_forward --seed 1 && python -m shared.tour --tap 1", (), "--tap"),
+        ("sh", "python -m stage01_forward --seed 1 && python -m reports.tour --tap 1", (), "--tap"),
         ("sh", "python -m pytest --gone | head --gone", (), ""),
         ("sh", "python -m shared.course.links --gone -- --for-another", (), "--gone"),
     ):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from reports import __main__ as benchmark_all
 from shared import paths
-from shared.bench import benchmark_all
 
 
 def test_every_stage_is_measured_then_the_staircase_and_a_failure_stops_nothing(
@@ -18,7 +18,7 @@ def test_every_stage_is_measured_then_the_staircase_and_a_failure_stops_nothing(
     stages = [["-m", f"{name}.benchmark"] for name in paths.discover()]
     place = stages.index(["-m", "stage10_quantization.benchmark"])
     stages.insert(place + 1, ["-m", "stage10_quantization.losses"])
-    staircase, reports = ["-m", "shared.bench.staircase", "--device"], ["-m", "shared.bench.report"]
+    staircase, reports = ["-m", "reports.staircase", "--device"], ["-m", "reports.draw"]
     assert benchmark_all.commands(False, "cpu") == [*stages, [*staircase, "cpu"], reports]
     # the stages' benchmarks measure the processor
     assert benchmark_all.commands(False, "cuda") == [[*staircase, "cuda"], reports]

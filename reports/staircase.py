@@ -1,11 +1,11 @@
-"""One workload through every stage, and through `transformers`: `python -m shared.bench.staircase`.
+"""One workload through every stage, and through `transformers`: `python -m reports.staircase`.
 
 The requests are all there at the start, with prompts and answers of different lengths. Each stage
 works through them in its own process, as its user would have to: one after another if it takes one
 prompt, as many together as fit into the same memory if it takes several, and the server over HTTP.
 The processes run in turn for several rounds, and every token is proved.
 
-Writes reports/<machine>/staircase.json; `python -m shared.bench.report` draws the chart that the
+Writes reports/<machine>/staircase.json; `python -m reports.draw` draws the chart that the
 main README opens with.
 """
 
@@ -27,18 +27,18 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from .. import charts, cli, measure
-from ..checkpoint import PRESETS
-from ..course import stages
-from ..errors import UserError
-from ..parity import random_prompt
-from ..paths import discover
-from ..peers import transformers_batch, transformers_greedy, transformers_model
-from ..server import MODULE, own_server
-from . import kit
-from .rows import Column, Results, Row, median, tables
+from shared import charts, cli, measure
+from shared.bench import kit
+from shared.bench.rows import Column, Results, Row, median, tables
+from shared.checkpoint import PRESETS
+from shared.course import stages
+from shared.errors import UserError
+from shared.parity import random_prompt
+from shared.paths import discover
+from shared.peers import transformers_batch, transformers_greedy, transformers_model
+from shared.server import MODULE, own_server
 
-KIND, NAME = "staircase", "shared.bench.staircase"
+KIND, NAME = "staircase", "reports.staircase"
 FIRST = discover()[0]
 ONE_BY_ONE, BATCH = "transformers", "transformers, a batch"
 TITLES = {ONE_BY_ONE: "transformers, one by one", BATCH: "transformers, one batch"}

@@ -1,5 +1,5 @@
 """Stage 06's server with an engine from before stage 05, or with transformers, for comparisons
-under load: `python -m shared.bench.peers.earlier --engine static --max-num-seqs 8`.
+under load: `python -m reports.peers.earlier --engine static --max-num-seqs 8`.
 
 All other options are the server's. A request that runs has a slot for a whole context.
 """
@@ -38,7 +38,7 @@ from stage06_serving.__main__ import main as serve
 from stage06_serving.engines import Paged
 from stage06_serving.status import Status
 
-MODULE = "shared.bench.peers.earlier"
+MODULE = "reports.peers.earlier"
 ENGINES = ("transformers", "sequential", "static", "continuous")
 TRANSFORMERS, SEQUENTIAL, STATIC, CONTINUOUS = ENGINES
 # Runs a batch to its end. Yields each step's record, and its tokens by their place in the batch.

@@ -23,11 +23,11 @@ NAME = "llama.cpp"
 @contextmanager
 def scorer(shape: Checkpoint, weights: str) -> Iterator[Any]:
     """An engine whose runner has the `run` of one share, with `weights` that llama.cpp makes of
-    those of `shape`. Raises UserError if llama.cpp is not installed for `shared.bench.peers`."""
+    those of `shape`. Raises UserError if llama.cpp is not installed for `reports.peers`."""
     engine = ENGINES[NAME]
     python = HOME / engine.driver / "bin" / "python"
     if not python.exists():
-        raise UserError(f"{NAME} is not installed: run python -m shared.bench.peers first.")
+        raise UserError(f"{NAME} is not installed: run python -m reports.peers first.")
     config, threads = shape.config, torch.get_num_threads()
     place = folder.write(shape, HOME / "models" / f"{config.name}-weights")
     command = [str(python), str(HERE / "logits.py"), str(place), weights, str(threads)]

@@ -2,7 +2,7 @@
 
 A picture is a function without arguments that returns a Figure, in a module a stage, listed in
 its tuple DRAW: `stage03.static` is drawn to reports/figures/stage03_static.svg by
-`python -m shared.course.figures`. A picture is a `canvas` with boxes, cells, arrows and words on
+`python -m reports.figures`. A picture is a `canvas` with boxes, cells, arrows and words on
 it, or a chart of `shared.charts`. Its title states the finding. It shows no measured number.
 """
 
@@ -19,8 +19,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from ... import charts, paths
-from ...charts import INK
+from shared import charts, paths
+from shared.charts import INK
 
 NAVY, VIOLET, ORANGE, TEAL, YELLOW = charts.COLOURS
 WHITE, PALE = "#ffffff", "#f1f1f4"

@@ -14,13 +14,13 @@ import psutil
 import pytest
 import torch
 
+from reports.peers import compare, drive, install, process, served, shapes
+from reports.peers.compare import BENCHMARK, title
+from reports.peers.install import ENGINES, OURS, Engine, python
+from reports.peers.process import Driver
+from reports.peers.served import Load
 from shared import charts
 from shared.bench import kit
-from shared.bench.peers import compare, drive, install, process, served, shapes
-from shared.bench.peers.compare import BENCHMARK, title
-from shared.bench.peers.install import ENGINES, OURS, Engine, python
-from shared.bench.peers.process import Driver
-from shared.bench.peers.served import Load
 from shared.bench.tests.tools import lines, measured
 from shared.errors import UserError
 from shared.models import STORIES

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
+from reports import draw as report
 from shared import measure, paths
-from shared.bench import report
 from shared.bench.kit import Benchmark
 from shared.bench.tests.tools import LIMITS
 

@@ -1,15 +1,16 @@
-"""Redraws the pictures of the lessons: `python -m shared.course.figures`."""
+"""Redraws the pictures of the lessons: `python -m reports.figures`."""
 
 from __future__ import annotations
 
-from ... import charts, cli
+from shared import charts, cli
+
 from . import FOLDER, pictures, place
 
 
 def main(argv: list[str] | None = None) -> int:
-    usage = "  python -m shared.course.figures             the same bytes for the same code"
+    usage = "  python -m reports.figures             the same bytes for the same code"
     about = f"Redraws the pictures of the lessons, in {FOLDER.as_posix()}/."
-    cli.Parser("shared.course.figures", about, usage).parse_args(argv)
+    cli.Parser("reports.figures", about, usage).parse_args(argv)
     for name, draw in pictures().items():
         charts.save(draw(), place(name))
     print(f"{len(pictures())} pictures drawn.")

@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits, ours beside other engines': `python -m shared.bench.peers.quantized`.
+"""Weights of 8 and 4 bits, ours beside other engines': `python -m reports.peers.quantized`.
 
 Measured as in `compare`, keys and values in 16 bits. Each engine has its own format, so answers
 differ: ours are proved by the slow layers of the same format.
@@ -22,7 +22,7 @@ from . import compare
 from .compare import rate, what
 from .install import QUANTIZED
 
-KIND, NAME = "peers_quantized", "shared.bench.peers.quantized"
+KIND, NAME = "peers_quantized", "reports.peers.quantized"
 FULL = replace(
     compare.FULL, dtypes=("bfloat16",), engines=tuple(QUANTIZED), rounds=(5, 5, 3), tries=1,
     answers=((1, 64), (32, 32)), load=None,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.bench.peers.earlier import CONTINUOUS, ENGINES, STATIC, Maker
+from reports.peers.earlier import CONTINUOUS, ENGINES, STATIC, Maker
 from shared.checkpoint import load
 from shared.errors import UserError
 from stage01_forward.engine import Engine as Naive

@@ -7,7 +7,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from ...charts import COLOURS
+from shared.charts import COLOURS
+
 from . import NAVY, ORANGE, PALE, WASTE, Look, arrow, box, canvas, cells, line, words
 
 # Slots: of three sequences, of new tokens, and unused ones.

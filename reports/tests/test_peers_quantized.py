@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from reports.peers import compare, drivers, process, quantized
+from reports.peers.install import QUANTIZED
+from reports.peers.quantized import BENCHMARK
 from shared.bench import kit
-from shared.bench.peers import compare, drivers, process, quantized
-from shared.bench.peers.install import QUANTIZED
-from shared.bench.peers.quantized import BENCHMARK
 from shared.bench.tests.tools import check_drawn, lines, measured
 
 

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from reports import staircase
+from reports import tour as door
+from reports import tour_run as tour
 from shared import cli, paths
-from shared import tour as door
-from shared.bench import staircase
 from shared.checkpoint import Checkpoint, Config
-from shared.course import stages, tour
+from shared.course import stages
 from shared.course.testing import random_checkpoint
 from shared.tokenizer import ByteTokenizer
 

@@ -1,4 +1,4 @@
-"""All stages, one workload: `python -m shared.tour`.
+"""All stages, one workload: `python -m reports.tour`.
 
 Every stage with an engine answers the same prompts, with memory for the same number of contexts;
 then the server of stage 06 answers them over HTTP, and stage 07 load-tests it. The answers must be
@@ -25,12 +25,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from .. import cli, parity, paths
-from ..errors import UserError
-from ..server import MODULE as SERVER
-from ..server import own_server
-from ..stories import grammar
-from . import stages
+from shared import cli, parity, paths
+from shared.course import stages
+from shared.errors import UserError
+from shared.server import MODULE as SERVER
+from shared.server import own_server
+from shared.stories import grammar
 
 FIRST = "Once upon a time"
 STORIES = (32, 16, 8)  # as many as the machine answers in time; then 8 or 4 shorter ones

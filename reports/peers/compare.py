@@ -1,8 +1,8 @@
 """Our engines beside others on this processor, in one measurement.
 
-    python -m shared.bench.peers            GPT-2 124M: a prompt of 512, decode of 1 to 64 rows
-    python -m shared.bench.peers.shapes     one row of TinyLlama's and Qwen3-0.6B's shapes
-    python -m shared.bench.peers.quantized  GPT-2 124M with weights of 8 and 4 bits
+    python -m reports.peers            GPT-2 124M: a prompt of 512, decode of 1 to 64 rows
+    python -m reports.peers.shapes     one row of TinyLlama's and Qwen3-0.6B's shapes
+    python -m reports.peers.quantized  GPT-2 124M with weights of 8 and 4 bits
 
 Each engine runs in a long-lived process of its own (`process`), in its own environment in the cache
 folder (`install`), which takes 3 GB, and minutes to compile llama.cpp. All get the same prompts and
@@ -39,7 +39,7 @@ from . import folder, served
 from .install import ENGINES, HOME, OLDER, OURS, is_ours
 from .process import Driver, Failures, started
 
-KIND, NAME = "peers", "shared.bench.peers"
+KIND, NAME = "peers", "reports.peers"
 Ask = tuple[int, int, int]  # rows, and tokens of each prompt and answer
 FULL = kit.plan(
     models=("gpt2",), dtypes=kit.BOTH, engines=tuple(ENGINES),

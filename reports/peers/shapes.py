@@ -1,4 +1,4 @@
-"""One row of larger models, ours beside llama.cpp: `python -m shared.bench.peers.shapes`.
+"""One row of larger models, ours beside llama.cpp: `python -m reports.peers.shapes`.
 
 Measured as in `compare`, in bfloat16. The results are kept apart from its own, because these shapes
 need 7 GB of disk and 12 GB of memory, which not every machine has.
@@ -15,7 +15,7 @@ from shared.bench.rows import Results
 from . import compare
 from .install import OURS
 
-KIND, NAME = "peers_shapes", "shared.bench.peers.shapes"
+KIND, NAME = "peers_shapes", "reports.peers.shapes"
 FULL = replace(
     compare.FULL, models=("Qwen/Qwen3-0.6B", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"),
     dtypes=("bfloat16",), engines=(OURS, "llama.cpp"), prefills=(), answers=((1, 64),), load=None,

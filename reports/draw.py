@@ -1,5 +1,5 @@
 """Draws all charts and writes all tables of the reports from the results in reports/:
-`python -m shared.bench.report`.
+`python -m reports.draw`.
 
 No number is typed by hand. A benchmark turns its results into tables (markdown), charts (figures)
 and a headline. Tables go between markers on lines of their own, in README.md, reports/README.md,
@@ -29,9 +29,11 @@ from typing import Any
 
 import matplotlib
 
-from .. import charts, cli, measure, paths
-from ..errors import UserError
-from . import rows, staircase
+from shared import charts, cli, measure, paths
+from shared.bench import rows
+from shared.errors import UserError
+
+from . import staircase
 from .peers import compare, quantized, shapes
 
 BEGIN, END = "<!-- table: ", "<!-- /table -->"  # on lines of their own
@@ -40,8 +42,8 @@ TABLE = re.compile(
 )
 MARKER = re.compile(rf"^(?:{BEGIN}|{END}).*$", re.MULTILINE)
 ABOUT = re.compile(r'^(QUESTION|FIRST_FILE)\b[^=]*= \(?\s*"(.+)"', re.MULTILINE)
-FIGURES = "figures"  # in reports/: pictures of mechanisms, drawn by `shared.course.figures`
-UPDATE = "run python -m shared.bench.report"
+FIGURES = "figures"  # in reports/: pictures of mechanisms, drawn by `reports.figures`
+UPDATE = "run python -m reports.draw"
 UNMEASURED = "not measured yet"
 
 
@@ -227,10 +229,10 @@ def report(root: Path, modules: Mapping[str, Any], check: bool) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(
-        "shared.bench.report",
+        "reports.draw",
         "Draws every chart and writes every table of the reports from the results in reports/.",
-        "  python -m shared.bench.report            after a benchmark\n"
-        "  python -m shared.bench.report --check    exit status 1 if anything is stale",
+        "  python -m reports.draw            after a benchmark\n"
+        "  python -m reports.draw --check    exit status 1 if anything is stale",
     )
     parser.add_argument(
         "--check", action="store_true", help="write nothing; name what is stale or missing"

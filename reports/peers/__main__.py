@@ -1,4 +1,4 @@
-"""`python -m shared.bench.peers`: see compare.py."""
+"""`python -m reports.peers`: see compare.py."""
 
 from shared import cli
 

@@ -1,5 +1,5 @@
 """Runs every benchmark on this machine and redraws the reports: `python -m
-shared.bench.benchmark_all`.
+reports`.
 
 Every stage's benchmark and the staircase run one after another, each in its own process. Nothing
 else should run meanwhile. With --device cuda or mps only the staircase runs, because the benchmarks
@@ -13,7 +13,7 @@ import sys
 
 from tqdm import tqdm
 
-from .. import cli, paths
+from shared import cli, paths
 
 
 def commands(quick: bool, device: str) -> list[list[str]]:
@@ -24,19 +24,18 @@ def commands(quick: bool, device: str) -> list[list[str]]:
         for name, stem in files
         if device == "cpu" and (paths.ROOT / name / f"{stem}.py").exists()
     ]
-    programs.append(["-m", "shared.bench.staircase", "--device", device])
+    programs.append(["-m", "reports.staircase", "--device", device])
     if quick:
         return [[*words, "--quick"] for words in programs]
-    return [*programs, ["-m", "shared.bench.report"]]
+    return [*programs, ["-m", "reports.draw"]]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(
-        "shared.bench.benchmark_all",
+        "reports",
         "Measures every stage and the staircase on this machine, and redraws the reports. It "
         "takes two hours and more on two cores; leave the machine alone meanwhile.",
-        "  python -m shared.bench.benchmark_all --quick\n"
-        "  python -m shared.bench.benchmark_all --device cuda",
+        "  python -m reports --quick\n  python -m reports --device cuda",
     )
     about = "small grids, in about a quarter of an hour; nothing is kept"
     parser.add_argument("--quick", action="store_true", help=about)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from reports import staircase
+from reports.staircase import BATCH, FIRST, FULL, MODULE, ONE_BY_ONE, Run
 from shared import measure
-from shared.bench import staircase
-from shared.bench.staircase import BATCH, FIRST, FULL, MODULE, ONE_BY_ONE, Run
 from shared.bench.tests.tools import LIMITS, check_drawn, lines
 from shared.course import stages
 from shared.errors import UserError

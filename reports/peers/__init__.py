@@ -1,0 +1,1 @@
+"""Other engines on this processor, beside ours: `python -m reports.peers`."""

@@ -1,1 +1,0 @@
-"""Other engines on this processor, beside ours: `python -m shared.bench.peers`."""
