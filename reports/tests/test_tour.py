@@ -17,7 +17,7 @@ from reports import tour_run as tour
 from shared import cli, paths
 from shared.checkpoint import Checkpoint, Config
 from shared.course import stages
-from shared.course.testing import random_checkpoint
+from shared.testing import random_checkpoint
 from shared.tokenizer import ByteTokenizer
 
 FIELDS = {"vocab_size": 300, "n_positions": 160, "n_embd": 16, "n_layer": 2, "n_head": 2}

@@ -71,7 +71,7 @@ for draw in CHARTS: charts.save(draw(), Path(sys.argv[1], draw.__name__))
 
 
 def test_a_chart_has_the_same_bytes_in_another_process_and_whatever_a_user_has_set(tmp_path):
-    from shared.course.testing import python  # here: it loads PyTorch, which PROGRAM need not
+    from shared.testing import python  # here: it loads PyTorch, which PROGRAM need not
 
     python("-c", PROGRAM, tmp_path, check=True)
     settings = {"font.size": 30, "axes.facecolor": "red", "svg.hashsalt": "other"}

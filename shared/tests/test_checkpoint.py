@@ -25,10 +25,10 @@ from safetensors.torch import load_file, save_file
 from shared import checkpoint, models
 from shared.checkpoint import PRESETS, WEIGHTS, Config, check_vocabulary, load
 from shared.course import stages
-from shared.course.testing import random_checkpoint
 from shared.errors import UserError
 from shared.models import STORIES
 from shared.peers import transformers_greedy, transformers_model
+from shared.testing import random_checkpoint
 from shared.tokenizer import Tokenizer, load_tokenizer
 from stage01_forward import families
 from stage01_forward.numpy_gpt2 import gpt2

@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 
 from shared import cli, linear, paths, program
 from shared.course import stages
-from shared.course.testing import FIELDS, make_folder, python
 from shared.errors import UserError
+from shared.testing import FIELDS, make_folder, python
 
 MAINS = {name: importlib.import_module(f"{name}.__main__").main for name in stages.engines()}
 Run = Callable[..., tuple[int, str, str]]

@@ -11,9 +11,9 @@ from torch import nn
 
 from shared import linear
 from shared.course import stages
-from shared.course.testing import SHAPES, random_checkpoint
 from shared.errors import UserError
 from shared.parity import random_prompt
+from shared.testing import SHAPES, random_checkpoint
 from stage01_forward.attention import Recompute
 from stage01_forward.model import load_model
 

@@ -11,8 +11,8 @@ import pytest
 from shared import checkpoint, models
 from shared.checkpoint import Opened
 from shared.config import READERS, read_config
-from shared.course.testing import python
 from shared.errors import UserError
+from shared.testing import python
 
 
 class Sealed:

@@ -12,7 +12,7 @@ import pytest
 
 from shared import openmp, paths
 from shared.course import waiting
-from shared.course.testing import python
+from shared.testing import python
 
 
 def run(code: str, **given: str) -> str:

@@ -17,8 +17,8 @@ import torch
 from shared import checkpoint, parity
 from shared.bench.kit import prove_answer
 from shared.course import stages
-from shared.course.testing import random_checkpoint, wide_norm
 from shared.peers import transformers_greedy
+from shared.testing import random_checkpoint, wide_norm
 from shared.tokenizer import load_tokenizer
 from stage04_continuous.tests.oracle import oracle_of
 
@@ -176,7 +176,8 @@ def test_every_stage_on_cuda_gives_the_tokens_of_the_cpu(stage, tiny, tiny_model
     assert proof.near_ties == []
 
 
-@pytest.mark.weights
+@pytest.mark.slow
+@pytest.mark.skipif("STAIRCASE_GPT2" not in os.environ, reason="STAIRCASE_GPT2 names no folder")
 @pytest.mark.parametrize("stage", list(ENGINES))
 def test_real_gpt2_gives_the_tokens_of_transformers(stage):
     from transformers import AutoModelForCausalLM

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from shared.course.testing import SHAPES, random_checkpoint
 from shared.parity import random_prompt
 from shared.peers import transformers_greedy, transformers_model
+from shared.testing import SHAPES, random_checkpoint
 from stage01_forward import numpy_gpt2
 from stage01_forward.attention import Recompute, explicit_attention, fused_attention
 from stage01_forward.model import load_model

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from shared.config import Config
-from shared.course.testing import random_checkpoint
 from shared.errors import UserError
 from shared.parity import random_prompt
 from shared.peers import transformers_model
+from shared.testing import random_checkpoint
 from stage01_forward import scoring as module
 from stage01_forward.model import GPT2, load_model
 from stage01_forward.perplexity import main

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from shared import cli
-from shared.course.testing import make_folder
+from shared.testing import make_folder
 
 LINES = ["hello", "a", "a longer prompt", "b", "a longer prompt!", "hello"]
 

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import torch
 
 from shared import cli, live
-from shared.course.testing import FIELDS, make_folder
+from shared.testing import FIELDS, make_folder
 from shared.tokenizer import ByteTokenizer
 from stage01_forward.params import SamplingParams
 from stage03_batching.tests.commands import CommandContract, answers, check_error

@@ -1,4 +1,5 @@
-"""The small steps that every token pays for, timed: `python -m pytest -m micro`.
+"""The small steps that every token pays for, timed:
+`python -m pytest -m slow --benchmark-enable stage05_paged/tests/test_micro.py`.
 
 To compare two states of the code on one machine; the README describes how. All steps are those of a
 decode pass in the middle of its work: ROWS sequences with CONTEXT tokens each, unchanged by it.
@@ -21,7 +22,7 @@ from stage05_paged.blocks import BlockPool, BlockTable
 from stage05_paged.cache import PagedCache
 from stage05_paged.scheduler import Scheduler
 
-pytestmark = pytest.mark.micro
+pytestmark = pytest.mark.slow
 
 CONFIG = PRESETS["stories"]
 ROWS, CONTEXT, BLOCK = 16, 256, 16

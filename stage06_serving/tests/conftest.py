@@ -17,8 +17,8 @@ import pytest
 from safetensors.torch import save_file
 
 from shared.config import Config
-from shared.course.testing import FIELDS, make_folder, random_checkpoint
 from shared.server import OwnServer, own_server, python
+from shared.testing import FIELDS, make_folder, random_checkpoint
 from stage05_paged.blocks import BlockPool
 from stage05_paged.make import make as make_paged
 from stage06_serving.engines import Paged

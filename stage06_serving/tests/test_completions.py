@@ -186,8 +186,9 @@ def test_generate(server, client):
     assert stream[-1]["finish_reason"] == "length" and stream[-1]["usage"] == usage
 
 
+@pytest.mark.slow
 def test_langchain_s_chat_model(server, client):
-    from langchain_openai import ChatOpenAI  # here: it takes seconds to load
+    ChatOpenAI = pytest.importorskip("langchain_openai").ChatOpenAI
 
     options = {"api_key": "none", "max_retries": 0, "max_tokens": TOKENS, **GREEDY}
     model: Any = ChatOpenAI(base_url=f"{server.url}/v1", **options)

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from shared.config import Config
-from shared.course.testing import FIELDS, random_checkpoint
 from shared.errors import UserError
+from shared.testing import FIELDS, random_checkpoint
 from stage04_continuous.request import Request
 from stage05_paged.blocks import BlockPool, BlockTable
 from stage05_paged.planes import Planes

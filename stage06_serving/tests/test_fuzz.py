@@ -15,13 +15,16 @@ from typing import Any
 import httpx2
 import hypothesis
 import pytest
-import schemathesis
+
+schemathesis = pytest.importorskip("schemathesis")
+
 from schemathesis import GenerationMode
 
 from stage06_serving.protocol import ErrorBody
 
 from .asking import CHAT, HANG, LARGEST_ERROR
 
+pytestmark = pytest.mark.slow
 SHORT = 8  # tokens of an answer
 ENDLESS = "/live"  # the event stream of the page ends with the server
 FEW: dict[str, Any] = {"max_tokens": 2}

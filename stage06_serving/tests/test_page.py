@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("selenium", reason="requirements-dev.txt is not installed")
+
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
@@ -21,7 +24,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from shared.checkpoint import Config, random_tensors
-from shared.course.testing import FIELDS
+from shared.testing import FIELDS
 
 from .asking import first_frame, post, until, until_idle
 from .conftest import checkpoint, serving
@@ -31,6 +34,7 @@ SAID = (
     "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 2'> & "
     "\u201cBen\u201d \N{FOX FACE} ran home.\n"
 )
+pytestmark = pytest.mark.slow
 BYTES = SAID.encode()
 POSITIONS = 1024
 FEW_BLOCKS = ("--kv-memory", "1MiB")  # 128: the sanitizer checks all of them after every step

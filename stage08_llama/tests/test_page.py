@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.course.testing import random_checkpoint
+from shared.testing import random_checkpoint
 from stage01_forward import families
 from stage01_forward.attention import Recompute
 from stage08_llama.config import LlamaConfig

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.course.testing import random_checkpoint, wide_norm
+from shared.testing import random_checkpoint, wide_norm
 from shared.tests.int8 import Dequantized, Int8, Int8Linear
 from stage01_forward.families import load_model
 from stage04_continuous.runner import Runner

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shared.course.testing import python
+from shared.testing import python
 from stage05_paged.engine import cache_type
 from stage08_llama.config import LlamaConfig
 from stage09_kernels import library

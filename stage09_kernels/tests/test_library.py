@@ -16,8 +16,8 @@ from torch import nn
 from shared import linear
 from shared.checkpoint import Checkpoint, random_tensors
 from shared.config import Config
-from shared.course.testing import random_checkpoint
 from shared.errors import UserError
+from shared.testing import random_checkpoint
 from stage01_forward.families import load_model
 from stage01_forward.offer import Offer
 from stage01_forward.params import SamplingParams

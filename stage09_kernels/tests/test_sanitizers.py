@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shared.course.museum.planting import edit
-from shared.course.testing import python
+from shared.testing import python
 from stage09_kernels import library
 from stage09_kernels.cache import FAST, FOLDER
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.course.testing import wide_norm
+from shared.testing import wide_norm
 from stage01_forward import engine as naive
 from stage01_forward.families import attention_of
 from stage04_continuous.tests import contract, oracle

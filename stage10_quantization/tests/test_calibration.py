@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from shared.config import Config
-from shared.course.testing import random_checkpoint
 from shared.errors import UserError
 from shared.linear import convert
+from shared.testing import random_checkpoint
 from shared.tokenizer import load_tokenizer
 from stage01_forward.families import attention_of, load, load_model
 from stage04_continuous.tests.oracle import CONFIG

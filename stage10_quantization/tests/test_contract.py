@@ -11,8 +11,8 @@ import torch
 
 from shared.config import Config
 from shared.course import stages
-from shared.course.testing import random_checkpoint, wide_norm
 from shared.parity import prove, random_prompt
+from shared.testing import random_checkpoint, wide_norm
 from stage01_forward import engine as naive
 from stage01_forward.families import attention_of, load_model
 from stage04_continuous.tests import oracle

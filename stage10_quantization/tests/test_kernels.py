@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shared.checkpoint import Checkpoint, random_tensors
 from shared.config import Config
-from shared.course.testing import wide_norm
+from shared.testing import wide_norm
 from stage01_forward.families import load_model
 from stage04_continuous.runner import Runner
 from stage05_paged.cache import PagedCache

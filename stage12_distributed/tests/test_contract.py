@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.course.testing import wide_norm
+from shared.testing import wide_norm
 from stage04_continuous.tests import oracle
 from stage04_continuous.tests.lives import live
 from stage05_paged.cache import PagedCache

@@ -8,8 +8,8 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from shared.course.testing import python
 from shared.errors import UserError
+from shared.testing import python
 from stage06_serving.tests.asking import events
 from stage06_serving.tests.tools import until
 from stage12_distributed.router import relay

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.course.testing import python
+from shared.testing import python
 from stage05_paged.blocks import BlockPool, BlockTable
 from stage12_distributed.router.routing import BLOCKS, Replica, Route, Routing
 

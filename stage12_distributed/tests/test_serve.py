@@ -16,10 +16,10 @@ import torch
 
 from shared.checkpoint import load
 from shared.course import stages
-from shared.course.testing import python
 from shared.models import STORIES
 from shared.paths import ROOT
 from shared.server import free_ports
+from shared.testing import python
 from shared.tokenizer import Tokenizer
 from stage06_serving.tests.asking import until
 from stage06_serving.tests.tools import alone, words
@@ -93,7 +93,7 @@ def cluster() -> Iterator[OnRay]:
         serve.stop()
 
 
-@pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 class TestOnRay:
     def test_tokens_are_those_of_the_first_stage(self, cluster):

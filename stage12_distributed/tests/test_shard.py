@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shared.config import Config
-from shared.course.testing import random_checkpoint
 from shared.errors import UserError
+from shared.testing import random_checkpoint
 from shared.tests.int8 import Int8, Int8Linear
 from stage01_forward import families
 from stage01_forward.attention import Recompute

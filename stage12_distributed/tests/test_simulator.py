@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from shared.course.testing import make_folder
 from shared.errors import UserError
+from shared.testing import make_folder
 from stage01_forward import families
 from stage04_continuous.plan import Plan, Work
 from stage04_continuous.request import Request

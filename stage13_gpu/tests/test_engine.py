@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shared import parity
-from shared.course.testing import random_checkpoint
+from shared.testing import random_checkpoint
 from shared.tests.int8 import Int8
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.families import load_model

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from shared import parity
-from shared.course.testing import random_checkpoint
 from shared.linear import Linear
+from shared.testing import random_checkpoint
 from stage01_forward import families
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.families import load_model

@@ -13,8 +13,8 @@ import torch
 from shared import checkpoint
 from shared.course import doctor
 from shared.course.doctor import NOTE, OK, WRONG
-from shared.course.testing import python
 from shared.errors import UserError
+from shared.testing import python
 
 
 def test_this_machine_is_ready(capsys):

@@ -24,10 +24,10 @@ from shared.course import capstone, exercise, judge, mine, proof, wrong
 from shared.course.judge import Ended, Judge, Limits
 from shared.course.museum import planting, trials
 from shared.course.museum.exhibits import find
-from shared.course.testing import python
 from shared.course.wrong import Wrong
 from shared.errors import UserError
 from shared.task import Task
+from shared.testing import python
 
 WITH_TASKS = list(filter(mine.tasks, paths.discover()))
 STAGE, SERVING = "stage02_kv_cache", "stage06_serving"

@@ -13,7 +13,7 @@ import torch
 from shared import linear, profiling
 from shared.checkpoint import PRESETS, Checkpoint
 from shared.course import profile, stages
-from shared.course.testing import make_folder
+from shared.testing import make_folder
 
 PROMPT, NEW = [1, 2, 3, 4, 5], 6
 LAYERS, WIDTH, WORDS = PRESETS["tiny"].n_layer, PRESETS["tiny"].n_embd, PRESETS["tiny"].vocab_size

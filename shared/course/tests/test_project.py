@@ -20,8 +20,8 @@ from reports.draw import drawn_with
 from shared import charts
 from shared.course import lessons, mine
 from shared.course.museum.planting import edit
-from shared.course.testing import python
 from shared.paths import ROOT, discover
+from shared.testing import python
 from shared.tests.test_charts import check_readable
 
 ABOVE = ("shared.course", "shared.bench", "reports")
