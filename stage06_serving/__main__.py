@@ -95,29 +95,17 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
     """
     from stage01_forward import families
 
-    from .blockfiles import open_folder
     from .choice import PAGED, Choice, choose, faster
-    from .disk import attach
     from .engines import Paged
 
     if maker:
         if settings.engine not in (AUTO, PAGED):
             raise UserError("This server has an engine of its own: leave --engine out.")
-        if settings.prefix_cache_dir:
-            raise UserError(
-                "This server has an engine of its own, whose blocks cannot be kept on a disk: "
-                "leave --prefix-cache-dir out."
-            )
         chosen = Choice(PAGED, automatic=True)
     else:
         device, dtype = cli.device_and_dtype(settings)
         chosen = choose(settings.engine, dtype, device)
     settings.engine = chosen.name
-    if settings.prefix_cache_dir and not settings.enable_prefix_caching:
-        raise UserError(
-            "--prefix-cache-dir keeps a prefix cache, and --no-enable-prefix-caching turns it off: "
-            "leave one of them out."
-        )
     speculates = settings.speculate != OFF
     if speculates and maker:
         raise UserError("This server has an engine of its own: leave --speculate out.")
@@ -127,7 +115,6 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
         )
     if settings.drawn_drafts and settings.speculate != "draft":
         raise UserError("--drawn-drafts needs --speculate draft: give both, or leave it out.")
-    folder = open_folder(settings.prefix_cache_dir) if settings.prefix_cache_dir else None
     linear, threads = chosen.linear(settings.linear), settings.threads or None
     changed = {"seed": 0, "linear": linear, "threads": threads}
     options = argparse.Namespace(**settings.model_dump() | changed)
@@ -161,13 +148,9 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
         **cli.cache_options(settings.kv_dtype),
     )
     settings.engine, settings._faster = chosen.name, "" if maker else faster(chosen, loaded)
-    counts = None
-    if folder:
-        counts = attach(engine, folder, settings.prefix_cache_size, loaded).counts
     if speculates:
         engine = speculate(settings, engine, loaded)
     served = (maker.serve if maker else Paged)(engine)
-    served.disk = counts
     if speculates:
         served.drafts = engine.scheduler.draft_counts
     return served, loaded
@@ -196,10 +179,8 @@ def plan(settings: Settings, status: Status, loaded: cli.Loaded, address: str) -
     whole = count // -(-config.n_positions // status.block_size)
     memory = size(count * status.block_size * config.kv_bytes_per_token(loaded.kv_dtype))
     contexts = f"{whole} whole context{'' if whole == 1 else 's'}"
-    folder = settings.prefix_cache_dir
     drafts = f"{settings.speculate}, at most {settings.num_speculative_tokens} in a step"
     drafts += ", drawn" if settings.drawn_drafts else ""
-    disk = f"{folder}, at most {settings.prefix_cache_size} of prefixes that survive a restart"
     key = ' -H "Authorization: Bearer $STAIRCASE_API_KEY"' if settings.keys else ""
     return (
         f"Staircase serves {name} at {address}\n"
@@ -209,7 +190,6 @@ def plan(settings: Settings, status: Status, loaded: cli.Loaded, address: str) -
         + f"  memory  {memory} in {count} blocks of {status.block_size} tokens: {contexts} of "
         f"{config.n_positions}; at most {status.max_sequences} sequences at a time, "
         f"{settings.max_queue} more in the queue\n"
-        + (f"  disk    {disk}\n" if folder else "")
         + (f"  drafts  {drafts}\n" if settings.speculate != OFF else "")
         + f"  page    {address}/\n"
         f"  try     curl -N {address}/v1/completions{key} -H 'Content-Type: application/json' "

@@ -27,7 +27,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from shared.cli import Loaded
 from shared.errors import UserError
 
-from . import embeddings
 from .async_engine import CLOSING, AsyncEngine, Broken, EngineDead, EngineThread, Overloaded
 from .chat import ChatTemplate, OwnTemplate, own_template
 from .errors import NOT_AN_OBJECT, ApiError, error_body, failure, validation_message
@@ -378,7 +377,6 @@ def create_app(
         "/v1/chat/completions": (forms.chat_body, lambda *call: state.api.chat(*call)),
         "/tokenize": (TokenizeBody, tokenize),
         "/detokenize": (DetokenizeBody, detokenize),
-        **embeddings.endpoints(state, unless_gone),
     }
     for path, (kind, _) in posted.items():
         app.post(path, name=path, response_model=None)(described(kind))

@@ -14,19 +14,15 @@ import asyncio
 import cProfile
 import json
 import os
-import re
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import urlopen
 
 import psutil
 import torch
@@ -45,13 +41,10 @@ from stage04_continuous.request import Request
 from .inside import Inside
 from .settings import PREFIX
 
-HTTP, NULL, LOSE, DISK = "http", "null", "lose", "disk"
+HTTP, NULL, LOSE = "http", "null", "lose"
 CHUNK = 256  # tokens of a step at most, the default
 OFFLINE, SERVER = "engine alone", "server"
 WATCHED = "watched"  # the engine's own process serves
-# The first token of a long prompt: computed, computed while its blocks are written to a folder, and
-# after a restart from that folder, whose files the system still has in memory, or not.
-PREFILL, WRITING, RESTARTED, COLD = "prefill", "prefill and write", "restart", "cold restart"
 AIMS = {"paged": 95.0, "kernels": 97.0}  # percent of the throughput offline, with the most streams
 BLOCK = 16  # tokens in a block of the server
 END = b"0\r\n\r\n"  # of a body in chunks
@@ -92,9 +85,6 @@ FULL = kit.plan(
         (LOSE, 32, 200, 8, 1),  # the shortest answers possible
     ),
     repeats=2, max_num_seqs=32, kv_memory="512MiB",
-    # Of the prefix cache on a disk: subjects as above, prompts, and tokens of each.
-    restarts=(("gpt2", "float32", "kernels"), ("stories", "float32", "kernels")),
-    restart_prompts=5, restart_tokens=960,
     options=(),  # more of them, for engine and server
 )  # fmt: skip
 
@@ -372,71 +362,10 @@ def measure_load(
     return about | kit.by_variant(kept) | {"lengths": lengths, "same": same}
 
 
-def measure_restart(plan: Any, model: str, dtype: str, engine: str) -> Group:
-    """The time to the first token of prompts that a server has computed before it was restarted,
-    and of one that has no folder, every answer proved."""
-    subject = Subject(kit.shape(model), getattr(torch, dtype))
-    count, tokens = plan.restart_prompts, plan.restart_tokens
-    prompts, load = subject.prompts([tokens] * count, "restart"), Load(DISK, 1, 1, tokens, 1)
-    more = {"device": "cpu", "engine": engine, "linear": subject.about["linear"]}
-    arguments = [*kit.server_options(model, dtype, count + 1, **more), *plan.options]
-    blocks = tokens // BLOCK - (tokens % BLOCK == 0)  # the last token is always computed
-    runs: dict[str, list[Run]] = {name: [] for name in (PREFILL, WRITING, RESTARTED, COLD)}
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        stored, folder = [*arguments, "--prefix-cache-dir", name], Path(name)
-
-        def start(words: list[str]) -> str:
-            server = stack.enter_context(own_server(words, quiet=True))
-            client(server.url, load, subject.prompts([BLOCK], "warm"))
-            return server.url
-
-        writing = start(stored)
-        for prompt in prompts:
-            runs[WRITING].append(client(writing, load, [prompt]))
-        while len(list(folder.glob("*.kv"))) < 1 + count * (tokens // BLOCK):
-            time.sleep(0.1)
-        content = sum(file.stat().st_size for file in folder.glob("*.kv")) / count
-        stack.close()
-        urls = {PREFILL: start(arguments), RESTARTED: start(stored), COLD: start(stored)}
-        for prompt in prompts:
-            for variant, url in urls.items():
-                if variant == COLD:
-                    forget(folder)
-                runs[variant].append(client(url, load, [prompt]))
-        for variant in (RESTARTED, COLD):
-            with urlopen(f"{urls[variant]}/metrics") as metrics:
-                text = metrics.read().decode()
-            (hits,) = re.findall(r"^vllm:external_prefix_cache_hits_total{.*} (.*)", text, re.M)
-            if float(hits) != count * blocks * BLOCK:
-                raise AssertionError(f"{hits} tokens came from the disk")
-    kept = {
-        name: [
-            {
-                "seconds": run.kept()["ttft"][0],
-                "proof": subject.prove_lengths([prompt], run.ids, [1]),
-            }
-            for run, prompt in zip(runs[name], prompts, strict=True)
-        ]
-        for name in runs
-    }
-    about = subject.about | {"engine": engine, "case": DISK, "tokens": tokens, "bytes": content}
-    return about | kit.by_variant(kept) | {"lengths": [[tokens, 1, 1]]}
-
-
-def forget(folder: Path) -> None:
-    """Have the system forget the content of the files, so that it is read from the disk."""
-    for file in folder.glob("*.kv"):
-        with file.open("rb") as data:
-            os.fsync(data.fileno())
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def run(plan: Any) -> dict[str, Any]:
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         del os.environ[name]  # the user's own settings of a server
     results: dict[str, Any] = {HTTP: [], NULL: [], LOSE: [], "parts": {}}
-    results[DISK] = [measure_restart(plan, *subject) for subject in plan.restarts]
     most, total = (
         most_streams(plan),
         sum(len(list(turns(plan, subject))) for subject in plan.subjects),
@@ -557,13 +486,6 @@ def a_token(row: Row) -> str:
     return f"{python_seconds(row, 'loop') / row.tokens * 1e6:.1f}"
 
 
-def restart_bound(row: Row) -> str:
-    """The gain of a restart if prefill computed, and reading moved bytes, as fast as the machine
-    can: from the file, for the checksum and into the block, each read and all but one written."""
-    prefill = row.least([forward_cost(row.config, row.kind, row["tokens"], sampled=1)])
-    return f"{prefill / (5 * row['bytes'] / row.bandwidth):.1f}x"
-
-
 def waits(results: Results) -> Iterator[claims.Claim]:
     """The lesson's two times, over HTTP with stage 05's engine: predicted from the limits of the
     machine and one reading of all keys and values more, which is the gather."""
@@ -602,11 +524,7 @@ def token_lines(results: Results) -> Iterator[dict[str, str]]:
 
 
 COLUMNS: dict[str, rows.Column] = {
-    "prompt, tokens": lambda row: row["tokens"],
     "model": subject_of,
-    "MB": "bytes * 1e-6:.0f",
-    "gain": lambda row: f"{row.gain(PREFILL, RESTARTED):.1f}x",
-    "bound": restart_bound,
     "alone, tok/s": lambda row: row.of(OFFLINE).rate.show(),
     "share, %": lambda row: share(row).show(1),
     "predicted": lambda row: percents(*predicted(row)),
@@ -631,8 +549,6 @@ TABLES = rows.tables(
     lose: {LOADS} | steps | loop, us a request | client, us a request
     latency < sides: model | streams | requests | answer | engine | TTFT p50, ms | TTFT p99, ms
       | ITL p50, ms | ITL p99, ms
-    disk: model | prompt, tokens | MB | prefill, ms | prefill and write, ms | restart, ms
-      | cold restart, ms | gain | bound
     """,
     sides=lambda results: [
         group.of(side)

@@ -16,7 +16,7 @@ from stage04_continuous.request import Request
 from stage05_paged.blockmap import blockmap
 
 from .scoring import PromptRunner
-from .status import DiskCounts, DraftCounts, Status
+from .status import DraftCounts, Status
 
 
 class Paged:
@@ -24,7 +24,6 @@ class Paged:
     that of its pool of blocks."""
 
     takes_prompt_requests = True
-    disk: DiskCounts | None = None
     drafts: DraftCounts | None = None
 
     @property
@@ -42,7 +41,6 @@ class Paged:
             status = Status(scheduler.max_sequences, pool.count, pool.block_size)
         self.engine, self.status, self.requests = engine, status, engine.requests
         self.steps: deque[Any] = engine.steps
-        self.embeds = hasattr(engine.runner, "hidden")
         engine.runner = prompts = PromptRunner(engine.runner)
         engine.observers += [prompts, self]
 

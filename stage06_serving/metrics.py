@@ -28,14 +28,6 @@ LENGTHS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 7, 9, 17)  # tokens a step
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 REASONS = ("stop", "length", "abort", "error")
 # Counts that a part of the engine keeps: their names, the fields that hold them, and what they are.
-DISK = (
-    ("vllm:external_prefix_cache_queries", "queries", "Tokens looked up on the disk."),
-    ("vllm:external_prefix_cache_hits", "hits", "Tokens read from the disk."),
-    ("staircase:prefix_disk_read_bytes", "read_bytes", "Bytes read."),
-    ("staircase:prefix_disk_written_bytes", "written_bytes", "Bytes written."),
-    ("staircase:prefix_disk_rejected", "rejected", "Files with wrong content, removed."),
-    ("staircase:prefix_disk_dropped", "dropped", "Blocks that could not be written."),
-)
 DRAFTS = (
     ("vllm:spec_decode_num_drafts", "passes", "Passes of a sequence that verified drafts."),
     ("vllm:spec_decode_num_draft_tokens", "proposed", "Drafts verified."),
@@ -145,11 +137,9 @@ class Metrics(Collector):
         for code, count in self.statuses.items():
             answered.add_metric([str(code)], count)
         yield answered
-        for counts, names in ((self.engine.engine.disk, DISK), (self.engine.engine.drafts, DRAFTS)):
-            if counts is not None:
-                for name, field, about in names:
-                    yield self._counter(name, about, getattr(counts, field))
         if self.engine.engine.drafts is not None:
+            for name, field, about in DRAFTS:
+                yield self._counter(name, about, getattr(self.engine.engine.drafts, field))
             places = enumerate(list(self.engine.engine.drafts.per_position))
             yield self._counters(*PLACES, "position", places)
         yield from (tally.family(self.model) for tally in self.tallies)

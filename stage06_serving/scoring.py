@@ -1,4 +1,4 @@
-"""Log-probabilities and embeddings of prompts, from the passes that compute them: chunks in the
+"""Log-probabilities of prompts, from the passes that compute them: chunks in the
 batch, like any other request's, so no other request waits for them, and an abort ends them."""
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ class PromptRequest(Request):
         """The positions whose rows it still wants."""
         raise NotImplementedError
 
-    def take(self, logits: Tensor, hidden: Tensor | None) -> None:
-        """Take the next wanted rows: logits (R, V), and hidden states (R, C) from a runner that
-        has them."""
+    def take(self, logits: Tensor) -> None:
+        """Take the next wanted rows: logits (R, V)."""
         raise NotImplementedError
 
 
@@ -72,7 +71,7 @@ class ScoredRequest(PromptRequest):
     def wanted(self) -> range:
         return range(len(self.scores) - 1, len(self.output.prompt_ids) - 1)
 
-    def take(self, logits: Tensor, hidden: Tensor | None) -> None:
+    def take(self, logits: Tensor) -> None:
         import torch  # here: a server checks its options before this takes seconds
 
         from stage01_forward.scoring import score_rows
@@ -83,31 +82,6 @@ class ScoredRequest(PromptRequest):
         self.scores += score_rows(logits, ids, self.top)
         if not self.wanted:
             self.done(self.scores)
-
-
-@dataclass(eq=False)
-class EmbeddedRequest(PromptRequest):
-    """A request for the embedding of its prompt: the last hidden state, or the mean of all, scaled
-    to length 1."""
-
-    mean: bool = False
-
-    taken: int = field(init=False, default=0)
-    total: Tensor | float = field(init=False, default=0.0)  # (C,): the sum of the rows so far
-
-    @property
-    def wanted(self) -> range:
-        end = len(self.output.prompt_ids)
-        return range(self.taken if self.mean or self.taken else end - 1, end)
-
-    def take(self, logits: Tensor, hidden: Tensor | None) -> None:
-        assert hidden is not None  # `embed` has refused it otherwise
-        from torch.nn.functional import normalize
-
-        self.total = self.total + hidden.double().sum(0)
-        self.taken = self.wanted.start + len(hidden)
-        if not self.wanted:
-            self.done(normalize(self.total, dim=0).tolist())
 
 
 class PromptRunner:
@@ -146,6 +120,5 @@ class PromptRunner:
         order = {row: place for place, row in enumerate(computed)}
         for request, places in takers:
             chosen = [order[row] for row in places]
-            hidden = getattr(self.runner, "hidden", None)
-            request.take(logits[chosen], hidden if hidden is None else hidden[chosen])
+            request.take(logits[chosen])
         return logits[[order[row] for row in rows]]

@@ -143,14 +143,6 @@ class Settings(BaseSettings):
     enable_prefix_caching: bool = Field(
         default=True, description="reuse the blocks of common prompt prefixes"
     )
-    prefix_cache_dir: str = Field(
-        default="",
-        description="folder for blocks of prefixes, so that they survive a restart; servers "
-        "may share it; default: none",
-    )
-    prefix_cache_size: str = Field(
-        default="4GiB", description="maximum size of that folder: 10GB, 5%% of its disk"
-    )
     sanitize: bool = Field(default=False, description="check the memory after every step; slow")
 
     speculate: str = Field(
@@ -240,7 +232,7 @@ class Settings(BaseSettings):
             self.model = "stories-chat"
         return self
 
-    @field_validator("kv_memory", "swap_memory", "prefix_cache_size")
+    @field_validator("kv_memory", "swap_memory")
     @classmethod
     def _a_size(cls, text: str) -> str:
         try:

@@ -19,19 +19,6 @@ class Refused(str):
     """An output's error whose cause is the request itself, found while it ran: status 400."""
 
 
-@dataclass
-class DiskCounts:
-    """The prefix cache on disk since the start. Its threads count, and any thread may read."""
-
-    queries: int = 0  # tokens that requests missed in memory
-    hits: int = 0  # of `queries`, those read from the disk
-    read_bytes: int = 0
-    written_bytes: int = 0
-    rejected: int = 0  # files that were not perfect, and removed
-    dropped: int = 0  # blocks not written: too many, evicted first, or a disk that fails
-    total_bytes: int = 0  # in the folder, as last seen
-
-
 class DraftCounts(Protocol):
     """Drafts since the start. The engine's thread counts, and any thread may read."""
 
@@ -66,8 +53,6 @@ class AnyEngine(Protocol):
 
     steps: deque[BlocksRecord]  # one a forward pass, the newest last
     takes_prompt_requests: bool  # whether it takes a PromptRequest, and a request with a form
-    embeds: bool  # and an EmbeddedRequest
-    disk: DiskCounts | None
     drafts: DraftCounts | None
 
     @property

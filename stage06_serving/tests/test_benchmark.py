@@ -24,7 +24,6 @@ from stage06_serving.settings import parse
 TINY = replace(
     FULL, subjects=(("stories", "float32", "paged"),), max_num_seqs=4, kv_memory="3MiB",
     options=("--sanitize",), repeats=1,
-    restarts=(("stories", "float32", "paged"),), restart_prompts=2, restart_tokens=40,
     loads=((HTTP, 1, 2, 5, 12), (HTTP, 3, 5, 5, 12), (NULL, 1, 1, 5, 20), (LOSE, 3, 7, 3, 1)),
 )  # fmt: skip
 

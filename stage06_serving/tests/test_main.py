@@ -36,7 +36,6 @@ VALUES |= {"enable_prefix_caching": False, "sanitize": True, "max_queue": 0, "re
 VALUES |= {"grace": 0, "chat_template": "simple", "chat": True, "log_requests": True}
 VALUES |= {"allowed_host": "here", "api_key_file": __file__, "stream_interval": 4}
 VALUES |= {"weights": "float32", "kv_dtype": "bfloat16"}
-VALUES |= {"prefix_cache_dir": "kept", "prefix_cache_size": "1GB"}
 VALUES |= {"speculate": "ngram", "num_speculative_tokens": 6, "speculative_model": "small"}
 VALUES |= {"drawn_drafts": True}
 

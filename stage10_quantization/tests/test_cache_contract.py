@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +22,6 @@ from stage04_continuous.tests import contract, oracle
 from stage04_continuous.tests.lives import live
 from stage05_paged.tests import test_contract as paged
 from stage05_paged.tests.engines import engine_of
-from stage06_serving.disk import attach
-from stage06_serving.tests.asking import until
 from stage08_llama.model import RMSNorm
 from stage08_llama.tests.test_contract import SHAPES
 from stage09_kernels import library
@@ -115,24 +112,3 @@ def test_a_block_of_free_memory_is_poison_for_every_reader():
     memory.poison(engine.scheduler.tables[request].blocks)
     oracle.finish(engine)
     assert request.output.finish_reason == "error"
-
-
-@compiled
-@pytest.mark.parametrize("kind", ["slow", "kernels"])
-def test_prefixes_on_a_disk_come_back_with_their_scales(kind, tmp_path):
-    """Another engine finds them, and answers as the first; one with another cache finds nothing."""
-    model: Any = oracle.the_model()
-    loaded: Any = SimpleNamespace(config=model.config, dtype=model.dtype, files=(), weights="auto")
-    prompt, hits, tokens = oracle.prompt_of(40), [], []
-    for options in (INT8, INT8, {}):
-        if kind == "kernels":
-            options = KERNELS if options else kernels.KERNELS
-        engine = engine_of(**options)
-        store = attach(engine, tmp_path, "1MiB", loaded)
-        (output,) = engine.generate([prompt], oracle.greedy(8))
-        until(store._offers.empty)
-        until(lambda: len(list(tmp_path.glob("*.kv"))) >= 10)
-        hits.append(store.counts.hits)
-        tokens.append(output.token_ids)
-    assert hits == [0, 36, 0]  # all full blocks of 4 before the last token
-    assert tokens[0] == tokens[1] == oracle.answer(40, 8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -32,8 +31,7 @@ from stage06_serving.inside import Inside
 from stage06_serving.protocol import CompletionBody
 from stage06_serving.service import Answer, Choice, Service
 from stage06_serving.settings import parse
-from stage06_serving.tests.conftest import House, house
-from stage06_serving.tests.test_page import FEW_BLOCKS, Page, browser, recite
+from stage06_serving.tests.conftest import FEW_BLOCKS, house
 from stage06_serving.tests.tools import started
 from stage11_speculative.lengths import Fixed
 from stage11_speculative.make import with_drafts
@@ -42,7 +40,7 @@ from stage11_speculative.rejection import Rejection
 
 from .test_rejection import chi_square
 
-__all__ = ["browser", "house"]
+__all__ = ["house"]
 
 STORY = "Once upon a time there was a small fox called Pim. Once upon a time there was"
 FIELDS: dict[str, Any] = {"model": "stories", "prompt": STORY, "max_tokens": 60}
@@ -90,79 +88,6 @@ def counts(url: str) -> dict[str, float]:
         name + "".join(re.findall(r'(?:position|le)="(.*?)"', labels)): float(value)
         for name, labels, value in found
     }
-
-
-def accepted(url: str) -> float:
-    return counts(url)["spec_decode_num_accepted_tokens_total"]
-
-
-def drafting(house: House, *options: str) -> tuple[Any, float]:
-    """A server that drafts by n-grams, and how many drafts it has accepted so far. It measures its
-    passes when it starts: beside another program, drafts may seem not to pay, and it has none."""
-    for _ in range(5):
-        served = house("--speculate", "ngram", *options, *FEW_BLOCKS)
-        body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True}
-        assert httpx.post(f"{served.url}/v1/completions", json=body).status_code == 200
-        if (count := accepted(served.url)) > 20:
-            break
-    return served, count
-
-
-def test_the_page_shades_accepted_drafts(house, browser, tmp_path):
-    """A token is a letter of the text that the model repeats, and an n-gram drafts it from the
-    second time on."""
-    model = recite("abcdefghijklmnopqrst", tmp_path / "reciter")
-    served, before = drafting(house, "--model", str(model))
-    page = Page(browser, served.url)
-    page.ask(max_tokens="60")
-    (text,) = page.texts()
-    drafts = page.run("return [...document.querySelectorAll('.draft')].map(e => e.textContent)")
-    plain = page.run(
-        "return [...document.querySelector('.answer').childNodes]"
-        ".filter(n => !n.className).map(n => n.textContent)"
-    )
-    assert len(text) == 60 and text in 4 * "abcdefghijklmnopqrst"
-    assert sum(map(len, drafts)) == accepted(served.url) - before > 20
-    assert sum(map(len, drafts + plain)) == 60 and len(plain[0]) > 20
-    assert "shaded: accepted drafts" in page["answers"].text
-    assert page.run("return getComputedStyle(document.querySelector('.draft')).backgroundColor")
-    assert page.errors() == []
-
-
-TEE = """const ask = window.fetch;
-window.fetch = async (url, ...more) => {
-  const answer = await ask(url, ...more);
-  if (!url.endsWith("/chat/completions")) return answer;
-  const [ours, theirs] = answer.body.tee();
-  window.received = new Response(ours).text();
-  return new Response(theirs, answer);
-};"""
-SEEN = """const walker = document.createTreeWalker(document.querySelector('.answer'), 4), seen = [];
-while (walker.nextNode()) for (const letter of walker.currentNode.data)
-  seen.push([letter, walker.currentNode.parentNode.className === "draft"]);
-return seen;"""
-
-
-def test_a_chat_shades_accepted_drafts_within_markdown(house, browser, tmp_path):
-    """Every letter has the shade that its own chunk asked for."""
-    asked, words = "User: x\nAssistant:", 4 * "**Bold** and `plain` *words*. "
-    model = recite("\n" * (len(asked) - 1) + words, tmp_path / "reciter")
-    served, before = drafting(house, "--model", str(model), "--chat")
-    page = Page(browser, served.url)
-    page.until(page["new-chat"].is_displayed)
-    page.run(TEE)
-    page.ask(max_tokens=str(len(words)))
-    page.until(lambda: "shaded: accepted drafts" in page["answers"].text)
-    lines = page.run("return window.received").splitlines()
-    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    parts = [part for chunk in chunks for part in chunk["choices"]]
-    letters = [[x, "draft" in part] for part in parts for x in part["delta"].get("content", "")]
-    assert "".join(letter for letter, _ in letters) == words
-    drafts = [draft for _, draft in letters]
-    assert accepted(served.url) - before == sum(drafts) > 20
-    page.until(lambda: page.run(SEEN) == [pair for pair in letters if pair[0] not in "*`"])
-    assert page.run("return document.querySelectorAll('.answer strong, .answer code').length") == 8
-    assert page.errors() == []
 
 
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("ngram", "draft")]
