@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -31,14 +29,10 @@ from stage02_kv_cache.engine import Engine
 from stage04_continuous.cache import SlotCache
 from stage04_continuous.runner import Runner
 
-from .config import LlamaConfig
-from .family import PRESETS
-from .folder import write
-from .model import Llama, RMSNorm
-from .repeated import RepeatedHeads
+from .config import PRESETS, LlamaConfig
+from .model import Llama, RepeatedHeads, RMSNorm
 from .rope import frequencies, rotate, rotation
 
-ENGINE = "stage02_kv_cache"
 STARTED = 600 * 5e-6  # seconds that the small operators of a pass take to start, as predicted
 SMOL = "HuggingFaceTB/SmolLM2-135M"
 REPEATED, GROUPED = "repeated", "grouped"
@@ -49,7 +43,6 @@ FULL = kit.plan(
     rows=(1, 8, 32), contexts=(64, 1024), repeats=7,
     tokens=(1, 32, 512), piece_repeats=50,  # in a pass, where the new pieces are timed
     lengths=((512, 1), (64, 32)), story=(16, 256), whole_repeats=3,
-    real=("Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"),
 )  # fmt: skip
 
 
@@ -107,24 +100,6 @@ def whole(subject: Subject, plan: Any) -> Iterator[Group]:
         yield kit.compare(subject, engine, [lengths], plan.whole_repeats)[0]
 
 
-def real(subject: Subject, plan: Any) -> Iterator[Group]:
-    """Models of today's sizes, loaded from a folder with random bfloat16 weights: peak memory of
-    the process that answers, and the speed of one request."""
-    options = ["--dtype", "bfloat16", "--linear", "plain", "--max-tokens", "8"]
-    options += ["--prompt-ids", "1,2,3", "--model"]
-    empty = 0
-    for name in plan.real:
-        empty = empty or measure.peak_memory(ENGINE, [*options, "tiny", "--random-weights"])
-        with TemporaryDirectory(prefix="staircase-") as folder:
-            write(Path(folder), PRESETS[name])
-            peak = measure.peak_memory(ENGINE, [*options, folder])
-            ours = Subject(families.load(folder), torch.bfloat16)
-            engine = {"ours": Engine(ours.model)}
-            group = kit.compare(ours, engine, [plan.lengths[-1]], plan.whole_repeats)[0]
-            del ours, engine  # they hold the file, which Windows would not delete
-        yield group | {"model": name, "dtype": "bfloat16", "bytes": peak - empty}
-
-
 def twin(subject: Subject, plan: Any) -> Iterator[Group]:
     """The embedded GPT-2 and Llama, of the same size and trained on the same grammar. Their scores
     are kept beside their speed."""
@@ -158,12 +133,6 @@ def far(row: Row) -> str:
 
 def least(row: Row) -> float:
     return row.least(static_costs(row.config, row.kind, row.lengths))
-
-
-def sizes(row: Row) -> tuple[float, float]:
-    """Gigabytes in bfloat16: the weights, and a whole context's keys and values."""
-    cache = row.config.n_positions * row.config.kv_bytes_per_token(torch.bfloat16)
-    return 2 * row.config.parameter_count / 1e9, cache / 1e9
 
 
 def claims(results: Results) -> Iterator[Claim]:
@@ -206,20 +175,14 @@ COLUMNS = rows.limits_of(least) | {
     "repeated words right": "copied_right:.1%",
     "straight stories": lambda row: "{} of {}".format(*row["straight"]),
     "nats a token": far,
-    "float32, GB": lambda row: f"{2 * sizes(row)[0]:.1f}",
-    "bfloat16, GB": lambda row: f"{sizes(row)[0]:.1f}",
+    "float32, GB": lambda row: f"{4e-9 * row.config.parameter_count:.1f}",
+    "bfloat16, GB": lambda row: f"{2e-9 * row.config.parameter_count:.1f}",
     "keys and values a token, KiB": lambda row: (
         f"{row.config.kv_bytes_per_token(row.kind) / 1024:,.1f}"
     ),
     "bfloat16, at most tok/s here": lambda row: (
         f"{row.bandwidth / forward_cost(row.config, row.kind, 1).bytes:,.0f}"
     ),
-    "weights, GB": lambda row: f"{sizes(row)[0]:.2f}",
-    "cache of a whole context, GB": lambda row: f"{sizes(row)[1]:.2f}",
-    "predicted, GB": lambda row: f"{sum(sizes(row)):.2f}",
-    "peak over a tiny model's, GB": "bytes * 1e-9:.2f",
-    "off by": lambda row: f"{abs(row['bytes'] / 1e9 / sum(sizes(row)) - 1):.1%}",
-    "of the limit": lambda row: f"{least(row) / row.of('ours').median:.0%}",
 }
 TABLES = rows.tables(
     COLUMNS,
@@ -231,14 +194,10 @@ TABLES = rows.tables(
     whole: model | dtype | prompt | answer | tok/s | limit, tok/s | same tokens
     published: model | parameters | float32, GB | bfloat16, GB | keys and values a token, KiB
       | bfloat16, at most tok/s here
-    memory < real: model | weights, GB | cache of a whole context, GB | predicted, GB
-      | peak over a tiny model's, GB | off by
     twin: model | numbers | keys and values a token, bytes | ours, tok/s | above the floor
       | repeated words right | straight stories
     far < twin: model | nats a token
-    speed: model | prompt | answer | tok/s | limit, tok/s | of the limit | same tokens
     """,
-    speed=lambda results: results.rows("real"),
     whole=lambda results: results.rows("whole"),
     claims=closing(claims),
     published=lambda results: [Row(results, {"model": m, "dtype": "bfloat16"}) for m in PRESETS],
@@ -265,10 +224,8 @@ def headline(results: Results) -> str:
 
 
 CHARTS = {"heads": heads_chart}
-WORK = kit.cases(
-    Case(heads), Case(pieces), Case(whole, models=None), Case(real, dtypes=1), Case(twin, dtypes=1)
-)
-FEW = {"rows": (1, 8), "real": ()}
+WORK = kit.cases(Case(heads), Case(pieces), Case(whole, models=None), Case(twin, dtypes=1))
+FEW = {"rows": (1, 8)}
 BENCHMARK = kit.Benchmark("stage08_llama", __doc__, FULL, WORK, TABLES, CHARTS, headline, FEW)
 main = BENCHMARK.main
 

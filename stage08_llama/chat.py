@@ -6,7 +6,6 @@ A conversation that no longer fits into the context loses its oldest turns, each
 from __future__ import annotations
 
 import contextlib
-import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,28 +13,11 @@ from typing import Any
 from shared.chat_template import FolderTemplate
 from shared.cli import Loaded, Streaming, with_text
 from shared.errors import UserError
-from shared.json_tokenizer import JsonTokenizer
 
 ROOM = 0.25  # share of the context that is kept free for an answer
 HELP = (
     "/reset forgets the conversation, /regenerate answers again, Ctrl-C stops an answer, /quit ends"
 )
-
-
-def edit() -> None:
-    """On a terminal, let the user edit what is typed, and take pasted lines as one question."""
-    if sys.stdin and sys.stdin.isatty() and sys.stdout.isatty():
-        with contextlib.suppress(ImportError):  # Windows has its own
-            import readline
-
-            readline.parse_and_bind("set enable-bracketed-paste on")
-
-
-def typed() -> str:
-    """A line of standard input. Raises EOFError at its end, and if it is closed."""
-    if sys.stdin is None:
-        raise EOFError
-    return input("> ")
 
 
 class Chat:
@@ -56,9 +38,9 @@ class Chat:
         system: str = "",
         about: Sequence[str] = (),
     ) -> None:
-        assert isinstance(loaded.tokenizer, JsonTokenizer)  # others have no control tokens
-        self.engine, self.loaded, self.tokenizer = engine, loaded, loaded.tokenizer
-        self.template, self.sampling, self.about = template, sampling, about
+        self.engine, self.loaded, self.template = engine, loaded, template
+        self.tokenizer: Any = loaded.tokenizer  # with control tokens, as every chat's
+        self.sampling, self.about = sampling, about
         self.system = [{"role": "system", "content": system}] if system else []
         self.messages: list[dict[str, str]] = []
 
@@ -105,28 +87,24 @@ class Chat:
             raise UserError("There is no question to answer again: ask one first.")
         return self.ask(self.messages.pop()["content"])
 
-    def reset(self) -> None:
-        self.messages.clear()
-
-    def run(self, read: Callable[[], str] = typed) -> int:
+    def run(self, read: Callable[[str], str] | None = None) -> int:
         """Read questions until the end of the input, /quit, or Ctrl-C at the prompt."""
         lines = [f"[{line}]" for line in (*self.about, HELP)]
         if self.loaded.config.name == "stories-chat":
             lines.append("[this small model knows only its own stories: ask it for one]")
         print("\n".join(lines), file=sys.stderr, flush=True)
-        edit()
-        if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")  # a letter that was cut does not end the chat
+        with contextlib.suppress(ImportError):  # Windows has its own
+            import readline  # noqa: F401  lets the user edit what is typed
         while True:
             try:
-                line = read().strip()
+                line = (read or input)("> ").strip()
             except (EOFError, KeyboardInterrupt):
                 print()
                 return 0
             if line == "/quit":
                 return 0
             if line == "/reset":
-                self.reset()
+                self.messages.clear()
             elif line.startswith("/") and line != "/regenerate":
                 print(f"[{HELP}]", file=sys.stderr, flush=True)
             elif line:
@@ -134,8 +112,7 @@ class Chat:
 
     def _show(self, line: str) -> None:
         try:
-            pieces = self.regenerate() if line == "/regenerate" else self.ask(line)
-            for piece in pieces:
+            for piece in self.regenerate() if line == "/regenerate" else self.ask(line):
                 print(piece, end="", flush=True)
             print()
         except KeyboardInterrupt:

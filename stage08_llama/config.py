@@ -6,10 +6,11 @@ does not implement, is refused by name: a silent default would give a model that
 
 from __future__ import annotations
 
+import logging
 import math
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from shared.config import Config, Reader, check_size, end_ids
@@ -17,34 +18,15 @@ from shared.errors import UserError
 
 from .rope import KINDS, Rope, yarn_scale
 
+log = logging.getLogger(__name__)
+
 # Options of transformers that do not change the arithmetic of inference.
-HARMLESS = {
-    "_attn_implementation",
-    "_name_or_path",
-    "architectures",
-    "attention_dropout",
-    "auto_map",
-    "bos_token_id",
-    "chunk_size_feed_forward",
-    "dtype",
-    "id2label",
-    "initializer_range",
-    "is_encoder_decoder",
-    "is_llama_config",
-    "label2id",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "pretraining_tp",  # how its training split the products
-    "problem_type",
-    "return_dict",
-    "rope_interleaved",
-    "torch_dtype",
-    "transformers.js_config",
-    "transformers_version",
-    "unk_token_id",
-    "use_cache",
-}
+NAMES = """_attn_implementation _name_or_path architectures attention_dropout auto_map bos_token_id
+    chunk_size_feed_forward dtype id2label initializer_range is_encoder_decoder is_llama_config
+    label2id output_attentions output_hidden_states pad_token_id pretraining_tp problem_type
+    return_dict rope_interleaved torch_dtype transformers.js_config transformers_version
+    unk_token_id use_cache"""
+HARMLESS = frozenset(NAMES.split())
 SIZES = {
     "vocab_size": "vocab_size",
     "max_position_embeddings": "n_positions",
@@ -53,23 +35,10 @@ SIZES = {
     "num_attention_heads": "n_head",
     "intermediate_size": "n_inner",
 }
-COMMON = {
-    *SIZES,
-    "eos_token_id",
-    "head_dim",
-    "hidden_act",
-    "model_type",
-    "num_key_value_heads",
-    "rms_norm_eps",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "tie_word_embeddings",
-}
-BIASES = {"attention_bias", "mlp_bias"}
-LAYERS = ("full_attention", "sliding_attention")
-ALL = sys.maxsize  # a sliding window that hides nothing
-WINDOWS = {"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"}
+COMMON = {*SIZES, "rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings"}
+COMMON |= {"eos_token_id", "head_dim", "hidden_act", "model_type", "num_key_value_heads"}
+COMMON |= {"rms_norm_eps"}
+QWEN_WINDOW = {"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +52,6 @@ class LlamaConfig(Config):
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    windows: tuple[int, ...] = ()  # tokens that a query of each layer sees; empty: all before it
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of each tensor, in the model's order, without the prefix "model."."""
@@ -125,26 +93,27 @@ class LlamaConfig(Config):
 # ---- reading ------------------------------------------------------------------------------------
 
 
-class Fields:
-    """The options of one config.json, read once each, with errors that name the option."""
+class Options:
+    """The options of one config.json, with errors that name the option. An option that is null
+    counts as absent."""
 
     def __init__(self, values: Mapping[str, Any], source: str, known: set[str]) -> None:
         self.values, self.source = values, source
         for name, value in values.items():
             if name not in known | HARMLESS and value is not None:
                 raise UserError(
-                    f"{source} has the option {name}, set to {_short(value)}, which this model "
-                    "does not implement: choose another model."
+                    f"{source} has the option {name}, set to {value!r:.60}, which this model does "
+                    "not implement: choose another model."
                 )
 
     def get(self, name: str, default: Any = None) -> Any:
         value = self.values.get(name)
         return default if value is None else value
 
-    def refuse(self, name: str, value: object, wanted: str) -> UserError:
+    def refuse(self, name: str, wanted: str) -> UserError:
         return UserError(
-            f"{self.source} sets {name} to {_short(value)}; only {wanted} works: choose another "
-            "model."
+            f"{self.source} sets {name} to {self.get(name)!r:.60}; only {wanted} works: choose "
+            "another model."
         )
 
     def size(self, name: str, default: Any = None) -> int:
@@ -152,54 +121,40 @@ class Fields:
 
     def number(self, name: str, default: Any = None, least: float = 0.0) -> float:
         value = self.get(name, default)
-        if type(value) not in (int, float) or not least < value < math.inf:
-            raise UserError(
-                f"{name} in {self.source} must be a number above {least:g}, not {value!r}."
-            )
-        return float(value)
+        if type(value) in (int, float) and least < value < math.inf:
+            return float(value)
+        raise UserError(f"{name} in {self.source} must be a number above {least:g}, not {value!r}.")
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.get(name, default)
-        if type(value) is not bool:
-            raise UserError(f"{name} in {self.source} must be true or false, not {value!r}.")
-        return value
-
-    @property
-    def window(self) -> int | None:
-        """sliding_window as transformers reads it: 4,096 if the file does not name it, and no
-        window if it is null."""
-        null = self.values.get("sliding_window", "absent") is None
-        return None if null else self.size("sliding_window", 4096)
+        if type(value) is bool:
+            return value
+        raise UserError(f"{name} in {self.source} must be true or false, not {value!r}.")
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _read(
-    values: Mapping[str, Any], name: str, source: str, known: set[str], kv_heads: int | None
-) -> tuple[Fields, LlamaConfig]:
-    """What all readers share. kv_heads: heads of keys and values if the file does not name
-    their number. If it is null, or this is None, there are as many as heads of queries."""
-    fields = Fields(values, source, COMMON | known)
-    if fields.get("hidden_act", "silu") != "silu":
-        raise fields.refuse("hidden_act", fields.get("hidden_act"), "'silu'")
-    sizes: dict[str, Any] = {ours: fields.size(theirs) for theirs, ours in SIZES.items()}
+def read(
+    values: Mapping[str, Any], name: str, source: str, known: set[str], kv_heads: int = 0
+) -> tuple[Options, LlamaConfig]:
+    """What all readers share. kv_heads: heads of keys and values if the file does not name their
+    number; 0, or a number that is null, means as many as heads of queries."""
+    options = Options(values, source, COMMON | known)
+    if options.get("hidden_act", "silu") != "silu":
+        raise options.refuse("hidden_act", "'silu'")
+    sizes: dict[str, Any] = {ours: options.size(theirs) for theirs, ours in SIZES.items()}
     heads, width = sizes["n_head"], sizes["n_embd"]
-    absent = "num_key_value_heads" not in values
-    kv = fields.size("num_key_value_heads", kv_heads if absent and kv_heads else heads)
+    default = heads if "num_key_value_heads" in values else kv_heads or heads
+    kv = options.size("num_key_value_heads", default)
     if heads % kv:
         raise UserError(
             f"num_attention_heads in {source} must be a multiple of num_key_value_heads, which is "
             f"{kv}, not {heads}."
         )
-    if fields.get("head_dim") is None and width % heads:
+    if options.get("head_dim") is None and width % heads:
         raise UserError(
             f"hidden_size in {source} must be a multiple of num_attention_heads, which is {heads}, "
             f"not {width}, or head_dim must be given."
         )
-    head_dim = fields.size("head_dim", width // heads)
+    head_dim = options.size("head_dim", width // heads)
     if head_dim % 2:
         raise UserError(
             f"head_dim in {source} is {head_dim}, but rotary positions turn pairs of channels: it "
@@ -209,83 +164,80 @@ def _read(
         **sizes,
         n_kv_head=kv,
         head_dim=head_dim,
-        layer_norm_epsilon=fields.number("rms_norm_eps", 1e-6),
+        layer_norm_epsilon=options.number("rms_norm_eps", 1e-6),
         eos_ids=end_ids(values, sizes["vocab_size"], source),
         name=name,
-        rope=_rope(fields, sizes["n_positions"]),
-        tied=fields.flag("tie_word_embeddings"),
+        rope=read_rope(options, sizes["n_positions"]),
+        tied=options.flag("tie_word_embeddings"),
     )
-    return fields, config
+    return options, config
 
 
-ROPE_OPTIONS = {
-    "default": set(),
-    "linear": {"factor"},
-    "dynamic": {"factor", "original_max_position_embeddings"},
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-    "yarn": {
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "factor",
-        "mscale",
-        "mscale_all_dim",
-        "original_max_position_embeddings",
-        "truncate",
-    },
-}
-
-
-def _rope(fields: Fields, context: int) -> Rope:
+def read_rope(options: Options, context: int) -> Rope:
     """Rotary positions, from rope_parameters (transformers 5) or rope_theta and rope_scaling (4).
     A theta in the dictionary wins."""
-    source = fields.source
-    spec = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    spec = options.get("rope_parameters") or options.get("rope_scaling") or {}
     if not isinstance(spec, dict) or any(isinstance(value, dict) for value in spec.values()):
-        raise fields.refuse("rope_parameters", spec, "one set of rotary positions for all layers")
+        raise options.refuse("rope_parameters", "one set of rotary positions for all layers")
     spec = {key: value for key, value in spec.items() if value is not None}
-    kind = spec.pop("rope_type", None) or spec.pop("type", "default")
+    kind = spec.pop("rope_type", None) or spec.get("type", "default")
     spec.pop("type", None)
-    if kind not in KINDS:
-        raise fields.refuse("rope_type", kind, ", ".join(KINDS))
+    if str(kind) not in KINDS:
+        raise UserError(
+            f"{options.source} sets rope_type to {kind!r:.60}; only {', '.join(KINDS)} work: "
+            "choose another model."
+        )
     if spec.get("partial_rotary_factor") == 1:
         del spec["partial_rotary_factor"]
-    inner = Fields(spec, f"{source}, rotary positions,", ROPE_OPTIONS[kind] | {"rope_theta"})
-    theta = inner.number("rope_theta", fields.get("rope_theta", 10_000.0), least=1.0)
-    rope = Rope(theta, kind)
+    spec = Options(spec, f"{options.source}, rotary positions,", {"rope_theta", *KINDS[kind]})
+    rope = Rope(spec.number("rope_theta", options.get("rope_theta", 10_000.0), least=1.0), kind)
     if kind == "default":
         return rope
-    factor = inner.number("factor")
-    trained = inner.size("original_max_position_embeddings", context)
+    factor = spec.number("factor")
+    trained = spec.size("original_max_position_embeddings", context)
     rope = replace(rope, factor=factor, trained=trained)
     if kind == "llama3":
-        low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
+        low, high = spec.number("low_freq_factor"), spec.number("high_freq_factor")
         if low >= high:
-            raise inner.refuse(
-                "low_freq_factor", low, f"a number below high_freq_factor, {high:g},"
-            )
+            raise spec.refuse("low_freq_factor", f"a number below high_freq_factor, {high:g},")
         return replace(rope, low_factor=low, high_factor=high)
     if kind != "yarn":
         return rope
     scale = yarn_scale(factor)
-    if inner.get("mscale") and inner.get("mscale_all_dim"):
-        scale = yarn_scale(factor, inner.number("mscale"))
-        scale /= yarn_scale(factor, inner.number("mscale_all_dim"))
+    if spec.get("mscale") and spec.get("mscale_all_dim"):
+        scale = yarn_scale(factor, spec.number("mscale"))
+        scale /= yarn_scale(factor, spec.number("mscale_all_dim"))
     return replace(
         rope,
-        slow=inner.number("beta_slow", 1.0),
-        fast=inner.number("beta_fast", 32.0),
-        truncate=inner.flag("truncate", True),
-        scale=inner.number("attention_factor", scale),
+        slow=spec.number("beta_slow", 1.0),
+        fast=spec.number("beta_fast", 32.0),
+        truncate=spec.flag("truncate", True),
+        scale=spec.number("attention_factor", scale),
     )
 
 
-def _windowed(config: LlamaConfig, fields: Fields, layers: Sequence[bool]) -> LlamaConfig:
-    """The config with sliding_window in `layers`, unless the window hides nothing there."""
-    window = fields.window
-    if window is None or not any(layers) or window >= config.n_positions:
+def within_window(config: LlamaConfig, options: Options) -> LlamaConfig:
+    """The config with the context of its sliding window, within which nothing is hidden: no engine
+    here implements more. As in transformers, an absent window is 4,096 tokens, and null is none."""
+    if options.values.get("sliding_window", "absent") is None:
         return config
-    return replace(config, windows=tuple(window if here else ALL for here in layers))
+    window = options.size("sliding_window", 4096)
+    if window >= config.n_positions:
+        return config
+    warn_of_window(config.name, window, config.n_positions)
+    return replace(config, n_positions=window)
+
+
+@cache  # once for a model
+def warn_of_window(name: str, window: int, context: int) -> None:
+    log.warning(
+        "%s has a sliding window of %d tokens, which the engines do not implement: its context is "
+        "%d tokens here, not %d.",
+        name,
+        window,
+        window,
+        context,
+    )
 
 
 # ---- one reader a model_type --------------------------------------------------------------------
@@ -293,44 +245,85 @@ def _windowed(config: LlamaConfig, fields: Fields, layers: Sequence[bool]) -> Ll
 
 def llama(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
     """Llama 2 and 3, TinyLlama, SmolLM2."""
-    fields, config = _read(values, name, source, BIASES, None)
-    bias = fields.flag("attention_bias")
-    return replace(config, qkv_bias=bias, o_bias=bias, mlp_bias=fields.flag("mlp_bias"))
+    options, config = read(values, name, source, {"attention_bias", "mlp_bias"})
+    bias = options.flag("attention_bias")
+    return replace(config, qkv_bias=bias, o_bias=bias, mlp_bias=options.flag("mlp_bias"))
 
 
 def mistral(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
     """Mistral: a window, if any, is in every layer."""
-    fields, config = _read(values, name, source, {"sliding_window"}, 8)
-    return _windowed(config, fields, [True] * config.n_layer)
+    options, config = read(values, name, source, {"sliding_window"}, 8)
+    return within_window(config, options)
 
 
 def qwen2(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
     """Qwen2 and 2.5: biases of queries, keys and values, which no option names."""
-    fields, config = _read(values, name, source, WINDOWS, 32)
-    return replace(_qwen_window(fields, config), qkv_bias=True)
+    options, config = read(values, name, source, QWEN_WINDOW, 32)
+    return replace(qwen_window(config, options), qkv_bias=True)
 
 
 def qwen3(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
     """Qwen3: queries and keys are normed, head by head."""
-    fields, config = _read(values, name, source, WINDOWS | {"attention_bias"}, 32)
-    bias = fields.flag("attention_bias")
-    config = replace(_qwen_window(fields, config), qkv_bias=bias, o_bias=bias, qk_norm=True)
-    return config if fields.get("head_dim") else replace(config, head_dim=128)
+    options, config = read(values, name, source, QWEN_WINDOW | {"attention_bias"}, 32)
+    bias = options.flag("attention_bias")
+    config = replace(qwen_window(config, options), qkv_bias=bias, o_bias=bias, qk_norm=True)
+    return config if options.get("head_dim") else replace(config, head_dim=128)
 
 
-def _qwen_window(fields: Fields, config: LlamaConfig) -> LlamaConfig:
-    """Qwen's window, which counts only if it is switched on, and only in some layers."""
-    if not fields.flag("use_sliding_window") or fields.window is None:
-        return config
-    kinds = fields.get("layer_types")
-    if kinds is None:
-        first = fields.number("max_window_layers", 28, least=-1)
-        return _windowed(config, fields, [layer >= first for layer in range(config.n_layer)])
-    wrong = not isinstance(kinds, list) or any(kind not in LAYERS for kind in kinds)
-    if wrong or len(kinds) != config.n_layer:
-        wanted = f"a list of {config.n_layer}, each {' or '.join(LAYERS)},"
-        raise fields.refuse("layer_types", kinds, wanted)
-    return _windowed(config, fields, [kind == "sliding_attention" for kind in kinds])
+def qwen_window(config: LlamaConfig, options: Options) -> LlamaConfig:
+    """Qwen's window counts only if it is switched on, and only if some layer has it."""
+    full = ["full_attention"] * config.n_layer
+    first = options.number("max_window_layers", 28, least=-1)  # layer with a window
+    layers = options.get("layer_types", full if first >= config.n_layer else [])
+    switched_on = options.flag("use_sliding_window") and layers != full
+    return within_window(config, options) if switched_on else config
 
 
 READERS: dict[str, Reader] = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
+
+
+def to_fields(config: LlamaConfig) -> dict[str, Any]:
+    """The config.json from which a reader makes `config`: of Llama 3's rotary positions, or
+    unstretched ones."""
+    kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias > config.o_bias else "llama"
+    rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
+    if config.rope.kind == "llama3":
+        rope |= {
+            "factor": config.rope.factor,
+            "low_freq_factor": config.rope.low_factor,
+            "high_freq_factor": config.rope.high_factor,
+            "original_max_position_embeddings": config.rope.trained,
+        }
+    return {theirs: getattr(config, ours) for theirs, ours in SIZES.items()} | {
+        "model_type": kind,
+        "num_key_value_heads": config.n_kv_head,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.layer_norm_epsilon,
+        "tie_word_embeddings": config.tied,
+        "eos_token_id": list(config.eos_ids),
+        "rope_parameters": rope,
+    }
+
+
+# ---- published shapes, for --random-weights -----------------------------------------------------
+
+LLAMA3, QWEN = Rope(500_000.0, "llama3", 32.0, 8192), Rope(1e6)
+SHAPES = {  # by their config.json, and litgpt's config.py
+    "HuggingFaceTB/SmolLM2-135M": LlamaConfig(
+        49152, 8192, 576, 30, 9, 3, n_inner=1536, rope=Rope(1e5), eos_ids=(0,)
+    ),
+    "Qwen/Qwen2.5-0.5B": LlamaConfig(
+        151936, 32768, 896, 24, 14, 2, 64, 1e-6, (151643,), n_inner=4864, rope=QWEN, qkv_bias=True
+    ),
+    "Qwen/Qwen3-0.6B": LlamaConfig(
+        151936, 40960, 1024, 28, 16, 8, 128, 1e-6, (151645, 151643), n_inner=3072, rope=QWEN,
+        qk_norm=True,
+    ),
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": LlamaConfig(
+        32000, 2048, 2048, 22, 32, 4, 64, 1e-5, (2,), False, n_inner=5632
+    ),
+    "meta-llama/Llama-3.2-1B": LlamaConfig(
+        128256, 131072, 2048, 16, 32, 8, 64, 1e-5, (128001,), n_inner=8192, rope=LLAMA3
+    ),
+}  # fmt: skip
+PRESETS = {name: replace(config, name=name) for name, config in SHAPES.items()}

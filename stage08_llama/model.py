@@ -14,6 +14,8 @@ Square Layer Normalization" (2019); Shazeer, "GLU Variants Improve Transformer" 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -129,6 +131,28 @@ class Llama(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.norm.weight.dtype
+
+
+class RepeatedHeads:
+    """`model` with the keys and values of each head copied for all queries that share it, before
+    attention: what grouped attention replaces. It is right on every engine, because caches see a
+    model with as many heads of keys as of queries, and so it serves as an oracle; but its cache is
+    H / K times as large, and takes H / K times as long to read."""
+
+    def __init__(self, model: Llama) -> None:
+        self.model, self.logits = model, model.logits
+        self.device, self.dtype = model.device, model.dtype
+        self.config = replace(model.config, n_kv_head=model.config.n_head)
+
+    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states (..., C), as `Llama` gives them."""
+        group = self.config.n_head // self.model.config.n_kv_head
+
+        def repeat(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k, v = (x.repeat_interleave(group, -2) for x in (k, v))  # (..., K, D) -> (..., H, D)
+            return attend(layer, q, k, v)
+
+        return self.model(ids, positions, repeat)
 
 
 def load_model(

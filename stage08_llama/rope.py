@@ -19,7 +19,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+LENGTH = "original_max_position_embeddings"
+KINDS = {  # rope_type, and the options of each
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", LENGTH),
+    "llama3": ("factor", LENGTH, "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", LENGTH, "attention_factor", "beta_fast", "beta_slow", "mscale")
+    + ("mscale_all_dim", "truncate"),
+}
 
 
 @dataclass(frozen=True)

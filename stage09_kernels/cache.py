@@ -20,7 +20,6 @@ from shared.paths import ROOT
 from stage05_paged.blocks import Move
 from stage05_paged.cache import Share, check_places
 from stage05_paged.planes import Planes
-from stage08_llama.config import ALL
 
 from . import library
 from .backend import NoKernels
@@ -66,7 +65,6 @@ class KernelCache:
         check(config, real or dtype, device)
         self.blocks, self.block_size, self.dtype = blocks, block_size, dtype
         self.level, self.source = level, source or FAST
-        self.windows: tuple[int, ...] = getattr(config, "windows", ())  # only Llamas have any
         self.heads, self.width = config.n_kv_head, config.head_dim
         keys = (self.width + self.width % 2) * padded(block_size)
         numbers = keys + block_size * padded(self.width) + self.scales * padded(block_size)
@@ -87,7 +85,6 @@ class KernelCache:
     def attention(self, layer: int) -> Attention:
         """The fields of `Attention` that depend on `layer` and the cache."""
         kv = self.kv[layer]  # (blocks, H, numbers)
-        window = self.windows[layer] if self.windows else ALL
         return Attention(
             cache=kv.data_ptr(),
             block_stride=kv.stride(0),
@@ -95,7 +92,6 @@ class KernelCache:
             group=self.group,
             head_dim=self.width,
             block=self.block_size,
-            window=window if window < ALL else 0,
             scale=self.width**-0.5,
         )
 

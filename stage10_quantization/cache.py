@@ -22,8 +22,6 @@ from stage03_batching.attention import masked_attention
 from stage05_paged.blocks import Move
 from stage05_paged.cache import Share, check_places
 from stage05_paged.planes import Allocate, Device, Planes, zeros
-from stage08_llama.config import ALL
-from stage08_llama.windows import window_mask
 from stage09_kernels.cache import KernelCache
 
 FOLDER = ROOT / "stage10_quantization"  # students' copies of this file have no C files beside them
@@ -82,7 +80,6 @@ class Int8Cache:
         allocate: Allocate = zeros,
     ) -> None:
         self.blocks, self.block_size, self.dtype = blocks, block_size, dtype
-        self.windows: Sequence[int] = getattr(config, "windows", ()) or [ALL] * config.n_layer
 
         def planes(count: int, allocate: Allocate, device: Device) -> list[Tensor]:
             shape = (count, config.n_layer, 2, config.n_kv_head, block_size)
@@ -125,8 +122,8 @@ class Int8Attention:
         real = torch.promote_types(q.dtype, torch.float32)
         codes, scales = quantize(torch.stack((k, v), 1).to(real))  # (N, 2, H, D), (N, 2, H)
         code_plane, scale_plane = (plane[:, layer] for plane in self.cache.memory.planes)
-        size, window = self.cache.block_size, self.cache.windows[layer]
-        output, row = torch.empty_like(q, memory_format=torch.contiguous_format), 0
+        size, row = self.cache.block_size, 0
+        output = torch.empty_like(q, memory_format=torch.contiguous_format)
         for table, start, count in self.shares:
             rows, end = slice(row, row + count), start + count
             row += count
@@ -134,15 +131,11 @@ class Int8Attention:
             blocks = torch.tensor(table, device=q.device)
             places = blocks[positions // size], slice(None), slice(None), positions % size
             code_plane[places], scale_plane[places] = codes[rows], scales[rows]
-            # What is behind the window may be a neighbour's by now, and hold a NaN.
-            first = max(0, start - window + 1) // size
-            held = blocks[first : -(-end // size)]
+            held = blocks[: -(-end // size)]
             whole = code_plane[held].to(real) * scale_plane[held].to(real)[..., None]
             # (W, 2, H, size, D) -> two of (H, W * size, D), up to the newest token
-            seen = end - first * size
-            keys, values = whole.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seen]
-            columns = torch.arange(first * size, end, device=q.device)
-            mask = window_mask(columns, positions[:, None], window)  # (T, S)
+            keys, values = whole.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :end]
+            mask = torch.arange(end, device=q.device) <= positions[:, None]  # (T, S)
             queries = q[rows].to(real).transpose(0, 1)[None]  # (1, heads, T, D)
             mixed = masked_attention(queries, keys[None], values[None], mask[None, None])
             output[rows] = mixed[0].transpose(0, 1).to(q.dtype)

@@ -160,8 +160,7 @@ def write(options: argparse.Namespace, loaded: cli.Loaded, tensors: Tensors) -> 
 
 def fields_of(config: Config, folder: Path | None) -> dict[str, Any]:
     """The fields of config.json: those in the `folder` that the model comes from, or new ones."""
-    from stage08_llama.config import LlamaConfig
-    from stage08_llama.folder import to_fields
+    from stage08_llama.config import LlamaConfig, to_fields
 
     if folder and (folder / CONFIG).exists():
         return {key: x for key, x in read_json(folder / CONFIG).items() if key != OPTION}

@@ -68,9 +68,8 @@ def online(q, keys, values, slots, inside, seen, best, total, mixed, scale, D: t
 def decode(
     q, keys, values, tables, items, out, states,
     q_stride, head_stride, table_stride, scale,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr, PIECE: tl.constexpr,
-    WHOLE: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    W: tl.constexpr, TILE: tl.constexpr, PIECE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One program: PIECE keys of one item and one KV head, for the GROUP queries that share it.
 
@@ -82,9 +81,7 @@ def decode(
     item, head, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, token = tl.load(items + 4 * item), tl.load(items + 4 * item + 1)
     length = tl.load(items + 4 * item + 2) + tl.load(items + 4 * item + 3)  # of the keys
-    start = tl.maximum(length - WINDOW, 0) if WINDOW else 0
-    first = tl.maximum(piece * PIECE, start // TILE * TILE)
-    last = tl.minimum((piece + 1) * PIECE, length)
+    first, last = piece * PIECE, tl.minimum((piece + 1) * PIECE, length)
     if first >= last and not WHOLE:
         return
     lanes, channels = tl.arange(0, ROWS), tl.arange(0, W)
@@ -99,7 +96,7 @@ def decode(
     mixed = tl.zeros((ROWS, W), tl.float32)
     for begin in range(first, last, TILE):
         positions = begin + tl.arange(0, TILE)  # (TILE,)
-        inside = (positions >= start) & (positions < last)
+        inside = positions < last
         slots = slots_of(table, positions, inside, BLOCK)
         best, total, mixed = online(
             query, keys + base, values + base, slots, inside, inside[None, :], best, total, mixed,
@@ -119,8 +116,7 @@ def decode(
 
 @triton.jit
 def merge(
-    parts, states, items, out,
-    D: tl.constexpr, WINDOW: tl.constexpr, W: tl.constexpr, PIECE: tl.constexpr,
+    parts, states, items, out, D: tl.constexpr, W: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """One program: one item and query head. Adds up its pieces, always in the order of positions.
 
@@ -129,12 +125,11 @@ def merge(
     item, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(items + 4 * item + 1)
     length = tl.load(items + 4 * item + 2) + tl.load(items + 4 * item + 3)
-    start = tl.maximum(length - WINDOW, 0) if WINDOW else 0
     channels = tl.arange(0, W)
     best = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     mixed = tl.zeros((W,), tl.float32)
-    for piece in range(start // PIECE, tl.cdiv(length, PIECE)):
+    for piece in range(tl.cdiv(length, PIECE)):
         line = (piece * tl.num_programs(0) + item).to(tl.int64) * tl.num_programs(1) + head
         its_best, its_total = tl.load(states + 2 * line), tl.load(states + 2 * line + 1)
         its_mixed = tl.load(parts + line * D + channels, mask=channels < D, other=0.0)  # (W,)
@@ -151,8 +146,8 @@ def merge(
 def prefill(
     q, keys, values, tables, items, out,
     q_stride, head_stride, table_stride, scale,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    W: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program: up to ROWS // GROUP tokens of one sequence, and one KV head.
 
@@ -171,16 +166,13 @@ def prefill(
     table = tables + row.to(tl.int64) * table_stride
     base = head.to(tl.int64) * head_stride
     query_positions = start + tl.minimum(tokens, count - 1)  # (ROWS,): positions of the queries
-    oldest = tl.maximum(start - WINDOW + 1, 0) if WINDOW else 0  # that the first of them sees
     best = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, W), tl.float32)
-    for begin in range(oldest // TILE * TILE, start + count, TILE):
+    for begin in range(0, start + count, TILE):
         positions = begin + tl.arange(0, TILE)  # (TILE,)
-        inside = (positions >= oldest) & (positions < start + count)
+        inside = positions < start + count
         seen = inside[None, :] & (positions[None, :] <= query_positions[:, None])  # (ROWS, TILE)
-        if WINDOW:
-            seen = seen & (positions[None, :] > query_positions[:, None] - WINDOW)
         slots = slots_of(table, positions, inside, BLOCK)
         best, total, mixed = online(
             query, keys + base, values + base, slots, inside, seen, best, total, mixed, scale, D

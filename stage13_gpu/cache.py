@@ -21,7 +21,6 @@ from shared.errors import UserError
 from stage05_paged.blocks import Move
 from stage05_paged.cache import PagedCache, Share, check_places
 from stage05_paged.memory import block_bytes, size
-from stage08_llama.config import ALL
 from stage09_kernels.backend import NoKernels
 from stage09_kernels.cache import Tables, cut, rows_of
 
@@ -110,7 +109,6 @@ class GpuCache:
         self.kv, self.memory, self.bytes = paged.kv, paged.memory, paged.bytes
         self.blocks, self.block_size, self.dtype = blocks, block_size, dtype
         self.device = self.kv.device
-        self.windows: tuple[int, ...] = getattr(config, "windows", ())  # only Llamas have any
         self.group, self.width = config.n_head // config.n_kv_head, config.head_dim
         self.heads = config.n_kv_head
         self.tables = Tables(blocks)
@@ -255,13 +253,10 @@ class GpuAttention:
         cache, shape = self.cache, self.shape
         keys, values = cache.kv[layer]
         tables, singles, tiles = (self.input[name] for name in ("tables", "singles", "tiles"))
-        window = cache.windows[layer] if cache.windows else ALL
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         strides = q.stride(0), keys.stride(0), tables.stride(0)
         scale = cache.width**-0.5 * math.log2(math.e)
-        layout: dict[str, int] = {
-            "D": cache.width, "WINDOW": window if window < ALL else 0, "W": power(cache.width),
-        }  # fmt: skip
+        layout = {"D": cache.width, "W": power(cache.width)}
         both = layout | {"GROUP": cache.group, "BLOCK": cache.block_size}
         whole, line = shape.pieces == 1, power(cache.width) * q.itemsize  # bytes of a key
         # Long keys get smaller tiles and more threads, or their registers spill (registers.py).

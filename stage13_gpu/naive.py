@@ -74,48 +74,36 @@ def tiles(
     block: int,
     first: int,
     last: int,
-    window: int,
 ) -> State:
-    """The state of queries q (M, D) at `query_at` (M,), each of which sees the `window`
-    positions up to its own, after the keys at positions from `first` to `last`."""
+    """The state of queries q (M, D) at the positions `query_at` (M,), each of which sees those up
+    to its own, after the keys at positions from `first` to `last`."""
     state = State.of(q)
     for begin in range(first // TILE * TILE, last, TILE):
         positions = torch.arange(max(begin, first), min(begin + TILE, last))  # only what is stored
         slots = slots_of(table, positions, block)
-        seen = (positions <= query_at[:, None]) & (positions > query_at[:, None] - window)
+        seen = positions <= query_at[:, None]  # (M, T)
         state = online(q, keys[slots], values[slots], seen, state)
     return state
 
 
 def decode(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Sequence[int],
-    block: int,
-    length: int,
-    window: int = 2**30,
+    q: Tensor, keys: Tensor, values: Tensor, table: Sequence[int], block: int, length: int
 ) -> Tensor:
     """Attention (M, D) of the new token of a sequence, for the M queries that share a KV head, to
-    its last `window` of `length` keys: one program for each PIECE of them, and a merge."""
-    start = max(0, length - window)
+    its `length` keys: one program for each PIECE of them, and a merge."""
     query_at = torch.full((len(q),), length - 1)
-    pieces = range(start // PIECE, -(-length // PIECE))
-    bounds = [(max(start, p * PIECE), min(length, p * PIECE + PIECE)) for p in pieces]
-    return merge([tiles(q, query_at, keys, values, table, block, *ends, window) for ends in bounds])
+    return merge(
+        [
+            tiles(q, query_at, keys, values, table, block, first, min(length, first + PIECE))
+            for first in range(0, length, PIECE)
+        ]
+    )
 
 
 def prefill(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Sequence[int],
-    block: int,
-    start: int,
-    window: int = 2**30,
+    q: Tensor, keys: Tensor, values: Tensor, table: Sequence[int], block: int, start: int
 ) -> Tensor:
     """Attention (T, D) of T new tokens of a sequence, from position `start` on, with one query
     each: what one program does with its tile of queries."""
     query_at = start + torch.arange(len(q))
-    first, last = max(0, start - window + 1), start + len(q)
-    return merge([tiles(q, query_at, keys, values, table, block, first, last, window)])
+    return merge([tiles(q, query_at, keys, values, table, block, 0, start + len(q))])

@@ -12,8 +12,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from shared.checkpoint import Checkpoint
-from stage08_llama.config import LlamaConfig
-from stage08_llama.folder import to_fields
+from stage08_llama.config import LlamaConfig, to_fields
 
 POSITIONS = 2048  # of a Llama's context: an engine may reserve memory for all of them
 SIZES = ("n_positions", "n_embd", "n_layer", "n_head", "layer_norm_epsilon")

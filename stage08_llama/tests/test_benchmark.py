@@ -10,22 +10,19 @@ from shared.bench.rows import Results
 from shared.bench.tests.tools import check_drawn, lines, measured
 from stage08_llama import benchmark
 from stage08_llama.benchmark import BENCHMARK, FULL, SMOL
-from stage08_llama.family import PRESETS
+from stage08_llama.config import PRESETS
 
 TINY = replace(
     FULL, models=(SMOL,), dtypes=("float32",), rows=(1, 2), contexts=(4, 1024), repeats=1,
     tokens=(1, 2), piece_repeats=1, lengths=((4, 1), (4, 3)), whole_repeats=1, story=(4, 8),
-    real=(),
 )  # fmt: skip
 
 
 def test_everything_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real shapes are left out: each is a process with gigabytes."""
     small = replace(PRESETS[SMOL], vocab_size=64, n_layer=1, n_embd=18, head_dim=2, n_inner=8)
     monkeypatch.setitem(PRESETS, SMOL, small)
     content = measured(BENCHMARK, TINY)
-    tables = {name: of for name, of in BENCHMARK.draw.items() if name not in ("memory", "speed")}
-    assert check_drawn(replace(BENCHMARK, draw=tables), content) == {
+    assert check_drawn(BENCHMARK, content) == {
         "limits": 1, "heads": 4, "pieces": 2, "whole": 2, "twin": 2, "far": 2,
         "published": 5, "claims": 3,
     }  # fmt: skip

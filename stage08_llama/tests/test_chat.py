@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
-import io
 import itertools
 import json
-import os
-import random
 import shutil
-import subprocess
-import sys
 from unittest.mock import Mock
 
 import pytest
 
-from shared import chat_template, cli, template_process
+from shared import cli
 from shared.chat_template import load as load_template
 from shared.errors import UserError
 from shared.tests.test_chat_template import CHATML
@@ -27,7 +21,6 @@ from stage05_paged.make import make
 from stage06_serving.__main__ import main as serve
 from stage08_llama.__main__ import main
 from stage08_llama.chat import Chat
-from stage08_llama.chatml import render
 from stage08_llama.tests.folders import save
 
 END = "<|im_end|>"
@@ -136,38 +129,6 @@ def test_a_chat_begins_with_what_runs(folder, capsys, monkeypatch):
     assert third.startswith("[faster: --engine auto ")
 
 
-@pytest.mark.parametrize("data", [None, b"hello\n", b"half a l\xc3\n"], ids=str)
-def test_a_chat_reads_any_standard_input(chat, capsys, monkeypatch, data):
-    """Closed, at its end, or with a letter that was cut."""
-    pipe = io.TextIOWrapper(io.BufferedReader(io.BytesIO(data or b"")), encoding="utf-8")
-    monkeypatch.setattr(sys, "stdin", pipe if data else None)
-    assert chat.run() == 0
-    assert "error" not in capsys.readouterr().err
-
-
-TYPED = "from stage08_llama import chat; chat.edit(); print(ascii(chat.typed()), flush=True)"
-
-
-def test_pasted_lines_are_one_question():
-    """Each was a question of its own, and the last one waited for Enter."""
-    readline, pty = pytest.importorskip("readline"), pytest.importorskip("pty")
-    if "libedit" in readline.__doc__ or readline._READLINE_RUNTIME_VERSION < 0x801:
-        pytest.skip("this readline knows no pasted text")
-    screen, terminal = pty.openpty()
-    with subprocess.Popen([sys.executable, "-c", TYPED], stdin=terminal, stdout=terminal) as typing:
-        shown = b""
-        while b"> " not in shown:
-            shown += os.read(screen, 4096)
-        os.write(screen, b"\x1b[200~one\ntwo\x1b[201~\x1b[D, \r")
-        assert typing.wait(60) == 0
-    os.close(terminal)
-    with contextlib.suppress(OSError):  # how Linux says that no more comes
-        while more := os.read(screen, 4096):
-            shown += more
-    os.close(screen)
-    assert shown.splitlines()[-1] == rb"'one\ntw, o'"
-
-
 def test_the_command_line(folder, capsys):
     texts = []
     for engine in ("auto", "paged"):
@@ -183,33 +144,6 @@ def test_the_command_line(folder, capsys):
         main(["hello", "--system", "be brief"])
     with pytest.raises(UserError, match="has no chat template"):
         main(["--chat", "--model", "stories"])
-
-
-class InProcess:
-    """Renders without a process of its own, because grading lets no test start one."""
-
-    def __init__(self, source, today):
-        self.template = template_process.compiled(source, today)
-
-    def render(self, fields):
-        return template_process.rendered(self.template, fields, 10_000)["text"]
-
-
-def test_chatml_by_hand_is_the_template(folder, loaded, monkeypatch):
-    """On random conversations, in whose texts and roles control tokens are text."""
-    monkeypatch.setattr(chat_template, "Renderer", InProcess)
-    control, rng = [*loaded.tokenizer.control, END[:-1]], random.Random(0)  # one begins another
-    template, words = load_template(folder, control), [*"ab \n", *control, "<|im_", "im_end|>"]
-    assert template is not None
-    for _ in range(300):
-        messages = [
-            {key: "".join(rng.choices(words, k=rng.randint(0, 9))) for key in ("role", "content")}
-            for _ in range(rng.randint(1, 3))
-        ]
-        start = rng.random() < 0.5
-        kinds = itertools.groupby(template.render(messages, start), key=lambda piece: piece[1])
-        want = [("".join(text for text, _ in group), kind) for kind, group in kinds]
-        assert render(messages, control, start) == want
 
 
 def test_the_server_does_not_start_with_an_invalid_template(folder, tmp_path):

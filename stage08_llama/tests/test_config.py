@@ -12,15 +12,12 @@ import torch
 
 from shared.errors import UserError
 from stage01_forward import families
-from stage08_llama.config import ALL, READERS, LlamaConfig
-from stage08_llama.family import PRESETS
-from stage08_llama.folder import to_fields
+from stage08_llama.config import PRESETS, READERS, LlamaConfig, to_fields
 from stage08_llama.rope import Rope, frequencies, rotate, rotation
 from stage08_llama.tests.folders import LLAMA3, SIZES, rope, save
 
 BASE = SIZES | {"model_type": "llama"}
 WINDOW = {"use_sliding_window": True, "sliding_window": 9}
-KINDS = ["full_attention", "sliding_attention"]
 SCALED = rope("llama3", **LLAMA3)["rope_parameters"]
 REFUSED = [
     ({"quantization_config": {"bits": 4}}, "the option quantization_config"),
@@ -40,8 +37,6 @@ REFUSED = [
     ({"rope_theta": -1}, "rope_theta in"),
     ({"max_window_layers": 2}, "the option max_window_layers"),
     ({"model_type": "qwen2", **WINDOW, "max_window_layers": "2"}, "max_window_layers in config"),
-    ({"model_type": "qwen2", **WINDOW, "layer_types": KINDS}, "a list of 3, each full_attention"),
-    ({"model_type": "qwen2", **WINDOW, "layer_types": ["x"] * 3}, "layer_types to ['x', 'x', 'x']"),
     ({"num_key_value_heads": 4}, "multiple of num_key_value_heads, which is 4, not 6"),
     ({"hidden_size": 50}, "hidden_size in config.json must be a multiple"),
     ({"head_dim": 7}, "head_dim in config.json is 7"),
@@ -62,24 +57,22 @@ def test_what_is_not_implemented_is_refused_by_name(fields, words):
 
 
 MANY = {"num_key_value_heads": ..., "num_attention_heads": 64, "head_dim": 2}  # ...: not there
+FULL = ["full_attention"] * 3
 QWEN = [  # fields of config.json, and what the reader makes of them
-    ({}, {"qkv_bias": True, "o_bias": False, "qk_norm": False, "head_dim": 8, "windows": ()}),
+    ({}, {"qkv_bias": True, "o_bias": False, "qk_norm": False, "head_dim": 8, "n_positions": 96}),
     (MANY, {"n_kv_head": 32}),
-    (WINDOW | {"use_sliding_window": False, "max_window_layers": 0}, {"windows": ()}),
-    (WINDOW | {"max_window_layers": 1}, {"windows": (ALL, 9, 9), "n_positions": 96}),
-    (WINDOW | {"max_window_layers": 3}, {"windows": ()}),  # and 28, where it is not given
-    (WINDOW, {"windows": ()}),
-    (WINDOW | {"max_window_layers": 0, "sliding_window": 96}, {"windows": ()}),  # hides nothing
-    (
-        WINDOW | {"max_window_layers": 0, "layer_types": ["full_attention", *KINDS[1:] * 2]},
-        {"windows": (ALL, 9, 9)},
-    ),
+    (WINDOW | {"use_sliding_window": False, "max_window_layers": 0}, {"n_positions": 96}),
+    (WINDOW | {"max_window_layers": 1}, {"n_positions": 9}),
+    (WINDOW | {"max_window_layers": 3}, {"n_positions": 96}),  # and 28, where it is not given
+    (WINDOW, {"n_positions": 96}),
+    (WINDOW | {"max_window_layers": 0, "sliding_window": 100}, {"n_positions": 96}),
+    (WINDOW | {"max_window_layers": 0, "layer_types": FULL}, {"n_positions": 96}),
+    (WINDOW | {"layer_types": [*FULL[1:], "sliding_attention"]}, {"n_positions": 9}),
     ({"model_type": "qwen3"}, {"qkv_bias": False, "o_bias": False, "qk_norm": True}),
     ({"model_type": "qwen3", **MANY}, {"n_kv_head": 32}),
     ({"model_type": "qwen3"}, {"head_dim": 128, "n_embd": 48, "n_head": 6}),
     ({"model_type": "qwen3", "head_dim": 20, "attention_bias": True}, {"head_dim": 20}),
     ({"model_type": "qwen3", "attention_bias": True}, {"qkv_bias": True, "o_bias": True}),
-    ({"model_type": "qwen3", **WINDOW, "max_window_layers": 2}, {"windows": (ALL, ALL, 9)}),
 ]
 
 
@@ -88,8 +81,17 @@ def test_a_qwen_is_read_from_its_options(fields, wanted):
     fields = SIZES | {"model_type": "qwen2"} | fields
     fields = {name: value for name, value in fields.items() if value is not ...}
     config = READERS[fields["model_type"]](fields, "m", "config.json")
-    got = {name: getattr(config, name) for name in wanted}
-    assert got == wanted, f"{fields['model_type']}: {wanted} was expected, not {got}"
+    assert {name: getattr(config, name) for name in wanted} == wanted
+
+
+def test_a_window_is_the_context_and_is_announced_once(caplog):
+    fields = BASE | {"model_type": "mistral", "sliding_window": 31}
+    for _ in range(2):
+        assert READERS["mistral"](fields, "windy", "config.json").n_positions == 31
+    assert [record.getMessage() for record in caplog.records] == [
+        "windy has a sliding window of 31 tokens, which the engines do not implement: its context "
+        "is 31 tokens here, not 96."
+    ]
 
 
 LONG = SIZES | {"max_position_embeddings": 8192, "hidden_size": 64, "num_attention_heads": 64}
@@ -115,10 +117,10 @@ def test_what_is_absent_or_null_is_what_transformers_makes_of_it(kind, heads, wi
         filled = {"num_key_value_heads": 64}
     theirs: Any = transformers.AutoConfig.for_model(model_type, **fields | filled)
     config: Any = READERS[model_type](fields | {"model_type": model_type}, "m", "config.json")
-    window = getattr(theirs, "sliding_window", None)
-    sliding = [kind != "full_attention" for kind in getattr(theirs, "layer_types", ["sliding"] * 3)]
-    windows = tuple(window if layer else ALL for layer in sliding) if window else ()
-    assert (config.n_kv_head, config.windows) == (theirs.num_key_value_heads, windows)
+    window = getattr(theirs, "sliding_window", None) or 8192
+    sliding = [kind != "full_attention" for kind in getattr(theirs, "layer_types", ["sliding"])]
+    context = window if any(sliding) else 8192
+    assert (config.n_kv_head, config.n_positions) == (theirs.num_key_value_heads, context)
 
 
 def test_folders_that_are_refused(tmp_path):

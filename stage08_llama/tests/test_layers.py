@@ -9,8 +9,7 @@ from shared.checkpoint import without_weights
 from shared.course import stages
 from stage01_forward import families
 from stage08_llama.config import LlamaConfig
-from stage08_llama.model import Attention, RMSNorm
-from stage08_llama.repeated import RepeatedHeads
+from stage08_llama.model import Attention, RepeatedHeads, RMSNorm
 from stage08_llama.rope import KINDS, Rope, frequencies, rotate, rotation
 from stage08_llama.tests.folders import save
 

@@ -1,4 +1,4 @@
-"""The contract of engines with the kernels: GPT-2, and Llamas without and with a sliding window."""
+"""The contract of engines with the kernels: GPT-2, and a Llama with grouped heads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stage05_paged.engine import cache_type
 from stage05_paged.tests import test_contract as paged
 from stage05_paged.tests.engines import engine_of
 from stage08_llama.model import RMSNorm
-from stage08_llama.tests.test_contract import SHAPES
+from stage08_llama.tests.test_contract import GROUPED
 from stage09_kernels.cache import KernelCache
 from stage09_kernels.runner import KernelRunner
 from stage09_kernels.sample import sample_tokens
@@ -31,17 +31,14 @@ KERNELS: dict[str, Any] = {
 }
 
 
-grouped = pytest.param("grouped", marks=pytest.mark.slow)  # "window" has grouped heads too
-
-
-@pytest.fixture(scope="module", autouse=True, params=["gpt2", "window", grouped])
+@pytest.fixture(scope="module", autouse=True, params=["gpt2", "grouped"])
 def shape(request):
-    """Llamas have another epsilon here, so that no other test gets answers of `wide_norm`."""
+    """The Llama has another epsilon here, so that no other test gets answers of `wide_norm`."""
     config = oracle.CONFIG
     with pytest.MonkeyPatch.context() as patch:
-        if request.param in SHAPES:
+        if request.param == "grouped":
             patch.setattr(RMSNorm, "forward", wide_norm)
-            config = replace(SHAPES[request.param], layer_norm_epsilon=2e-5)
+            config = replace(GROUPED, layer_norm_epsilon=2e-5)
         with oracle.shape(config):
             yield config
 

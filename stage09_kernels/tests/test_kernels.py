@@ -23,10 +23,9 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}
 BLOCKS = 220
 
 
-def caches(heads, kv_heads, width, block, dtype, window=0, blocks=BLOCKS, kind=KernelCache):
+def caches(heads, kv_heads, width, block, dtype, blocks=BLOCKS, kind=KernelCache):
     """Stage 05's cache in float64, and another, in which slots without a token are NaN."""
-    windows = (window, window) if window else ()
-    config = LlamaConfig(11, 4096, heads * width, 2, heads, kv_heads, width, windows=windows)
+    config = LlamaConfig(11, 4096, heads * width, 2, heads, kv_heads, width)
     kernel = kind(config, blocks, block, dtype=dtype)
     kernel.kv.fill_(torch.nan)
     return cache_type(config)(config, blocks, block, dtype=torch.float64), kernel
@@ -89,11 +88,6 @@ def test_sequences_of_several_tiles_of_keys(dtype):
     agree(6, 2, 64, 16, dtype, [1, 255, 515, 1024])
 
 
-@pytest.mark.parametrize("window", [1, 5, 16, 250, 300])
-def test_a_window_hides_what_is_behind_it(window):
-    agree(4, 2, 32, 16, torch.float64, [1, 20, 256, 700], window=window)
-
-
 def whole(q, k, v):
     """Attention (T, H, D) of all tokens or of the last one, in float64."""
     causal = len(q) > 1
@@ -131,17 +125,17 @@ def in_all_ways(make_cache, kv_heads, dtype=torch.float32):
         yield torch.cat(parts), kernel
 
 
-@pytest.mark.parametrize(("kv_heads", "window"), [(6, 0), (2, 0), (2, 37)])
+@pytest.mark.parametrize("kv_heads", [6, 2])
 @pytest.mark.parametrize(
     ("dtype", "cached"),
     [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float32, torch.bfloat16)],
 )
-def test_bits_depend_on_neither_neighbours_nor_chunks_nor_threads(dtype, cached, kv_heads, window):
+def test_bits_depend_on_neither_neighbours_nor_chunks_nor_threads(dtype, cached, kv_heads):
     """Outputs in float32 show every bit of what a bfloat16 cache gives."""
     outputs = [
         output
         for output, _ in in_all_ways(
-            lambda: caches(6, kv_heads, 64, 16, cached, window)[1], kv_heads, dtype
+            lambda: caches(6, kv_heads, 64, 16, cached)[1], kv_heads, dtype
         )
     ]
     assert all(torch.equal(output, outputs[0]) for output in outputs)
@@ -155,23 +149,23 @@ def test_two_python_threads_at_once():
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_slots_that_no_token_has_written_change_no_bit(dtype):
     """Whatever is in them and in the blocks of others. Two sequences share the blocks of their
-    prefix; a window has given its first block back. Nothing is aligned to more than a number."""
+    prefix. Nothing is aligned to more than a number."""
     torch.manual_seed(3)
     inputs = torch.randn(31, 8 * 24 + 1).to(dtype)[:, 1:].unflatten(1, (8, 24))
     q, k, v = inputs[:, :4], inputs[:, 4:6], inputs[:, 6:]
     prefix, tables = [9, 4], ([9, 4, 7], [9, 4, 2, 11])
-    steps = [[(prefix, 0, 10)], [(tables[0], 10, 5), (tables[1], 10, 16)], [([0, 0, 3], 20, 1)]]
+    steps = [[(prefix, 0, 10)], [(tables[0], 10, 5), (tables[1], 10, 16)], [([8, 5, 3], 20, 1)]]
     outputs = []
     for other in (0.0, torch.nan, torch.inf, -torch.inf):
-        oracle, kernel = caches(4, 2, 24, 7, dtype, window=6)
+        oracle, kernel = caches(4, 2, 24, 7, dtype)
         room = torch.full((kernel.kv.numel() + 98,), 7.0, dtype=dtype)  # with guards around it
         kernel.kv = room[49:-49].view(kernel.kv.shape).fill_(other)
         several = []
         for shares, rows in zip(steps, (slice(10), slice(10, 31), slice(15, 16)), strict=True):
-            if shares == steps[2]:  # six tokens first, which the last one sees
-                seen = [x[:6] for x in (q, k, v)]
-                kernel.extend([([8, 5, 3], 14, 6)]).attend(1, *seen)
-                oracle.extend([([8, 5, 3], 14, 6)]).attend(1, *(x.double() for x in seen))
+            if shares == steps[2]:  # first those that the last one sees
+                seen = [x[:20] for x in (q, k, v)]
+                kernel.extend([([8, 5, 3], 0, 20)]).attend(1, *seen)
+                oracle.extend([([8, 5, 3], 0, 20)]).attend(1, *(x.double() for x in seen))
             several.append(kernel.extend(shares).attend(1, q[rows], k[rows], v[rows]))
             compare(several[-1], oracle.extend(shares), 1, q[rows], k[rows], v[rows])
         assert (room[:49] == 7).all() and (room[-49:] == 7).all()

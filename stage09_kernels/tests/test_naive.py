@@ -100,30 +100,25 @@ def near(naive, fast, real, bound, rare=0.0, loose=0.0):
 
 
 def cases():
-    """Heads of every width from 1 to 130, groups of 1 to 12, blocks of 1 to 33, windows, lengths
-    below and above a tile of 256 keys."""
+    """Heads of every width from 1 to 130, groups of 1 to 12, blocks of 1 to 33, lengths below
+    and above a tile of 256 keys."""
     for number in range(130):
         width, group, block = number + 1, number % 12 + 1, number % 33 + 1
-        window = (0, 0, 0, 1 + number % 40)[number % 4]
         lengths = [1 + number % 9, 30 - number % 7]
         if number % 43 == 0:
             group, lengths = 1 + group % 4, [255 + number // 43, 270 + number % 5]
-            window = {43: 10, 129: 200}.get(number, 0)  # 10: the first tile is behind some queries
-        yield width, group, block, window, lengths, number % 4 + 1
+        yield width, group, block, lengths, number % 4 + 1
 
 
-def three_passes(cache, tables, case):
-    """The shares of three passes over the sequences of `case`, and the rows of their tokens. Before
-    each, blocks that a window has left are poisoned: they are a neighbour's by now."""
-    _, _, block, window, lengths, _ = case
+def three_passes(tables, case):
+    """The shares of three passes over the sequences of `case`, and the rows of their tokens."""
+    lengths = case[3]
     cuts = [(0, length * 2 // 3, length - 1, length) for length in lengths]
     for cut in range(3):
         shares, first = [], 0
         rows: list[int] = []
         for table, length, ends in zip(tables, lengths, cuts, strict=True):
             start, end = ends[cut], ends[cut + 1]
-            behind = max(0, start - window + 1) // block if window else 0
-            cache.memory.poison(table[:behind].tolist())
             if end > start:
                 shares.append((table.tolist(), start, end - start))
                 rows += range(first + start, first + end)
@@ -135,13 +130,12 @@ def three_passes(cache, tables, case):
 def attentions(case, make_cache, weights, real):
     """The outputs of three passes over `case`, and the cache: by the naive kernels, then by the
     fast ones. make_cache: takes a config, blocks, their size, and `source`."""
-    width, group, block, window, lengths, count = case
+    width, group, block, lengths, count = case
     torch.set_num_threads(count)
     torch.manual_seed(width)
-    windows = (window,) if window else ()
     heads = 1 if max(lengths) > 200 else 1 + width % 2
     every = heads * group
-    config = LlamaConfig(11, 4096, width * every, 1, every, heads, width, windows=windows)
+    config = LlamaConfig(11, 4096, width * every, 1, every, heads, width)
     needed = [-(-length // block) for length in lengths]
     blocks = sum(needed) + 3
     tables = torch.randperm(blocks)[: sum(needed)].split(needed)
@@ -150,7 +144,7 @@ def attentions(case, make_cache, weights, real):
         cache = make_cache(config, blocks, block, source=source)
         cache.memory.poison(range(blocks))  # NaN
         parts = []
-        for shares, rows in three_passes(cache, tables, case):
+        for shares, rows in three_passes(tables, case):
             several = (x[rows].to(weights).to(real) for x in inputs)
             q, k, v = (x.to(BF16) if weights == BF16 else x for x in several)
             parts.append(cache.extend(shares).attend(0, q, k, v))
@@ -163,11 +157,11 @@ def test_attention_of_every_shape(level, weights, cached):
     for case in cases():
         (naive, one), (fast, other) = attentions(case, make_cache, weights, real_of(cached))
         assert torch.equal(bits(one.kv), bits(other.kv)), case
-        bound = 4.5 * (8 + max(case[4]) ** 0.5)  # 4.5: a large value
+        bound = 4.5 * (8 + max(case[3]) ** 0.5)  # 4.5: a large value
         if BF16 not in (weights, cached):
             near(naive, fast, F64 if cached == F64 else F32, bound)
         else:  # after one tile, weights are rounded relative to another maximum
-            long = max(case[4]) > 256
+            long = max(case[3]) > 256
             near(naive, fast, F32, bound, 1.0 if long else RARE, 4.5 / (64 if long else 128))
 
 
@@ -339,7 +333,7 @@ def test_norms_and_rotations_of_every_width(level, weights, cached):
 ODD = (
     Config(211, 64, 35, 2, 5),
     LlamaConfig(211, 64, 42, 3, 7, 1, n_inner=45),
-    LlamaConfig(211, 64, 40, 2, 10, 2, n_inner=33, qk_norm=True, windows=(20, 20)),
+    LlamaConfig(211, 64, 40, 2, 10, 2, n_inner=33, qk_norm=True),
 )
 STEPS = (  # two prompts; a chunk of one that wants no logits; decode steps, in another order
     (list(range(3, 45)), [([4, 1, 5], 0, 37), ([2], 0, 5)], [36, 41]),

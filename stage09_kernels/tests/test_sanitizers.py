@@ -47,7 +47,7 @@ def environment(tmp_path_factory):
 @pytest.mark.parametrize(
     ("file", "chosen"),
     [
-        ("test_kernels.py", "in_place and (17 or 40) or window or no_token"),
+        ("test_kernels.py", "in_place and (17 or 40) or no_token"),
         ("test_naive.py", "linear or row_of_a_product"),
         ("test_contract.py", "all_scenarios"),
     ],

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from shared.config import Config
 from shared.errors import UserError
-from stage08_llama.config import LlamaConfig
-from stage08_llama.folder import to_fields
+from stage08_llama.config import LlamaConfig, to_fields
 from stage08_llama.rope import Rope, frequencies
 
 from ..layers import QuantizedMatrix
@@ -84,9 +83,9 @@ def describe(config: Config) -> tuple[str, dict[str, Any]]:
         fields["n_inner"] = 4 * config.n_embd
         architecture, sizes = "gpt2", names.GPT2_SIZES
     else:
-        if config.windows or config.mlp_bias or config.rope.kind not in ("default", "llama3"):
+        if config.mlp_bias or config.rope.kind not in ("default", "llama3"):
             raise UserError(
-                f"The model {config.name} has sliding windows, biases in its MLP or stretched "
+                f"The model {config.name} has biases in its MLP or stretched "
                 "positions, which are not written as GGUF: choose another model, or a folder."
             )
         fields, sizes = to_fields(config), names.SIZES

@@ -1,6 +1,5 @@
 """The contract of engines with keys and values in int8: preemption, swaps, forks, aborts, prefix
-hits and chunked prefill, in the readable cache and in that of the kernels. GPT-2, and a Llama with
-a sliding window and one without.
+hits and chunked prefill, in the readable cache and in that of the kernels. GPT-2, and a Llama.
 
 They are compared with the naive engine, which keeps nothing: its attention rounds the keys and
 values of the whole sequence in each pass.
@@ -23,7 +22,7 @@ from stage04_continuous.tests.lives import live
 from stage05_paged.tests import test_contract as paged
 from stage05_paged.tests.engines import engine_of
 from stage08_llama.model import RMSNorm
-from stage08_llama.tests.test_contract import SHAPES
+from stage08_llama.tests.test_contract import GROUPED
 from stage09_kernels import library
 from stage09_kernels.make import make
 from stage09_kernels.tests import test_contract as kernels
@@ -34,18 +33,18 @@ KERNELS = kernels.KERNELS | INT8 | {"make_cache": partial(Int8KernelCache, real=
 compiled = pytest.mark.skipif(not library.compilers(), reason="no C compiler (cc, gcc, clang)")
 
 
-# "window" has grouped heads too, and the caches' own tests have every shape.
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "grouped")]
+# The caches' own tests have every shape.
+OTHERS = [pytest.param("gpt2", marks=pytest.mark.slow)]
 
 
-@pytest.fixture(scope="module", autouse=True, params=["window", *OTHERS])
+@pytest.fixture(scope="module", autouse=True, params=["grouped", *OTHERS])
 def shape(request):
     """Its answers are those of an oracle that no other test asks."""
     config = oracle.CONFIG
     with pytest.MonkeyPatch.context() as patch:
-        if request.param in SHAPES:
+        if request.param == "grouped":
             patch.setattr(RMSNorm, "forward", wide_norm)
-            config = replace(SHAPES[request.param], layer_norm_epsilon=4e-5)
+            config = replace(GROUPED, layer_norm_epsilon=4e-5)
         rounding = cache(oracle.Oracle)
         patch.setattr(naive, "attention_of", lambda config: Rounded(attention_of(config)))
         patch.setattr(oracle, "oracle_of", rounding)

@@ -17,7 +17,7 @@ from shared.testing import random_checkpoint
 from shared.tokenizer import load_tokenizer
 from stage01_forward.families import attention_of, load, load_model
 from stage04_continuous.tests.oracle import CONFIG
-from stage08_llama.tests.test_contract import SHAPES
+from stage08_llama.tests.test_contract import GROUPED
 from stage10_quantization import smoothquant
 from stage10_quantization.convert import INT4, INT8, Format, Quantize
 from stage10_quantization.gptq import calibrate, gptq, windows_of
@@ -171,7 +171,7 @@ def trained(name: str) -> Any:
     """A model with biases and gains as after training."""
     if name == "stories":
         return load_model(load("stories"))
-    shape = replace(SHAPES["grouped"], qkv_bias=True, mlp_bias=True, o_bias=True)
+    shape = replace(GROUPED, qkv_bias=True, mlp_bias=True, o_bias=True)
     checkpoint = random_checkpoint(shape, spread=4)
     torch.manual_seed(0)
     for key, tensor in checkpoint.tensors.items():

@@ -20,7 +20,7 @@ from stage04_continuous.tests.contract import Again
 from stage05_paged.blocks import BlockPool
 from stage05_paged.tests import test_contract as paged
 from stage08_llama.model import RMSNorm
-from stage08_llama.tests.test_contract import SHAPES
+from stage08_llama.tests.test_contract import GROUPED
 from stage09_kernels import library
 from stage09_kernels.cache import KernelCache
 from stage09_kernels.make import make as make_kernels
@@ -32,7 +32,7 @@ from stage10_quantization.layers import QuantizedLinear
 # Widths that groups of 32 divide, and an epsilon that no other test has.
 GPT2 = Config(101, 64, 64, 2, 2, name="wide", layer_norm_epsilon=3e-5)
 WIDTHS: Any = {"n_embd": 64, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_inner": 96}
-LLAMA = replace(SHAPES["grouped"], **WIDTHS, layer_norm_epsilon=3e-5)
+LLAMA = replace(GROUPED, **WIDTHS, layer_norm_epsilon=3e-5)
 needs_kernels = pytest.mark.skipif(not library.compilers(), reason="no C compiler")
 
 

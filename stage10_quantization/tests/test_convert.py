@@ -17,7 +17,7 @@ from shared.testing import random_checkpoint
 from shared.tokenizer import load_tokenizer
 from stage01_forward.families import attention_of, load, load_model
 from stage04_continuous.tests.oracle import CONFIG
-from stage08_llama.tests.test_contract import SHAPES
+from stage08_llama.tests.test_contract import GROUPED
 from stage10_quantization import rounding
 from stage10_quantization.convert import FORMATS, INT4, INT8, INT8_GROUPS, Format, Quantize
 from stage10_quantization.layers import QuantizedEmbedding, QuantizedLinear
@@ -66,7 +66,7 @@ def test_every_matrix_of_a_model_is_converted(name, weights):
 
 
 def test_an_untied_head_has_a_matrix_of_its_own():
-    shape = replace(SHAPES["grouped"], tied=False)
+    shape = replace(GROUPED, tied=False)
     model = quantized(random_checkpoint(shape, spread=24), "int8")
     assert model.lm_head.matrix is not model.embed_tokens.matrix
     assert not torch.equal(model.lm_head.matrix.codes, model.embed_tokens.matrix.codes)
@@ -136,7 +136,7 @@ def test_a_float_layer_is_dropped_before_the_next_is_quantized(monkeypatch):
     assert alive == list(range(8, 0, -1))  # the head went with the table
 
 
-@pytest.mark.parametrize("config", [GPT2, SHAPES["grouped"]], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("config", [GPT2, GROUPED], ids=["gpt2", "llama"])
 def test_a_converted_model_is_not_converted_again(config):
     """The table of GPT-2's positions is no table of tokens."""
     model = quantized(random_checkpoint(config), "int8")

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 from shared.checkpoint import random_tensors
 from shared.errors import UserError
 from stage01_forward import families
-from stage08_llama.config import LlamaConfig
-from stage08_llama.folder import to_fields
+from stage08_llama.config import LlamaConfig, to_fields
 from stage10_quantization.formats.folder import FolderModel
 from stage10_quantization.layers import QuantizedMatrix
 

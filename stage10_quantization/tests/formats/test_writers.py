@@ -14,7 +14,7 @@ from shared.errors import UserError
 from shared.models import STORIES
 from shared.tokenizer import load_tokenizer
 from stage01_forward import families
-from stage08_llama.folder import to_fields
+from stage08_llama.config import to_fields
 from stage10_quantization.formats.folder import FolderModel
 from stage10_quantization.formats.folder_writer import write_folder
 from stage10_quantization.formats.gguf_model import PROJECTIONS, GGUFModel
@@ -176,12 +176,6 @@ def test_nothing_is_half_written(tmp_path):
     with pytest.raises(UserError, match="has files already"):
         write_folder(out, FIELDS["llama"], [])
     assert (out / "mine").exists()
-
-
-def test_models_that_gguf_cannot_describe_are_refused(tmp_path):
-    config = replace(LLAMA, windows=(8, 8))
-    with pytest.raises(UserError, match="sliding windows"):
-        write_gguf(tmp_path / "m.gguf", config, quantized(LLAMA).items())
 
 
 def test_a_vocabulary_is_read_as_it_was_written(tmp_path, monkeypatch):
