@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import math
 import mmap
 import os
@@ -34,17 +35,20 @@ import torch
 from torch import Tensor
 
 from shared.measure import cache_folder
+from shared.paths import ROOT
 
 from .backend import NoKernels
 
+log = logging.getLogger(__name__)
+PERMISSION = ROOT / "stage09_kernels" / "fast" / "permission.c"
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-Wno-psabi")
 WIDE = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mprefer-vector-width=512"
 WIDE_NEEDS = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx2", "fma3")
+TILES = "-mamx-tile -mamx-bf16 -mamx-int8"
+BF16, BF16_NEEDS = f"{WIDE} -mavx512vnni -mavx512bf16", (*WIDE_NEEDS, "avx512_vnni", "avx512_bf16")
 LEVELS = {  # by level: flags that turn its instructions on, and what the processor must have
-    "avx512_bf16": (
-        f"{WIDE} -mavx512vnni -mavx512bf16",
-        (*WIDE_NEEDS, "avx512_vnni", "avx512_bf16"),
-    ),
+    "amx": (f"{BF16} {TILES}", (*BF16_NEEDS, "amx_tile", "amx_bf16", "amx_int8")),
+    "avx512_bf16": (BF16, BF16_NEEDS),
     "avx512_vnni": (f"{WIDE} -mavx512vnni", (*WIDE_NEEDS, "avx512_vnni")),
     "avx512": (WIDE, WIDE_NEEDS),
     "avx2": ("-mavx2 -mfma -mf16c", ("avx2", "fma3", "f16c")),
@@ -66,7 +70,24 @@ def levels() -> list[str]:
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return ["plain"]  # on ARM that includes NEON
     can = capabilities()
-    return [level for level, (_, needed) in LEVELS.items() if all(can.get(n) for n in needed)]
+    has = [level for level, (_, needed) in LEVELS.items() if all(can.get(n) for n in needed)]
+    return has if "amx" not in has or may_use_tiles() else has[1:]
+
+
+@cache
+def may_use_tiles() -> bool:
+    """Whether the system lets this process use tiles, which it is asked once. If not, the log says
+    why."""
+    reason = "only Linux is asked for them"
+    if sys.platform == "linux":
+        try:
+            answer = _first_loaded(PERMISSION, [*FLAGS, *TILES.split()]).permission()
+            reason = ("", "the processor has a flag and no tiles", "the system refuses")[answer]
+        except NoKernels as error:
+            reason = str(error)
+    if reason:
+        log.warning("The kernels run without tiles (AMX): %s.", reason.rstrip("."))
+    return not reason
 
 
 def compilers() -> list[list[str]]:
@@ -88,7 +109,13 @@ def load(source: Path, defines: tuple[str, ...] = (), level: str = "") -> ctypes
     level = level or levels()[0]
     if level not in levels():
         raise NoKernels(f"This processor does not support {level}: choose {' or '.join(levels())}.")
-    flags = [*FLAGS, *LEVELS[level][0].split(), *(f"-D{define}" for define in defines)]
+    return _first_loaded(
+        source, [*FLAGS, *LEVELS[level][0].split(), *(f"-D{define}" for define in defines)]
+    )
+
+
+def _first_loaded(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
+    """The library made by the first compiler that can. Raises NoKernels if none can."""
     if not compilers():
         raise NoKernels(
             "No C compiler was found (cc, gcc, clang): install one, or set CC to its command."

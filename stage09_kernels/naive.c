@@ -4,6 +4,7 @@
    and compares. Read this file first: nothing in fast/ computes anything that is not here. */
 
 #include "number.h"
+#include "tiles.h"
 
 /* Store the key and value of a token for each KV head. */
 static void store_kv(const struct operation *o, int64_t token) {
@@ -52,13 +53,32 @@ static void attend(const struct operation *o, int64_t row) {
     }
 }
 
+#if TILES && WEIGHT == 2
+/* The same sum in the order of the processor's tile instruction (tiles.h). */
+static real dot_of_tiles(const operand *x, const weight *column, int64_t inputs) {
+    real sum = 0;
+    for (int64_t first = 0; first < inputs; first += UNIT) {
+        uint16_t a[UNIT] = {0}, b[UNIT] = {0};
+        for (int64_t i = 0; i < UNIT && first + i < inputs; i++) {
+            a[i] = x[first + i];
+            b[i] = column[(first + i) / K_STEP * PANEL * K_STEP + i % K_STEP];
+        }
+        sum = tile_sum(sum, a, b);
+    }
+    return sum;
+}
+#endif
+
 /* Output n of a row before the epilogue. */
 static real dot(const struct linear *l, int64_t row, int64_t n) {
     real (*product)(const struct linear *, int64_t, int64_t) = l->product;
     if (product) return product(l, row, n);
     const operand *x = l->x + row * l->x_stride;
-    int64_t inputs = l->inputs + l->inputs % K_STEP;
-    const weight *column = l->weights + n / PANEL * inputs * PANEL + n % PANEL * K_STEP;
+    const weight *column = l->weights + n / PANEL * padded_inputs(l->inputs) * PANEL +
+                           n % PANEL * K_STEP;
+#if TILES && WEIGHT == 2
+    return dot_of_tiles(x, column, l->inputs) + (l->bias ? l->bias[n] : 0);
+#endif
     real sum = l->bias ? l->bias[n] : 0;
     for (int64_t k = 0; k < l->inputs; k++)
         sum += load(x, k, WEIGHT) * load(column, k / K_STEP * PANEL * K_STEP + k % K_STEP, WEIGHT);

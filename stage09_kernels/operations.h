@@ -30,12 +30,14 @@ typedef real cached, factor;
 
 #define PAD 16   /* rows in memory are padded to a multiple of it */
 #define PANEL 64 /* outputs side by side in a packed weight */
-#define K_STEP (WEIGHT == 2 ? 2 : 1) /* inputs whose weights are interleaved */
+#define K_STEP (WEIGHT == 2 ? 2 : 1)  /* inputs whose weights are interleaved */
+#define K_PAD (WEIGHT == 2 ? 32 : 1) /* a panel's inputs are padded with zeros to a multiple of it */
 #define PAIR (CACHE == 2 ? 2 : 1)    /* channels of keys that are interleaved */
 #define MAX_HEAD_DIM 512
 #define SCALES (CACHE == 1 ? 4 : 0) /* bytes of a token's two scales, behind the values */
 
 static inline int64_t padded(int64_t count) { return (count + PAD - 1) / PAD * PAD; }
+static inline int64_t padded_inputs(int64_t count) { return (count + K_PAD - 1) / K_PAD * K_PAD; }
 
 /* What a token enters the first layer with: its row of the table, plus GPT-2's of its position. */
 struct embed {
@@ -61,7 +63,7 @@ struct norm {
 struct linear {
     const operand *x; /* (rows, inputs); in bfloat16, an odd row ends with one more 0 */
     void *out;
-    const weight *weights; /* (panels, inputs, 64); bfloat16: (panels, inputs / 2, 64, 2) */
+    const weight *weights; /* (panels, inputs, 64); bfloat16: (panels, inputs / 2, 64, 2), padded */
     const real *bias;      /* (panels * 64), or none */
     const real *residual;  /* or none; may be `out` itself */
     int64_t x_stride, out_stride, residual_stride, inputs, outputs, epilogue, out_is_operand;

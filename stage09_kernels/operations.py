@@ -8,7 +8,7 @@ from typing import Any
 EMBED, NORM, LINEAR, ROPE, ATTEND = range(5)
 ALL_ROWS, OUT_ROWS = range(2)
 PLAIN, GELU, SILU_MUL = range(3)
-PAD, PANEL, MAX_HEAD_DIM = 16, 64, 512
+PAD, PANEL, K_PAD, MAX_HEAD_DIM = 16, 64, 32, 512  # K_PAD: in bfloat16
 MAX_QUERIES = 8  # as in fast/attention.c
 
 

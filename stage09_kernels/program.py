@@ -32,6 +32,7 @@ from .operations import (
     ATTEND,
     EMBED,
     GELU,
+    K_PAD,
     LINEAR,
     NORM,
     OUT_ROWS,
@@ -66,12 +67,13 @@ def pack(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def lay_out(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """`pack`, in bfloat16 with inputs interleaved in pairs: (panels, inputs / 2, 64, 2)."""
+    """`pack`, in bfloat16 with inputs interleaved in pairs and padded with zeros to whole tiles:
+    (panels, inputs / 2, 64, 2)."""
     panels = pack(weights, dtype)
     if dtype != torch.bfloat16:
         return panels
-    even = nn.functional.pad(panels, (0, 0, 0, panels.shape[1] % 2))
-    return even.unflatten(1, (-1, 2)).transpose(2, 3).contiguous()
+    whole = nn.functional.pad(panels, (0, 0, 0, -panels.shape[1] % K_PAD))
+    return whole.unflatten(1, (-1, 2)).transpose(2, 3).contiguous()
 
 
 def interleave(gate: Tensor, up: Tensor) -> Tensor:

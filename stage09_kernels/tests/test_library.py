@@ -168,6 +168,36 @@ def test_without_any_compiler(fresh, monkeypatch):
         library.load(FAST, DEFINES)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked")
+def test_tiles_that_the_system_refuses_are_one_line_and_the_next_level(fresh, monkeypatch, caplog):
+    """Or the processor, or a compiler that does not know them; asked once."""
+    flags = dict.fromkeys(("amx_tile", "amx_bf16", "amx_int8"), True)
+    monkeypatch.setattr(library, "capabilities", lambda: flags)
+    monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(library, "LEVELS", {"amx": ("", tuple(flags)), "plain": ("", ())})
+    for answer, words in (
+        (2, "the system refuses"),
+        (1, "a flag and no tiles"),
+        (NoKernels("cc: unknown option."), "cc: unknown option"),
+    ):
+
+        def loaded(source, _, answer=answer):
+            if isinstance(answer, NoKernels):
+                raise answer
+            return SimpleNamespace(permission=lambda: answer)
+
+        monkeypatch.setattr(library, "_first_loaded", loaded)
+        library.may_use_tiles.cache_clear()
+        caplog.clear()
+        assert library.levels() == ["plain"] == library.levels()
+        (record,) = caplog.records
+        assert words in record.getMessage() and "\n" not in record.getMessage()
+    monkeypatch.setattr(library, "_first_loaded", lambda *_: SimpleNamespace(permission=lambda: 0))
+    library.may_use_tiles.cache_clear()
+    assert library.levels() == ["amx", "plain"]
+    library.may_use_tiles.cache_clear()
+
+
 def test_a_cache_folder_that_cannot_be_written(fresh, tmp_path):
     fresh.parent.mkdir(parents=True)
     fresh.write_text("a file, where the folder should be")

@@ -106,6 +106,12 @@ def test_the_best_level_that_the_processor_has_comes_first(monkeypatch):
         return library.levels()
 
     wide = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl")
+    every = *wide, "avx2", "fma3", "f16c", "avx512_vnni", "avx512_bf16"
+    for allowed in (True, False):  # by the system
+        monkeypatch.setattr(library, "may_use_tiles", lambda allowed=allowed: allowed)
+        below = ["avx512_bf16", "avx512_vnni", "avx512", "avx2", "plain"]
+        assert levels(*every, "amx_tile", "amx_bf16", "amx_int8") == ["amx"] * allowed + below
+        assert levels(*every, "amx_tile", "amx_bf16") == below
     assert levels() == ["plain"]
     assert levels("avx2", "fma3", "f16c") == ["avx2", "plain"]
     assert levels(*wide, "avx2", "fma3", "f16c") == ["avx512", "avx2", "plain"]
