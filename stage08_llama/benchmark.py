@@ -29,9 +29,10 @@ from stage02_kv_cache.engine import Engine
 from stage04_continuous.cache import SlotCache
 from stage04_continuous.runner import Runner
 
-from .config import PRESETS, LlamaConfig
+from .config import LlamaConfig
 from .model import Llama, RepeatedHeads, RMSNorm
 from .rope import frequencies, rotate, rotation
+from .shapes import PRESETS
 
 STARTED = 600 * 5e-6  # seconds that the small operators of a pass take to start, as predicted
 SMOL = "HuggingFaceTB/SmolLM2-135M"

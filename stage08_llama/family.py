@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from stage01_forward.families import Family
 
-from .config import PRESETS, READERS, LlamaConfig
+from .config import READERS, LlamaConfig
 from .model import load_model
+from .shapes import PRESETS
 
 FAMILY = Family(LlamaConfig, READERS, PRESETS, load_model)

@@ -10,7 +10,7 @@ from shared.bench.rows import Results
 from shared.bench.tests.tools import check_drawn, lines, measured
 from stage08_llama import benchmark
 from stage08_llama.benchmark import BENCHMARK, FULL, SMOL
-from stage08_llama.config import PRESETS
+from stage08_llama.shapes import PRESETS
 
 TINY = replace(
     FULL, models=(SMOL,), dtypes=("float32",), rows=(1, 2), contexts=(4, 1024), repeats=1,

@@ -12,8 +12,9 @@ import torch
 
 from shared.errors import UserError
 from stage01_forward import families
-from stage08_llama.config import PRESETS, READERS, LlamaConfig, to_fields
+from stage08_llama.config import READERS, LlamaConfig, to_fields
 from stage08_llama.rope import Rope, frequencies, rotate, rotation
+from stage08_llama.shapes import PRESETS
 from stage08_llama.tests.folders import LLAMA3, SIZES, rope, save
 
 BASE = SIZES | {"model_type": "llama"}

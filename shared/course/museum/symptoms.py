@@ -553,7 +553,7 @@ def a_stretched_context() -> None:
     """Stage 08 makes the angles of Llama-3.2-1B, which was trained on texts of 8,192 tokens and is
     meant for 131,072. Each line gives the number of tokens in which a pair of channels turns
     once."""
-    config = load("stage08_llama.family").PRESETS["meta-llama/Llama-3.2-1B"]
+    config = load("stage08_llama.shapes").PRESETS["meta-llama/Llama-3.2-1B"]
     turns = load("stage08_llama.rope").frequencies(config.rope, config.head_dim)
     for pair in (0, 8, 16, 24, 31):
         say(f"pair {pair}: {2 * math.pi / turns[pair]:,.0f} tokens")
