@@ -1,100 +1,58 @@
-"""The chat template of a checkpoint folder, rendered as transformers does, for one prompt.
+"""The chat template of a checkpoint folder, rendered as `transformers` does, for one prompt.
 
-A template is a program that came with the weights, so a process of its own runs it
-(template_process.py), on plain data, within SECONDS and MOST_CHARACTERS. It never comes from a
-request. What users write stays text: control tokens in a message (or in the name of a role) are
-marked before rendering and never become tokens.
+A template is a program that came with the weights. It runs in Jinja's sandbox and is trusted as far
+as `transformers` trusts it: it cannot touch files, but it may compute for long. So it is taken from
+the model's folder alone, never from a request. What users write stays text: control tokens in a
+message (or in the name of a role) never become tokens.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-import threading
-import weakref
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from .errors import UserError
 from .files import read_json, read_text
 
-SECONDS = 1.0
-MOST_CHARACTERS = 2**20
-RENDERER = Path(__file__).with_name("template_process.py")
-# Each control token has two marks, put before and after it in a user's text. The marks are private
-# characters from here on, which are removed from the text first.
-FIRST_MARK = 0xF0000
+MARK = "\U000f0000"  # a private character: behind each letter of a user's control token
+MARKED = re.compile(f"(?:.{MARK})+", re.DOTALL)
 
 Parts = list[tuple[str, bool]]  # text, and whether it is the template's own
 
 
-class Renderer:
-    """A process that renders one template; it is started again after it had to be ended."""
+class Generation(Extension):
+    """{% generation %}, which marks the assistant's part for training and renders what is in it."""
 
-    def __init__(self, source: str, today: date) -> None:
-        """Raises UserError if the template is invalid."""
-        limits = {"seconds": SECONDS, "most": MOST_CHARACTERS}
-        self._first = {"source": source, "today": today.isoformat(), **limits}
-        self._lock = threading.Lock()
-        self._start()
+    tags = {"generation"}
 
-    def _start(self) -> None:
-        # -P: the modules beside that file do not hide the standard library's
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(RENDERER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        self._end = weakref.finalize(self, _end, self._process)
-        answer = self._ask(self._first)
-        if answer is None or "error" in answer:
-            why = f"it took over {SECONDS:g} s" if answer is None else answer["error"]
-            raise UserError(
-                f"The model's chat template is invalid ({why}): choose another with "
-                "--chat-template."
-            )
-
-    def _ask(self, fields: Mapping[str, Any]) -> dict[str, str] | None:
-        """The process's answer; None if it has ended."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
-        answer: dict[str, str] | None = None
-        try:
-            with suppress(OSError):
-                stdin.write(json.dumps(fields).encode() + b"\n")
-                stdin.flush()
-                if line := stdout.readline():
-                    answer = json.loads(line)
-        finally:
-            if answer is None:  # after Ctrl-C, it would be taken for the next one
-                self._end()
-        return answer
-
-    def render(self, fields: Mapping[str, Any]) -> str:
-        """Raises UserError if the template refuses the fields, fails, or exceeds a limit."""
-        with self._lock:
-            if not self._end.alive or self._process.poll() is not None:
-                self._end()
-                self._start()
-            answer = self._ask(fields)
-        if answer is None:
-            answer = {"error": f"it took over {SECONDS:g} s"}
-        if "error" in answer:
-            raise UserError(
-                f"The model's chat template does not accept these messages: {answer['error']}."
-            )
-        return answer["text"]
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with suppress(OSError), process:
-        process.kill()
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter `tojson` of transformers: unlike Jinja's, it escapes no HTML."""
+    options: dict[str, Any] = {"separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def refuse(message: str) -> None:
+    raise TemplateError(message)
 
 
 class FolderTemplate:
@@ -110,16 +68,22 @@ class FolderTemplate:
     ) -> None:
         """control: the control tokens. tokens: bos_token and others, for the template to print.
         Raises UserError if the template is invalid."""
-        self._renderer = Renderer(source, today or date.today())
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+        )
+        environment.filters["tojson"] = to_json
+        environment.globals["raise_exception"] = refuse
+        environment.globals["strftime_now"] = (today or date.today()).strftime
+        try:
+            self._template = environment.from_string(source)
+        except (TemplateError, RecursionError) as error:
+            raise UserError(
+                f"The model's chat template is invalid ({error}): choose another with "
+                "--chat-template."
+            ) from None
         self._tokens = dict(tokens or {})
-        ordered = sorted(control, key=len, reverse=True)  # "|" takes the first match
-        places = range(FIRST_MARK, FIRST_MARK + 2 * len(ordered), 2)
-        self._marks = {
-            word: (chr(place), chr(place + 1)) for word, place in zip(ordered, places, strict=True)
-        }
-        self._mark = re.compile(f"[{chr(FIRST_MARK)}-{chr(places.stop)}]")
-        self._control = re.compile("|".join(map(re.escape, ordered)) or "(?!)")
-        self._either = re.compile(f"{self._mark.pattern}|{self._control.pattern}")
+        longest_first = sorted(control, key=len, reverse=True)  # "|" takes the first match
+        self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def render(
         self,
@@ -130,34 +94,29 @@ class FolderTemplate:
         """The prompt for `messages`, each with a role and a content, in pieces.
 
         start: add the beginning of the assistant's answer. tools: functions that the model may
-        call, described as OpenAI's API does. Raises UserError if the template refuses
-        the messages, fails, or exceeds its time or its size.
+        call, described as OpenAI's API does. Raises UserError if the template refuses the messages
+        or fails.
         """
-        safe = [
-            {key: self._marked(value) for key, value in message.items()} for message in messages
-        ]
-        described = None if tools is None else self._marked(tools)
-        fields = {"messages": safe, "add_generation_prompt": start, "tools": described}
-        text = self._renderer.render(fields | self._tokens)
-        parts, done = [], 0
-        for match in self._either.finditer(text):
-            before, after = self._marks.get(match[0], ("", ""))  # a template may have cut one off
-            users = text.endswith(before, 0, match.start()) or text.startswith(after, match.end())
-            if users:  # or a mark
-                token = match[0] if before else ""
-                parts += [(text[done : match.start()], True), (token, False)]
-                done = match.end()
-        return [part for part in (*parts, (text[done:], True)) if part[0]]
-
-    def _quoted(self, match: re.Match[str]) -> str:
-        before, after = self._marks[match[0]]
-        return f"{before}{match[0]}{after}"
+        fields = {"messages": self._marked(messages), "tools": self._marked(tools)}
+        try:
+            text = self._template.render(self._tokens | fields, add_generation_prompt=start)
+        except Exception as error:  # a template may raise anything
+            why = str(error) if isinstance(error, TemplateError) else repr(error)
+            raise UserError(
+                f"The model's chat template does not accept these messages: {why}."
+            ) from None
+        parts, end = [], 0
+        for match in MARKED.finditer(text):
+            parts += [(text[end : match.start()], True), (match[0].replace(MARK, ""), False)]
+            end = match.end()
+        return [part for part in (*parts, (text[end:], True)) if part[0]]
 
     def _marked(self, value: Any) -> Any:
-        """Plain data with every control token in it marked as text."""
+        """Plain data with each letter of every control token marked: it is the token no more, also
+        where a template cuts it."""
         if isinstance(value, str):
-            clean = self._mark.sub("", value)
-            return self._control.sub(self._quoted, clean)
+            quote = lambda token: "".join(letter + MARK for letter in token[0])  # noqa: E731
+            return self._control.sub(quote, value.replace(MARK, ""))
         if isinstance(value, Mapping):
             return {str(key): self._marked(inner) for key, inner in value.items()}
         if isinstance(value, (list, tuple)):
@@ -174,8 +133,7 @@ def load(folder: Path | None, control: Collection[str] = ()) -> FolderTemplate |
     fields = read_json(config) if config.exists() else {}
     source = fields.get("chat_template")
     if isinstance(source, list):  # several, by name
-        entries = [entry for entry in source if isinstance(entry, dict)]
-        named = {entry.get("name"): entry.get("template") for entry in entries}
+        named = {entry["name"]: entry["template"] for entry in source}
         source = named.get("default")
     if path.exists():
         try:

@@ -11,10 +11,8 @@ words that are not special, such as Qwen's <think>, are tokens everywhere.
 
 from __future__ import annotations
 
-import contextlib
 import re
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -24,12 +22,11 @@ from tokenizers import Tokenizer as Encoder
 
 from .errors import UserError
 from .files import read_json
-from .spelling import byte_alphabet, end_of_text, number_of, well_formed
+from .tokenizer import byte_alphabet, end_of_text, number_of, well_formed
 
 FILE = "tokenizer.json"
 SPACE = "\u2581"  # sentencepiece's
 LONG = 2_000  # characters
-RUN, MOST_LETTERS, TRIAL = 4_000, 48, 5.0  # characters, kinds of them, seconds: see _check_speed
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -47,9 +44,10 @@ class JsonTokenizer:
         added = {token_id: token.content for token_id, token in tokens.items()}
         self._special = {token_id for token_id, token in tokens.items() if token.special}
         self.control = frozenset(added[token_id] for token_id in self._special)
-        to_bytes = _to_bytes(decoder, source)
+        steps = _steps(decoder)
+        to_bytes = _to_bytes(steps, source)
         # Sentencepiece puts a space before a text, which its decoder takes away.
-        self._strips = any(step.get("type") in ("Metaspace", "Strip") for step in _steps(decoder))
+        self._strips = any(step.get("type") in ("Metaspace", "Strip") for step in steps)
         self._tokens = {
             token_id: added[token_id].encode() if token_id in added else to_bytes(token)
             for token, token_id in encoder.get_vocab(with_added_tokens=True).items()
@@ -70,7 +68,6 @@ class JsonTokenizer:
             ) from None
         encoder.no_padding()
         encoder.no_truncation()
-        _check_speed(encoder, fields, path)
         return cls(encoder, fields.get("decoder"), str(path), end_of_text(Path(folder)))
 
     @cached_property
@@ -97,28 +94,17 @@ class JsonTokenizer:
         The chat is cut as one text, as models were trained: sentencepiece would put a space before
         each piece. Only where a message has words of control tokens is each piece cut alone."""
         parts = list(parts)
-
-        def encode(text: str, control: bool) -> list[int]:
-            encoder = self._chat_encoder if control else self._encoder
-            return _ids(encoder, text, add_special_tokens=False)
-
-        def special(ids: Iterable[int]) -> list[int]:
-            return [token_id for token_id in ids if token_id in self._special]
-
-        template = [special(encode(text, True)) for text, control in parts if control]
-        ids = encode("".join(text for text, _ in parts), True)
-        if special(ids) == list(chain.from_iterable(template)):
-            return ids
-        return list(chain.from_iterable(encode(*part) for part in parts))
+        whole = "".join(text for text, _ in parts)
+        if not any(word in text for text, own in parts if not own for word in self.control):
+            return _ids(self._chat_encoder, whole, add_special_tokens=False)
+        encoders = (self._encoder, self._chat_encoder)
+        pieces = (_ids(encoders[own], text, add_special_tokens=False) for text, own in parts)
+        return list(chain.from_iterable(pieces))
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The exact bytes; a token may be part of a character."""
-        return b"".join(self._bytes(ids))
-
-    def _bytes(self, ids: Iterable[int]) -> Iterator[bytes]:
-        for token_id in ids:
-            token = self._tokens.get(token_id)
-            yield number_of(token_id) if token is None else token
+        known = self._tokens
+        return b"".join([known[id] if id in known else number_of(id) for id in ids])
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
@@ -133,76 +119,32 @@ class JsonTokenizer:
         return [token_id for token_id in range(rows) if token_id not in self._tokens]
 
 
-def _check_speed(encoder: Encoder, fields: dict[str, Any], path: Path) -> None:
-    """Raise UserError if the file's regular expressions backtrack without end: no thread can stop
-    one. They are tried on long runs of their own characters and of other kinds."""
-    if not (patterns := list(_patterns(fields))):
-        return
-    letters = dict.fromkeys("aA1 \n!\u00e9\u4e2d" + "".join(patterns))
-    text = "".join(letter * RUN + "\0" for letter in list(letters)[:MOST_LETTERS])
-    ids: list[int] = []
-
-    def encode() -> None:
-        with contextlib.suppress(UserError):
-            ids.extend(_ids(encoder, text))
-
-    thread = threading.Thread(target=encode, daemon=True)
-    thread.start()
-    thread.join(TRIAL)
-    if not ids:
-        raise UserError(
-            f"{path} cuts text by a regular expression that does not end within {TRIAL:g} s: "
-            "choose another model."
-        )
-
-
-def _patterns(fields: Any) -> Iterator[str]:
-    """The regular expressions in a file."""
-    if isinstance(fields, dict) and isinstance(pattern := fields.get("Regex"), str):
-        yield pattern
-    parts = fields.values() if isinstance(fields, dict) else fields
-    if isinstance(fields, dict | list):
-        for part in parts:
-            if isinstance(part, dict | list):
-                yield from _patterns(part)
-
-
 def _ids(encoder: Encoder, text: str, **options: bool) -> list[int]:
     """The ids of a text. During a long one, other threads may run: `Encoder.encode` keeps Python's
-    lock, and a megabyte stopped a server for half a second. Raises UserError."""
+    lock, and a megabyte stopped a server for half a second."""
     text = well_formed(text)
-    try:
-        if len(text) > LONG:
-            (encoding,) = encoder.encode_batch_fast([text], **options)
-        else:
-            encoding = encoder.encode(text, **options)
-    except BaseException as error:  # a panic in Rust is no Exception
-        if type(error).__name__ != "PanicException":
-            raise
-        raise UserError("The tokenizer cannot cut this text: choose another model.") from None
+    if len(text) > LONG:
+        (encoding,) = encoder.encode_batch_fast([text], **options)
+    else:
+        encoding = encoder.encode(text, **options)
     ids: list[int] = encoding.ids
     return ids
 
 
-def _to_bytes(decoder: Any, source: str) -> Any:
+def _to_bytes(steps: list[dict[str, Any]], source: str) -> Callable[[str], bytes]:
     """A function from a token, as the vocabulary spells it, to its bytes."""
-    steps = _steps(decoder)
     kinds = {step.get("type") for step in steps}
     if kinds == {"ByteLevel"}:
         alphabet = byte_alphabet()
 
         def byte_level(token: str) -> bytes:
             # A token outside the alphabet was added to the vocabulary as plain text.
-            known = all(letter in alphabet for letter in token)
+            known = alphabet.keys() >= set(token)
             return bytes(alphabet[letter] for letter in token) if known else token.encode()
 
         return byte_level
-    replaces = {"pattern": {"String": SPACE}, "content": " "}
     spaces = any(
-        step.get("type") == "Metaspace"
-        and step.get("replacement") == SPACE
-        or step.get("type") == "Replace"
-        and {k: step.get(k) for k in replaces} == replaces
+        step.get("replacement") == SPACE or step.get("pattern") == {"String": SPACE}
         for step in steps
     )
     if not spaces or not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
@@ -211,10 +153,9 @@ def _to_bytes(decoder: Any, source: str) -> Any:
             f"{source} has an unknown kind of decoder ({listed}): choose a model with a byte-level "
             "or sentencepiece tokenizer."
         )
-    fallback = "ByteFallback" in kinds
 
     def pieces(token: str) -> bytes:
-        match = BYTE.fullmatch(token) if fallback else None
+        match = BYTE.fullmatch(token) if "ByteFallback" in kinds else None
         return bytes([int(match[1], 16)]) if match else token.replace(SPACE, " ").encode()
 
     return pieces

@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +18,6 @@ import tiktoken
 
 from .errors import UserError
 from .files import read_json, read_text
-from .spelling import byte_alphabet, end_of_text, number_of, well_formed
 
 # Where GPT-2 cuts a text before BPE: contractions, words, numbers, signs (each with the space
 # before it), and white space up to the last one before a word, which belongs to the word.
@@ -25,6 +25,35 @@ CUT = r"""'(?:s|t|re|ve|m|ll|d)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s
 END_OF_TEXT = "<|endoftext|>"
 FILES = ("vocab.json", "merges.txt", "tokenizer.json")
 SPECIAL = re.compile(r"<.+>|\[.+\]", re.DOTALL)  # what a token that no merge makes must look like
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Character -> byte, as in GPT-2's vocab.json: printable bytes are themselves, the other 68
+    begin at U+0100."""
+    ranges = [range(ord(first), ord(last) + 1) for first, last in ("!~", "¡¬", "®ÿ")]
+    printable = [byte for part in ranges for byte in part]
+    rest = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(rest)}
+
+
+def well_formed(text: str) -> str:
+    """The text without surrogates, which UTF-8 lacks: pairs are joined, all others replaced."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def number_of(token_id: int) -> bytes:
+    """The text of an id without a token."""
+    return f"<{token_id}>".encode()
+
+
+def end_of_text(folder: Path) -> str | None:
+    """The end-of-text token that tokenizer_config.json names, if it names one."""
+    path = folder / "tokenizer_config.json"
+    token = read_json(path).get("eos_token") if path.exists() else None
+    if isinstance(token, dict):  # older files write {"content": "<|endoftext|>", ...}
+        token = token.get("content")
+    return token if isinstance(token, str) else None
 
 
 class Tokenizer:
@@ -51,8 +80,22 @@ class Tokenizer:
         silently get other ids than the model was trained on.
         """
         folder = Path(folder)
-        vocabulary = _read_vocabulary(folder)
-        ranks, special = _ranks(vocabulary, _read_merges(folder), folder)
+        for name in FILES[:2]:
+            if not (folder / name).exists():
+                raise UserError(
+                    f"{folder / name} is missing, and the tokenizer needs tokenizer.json, or "
+                    "vocab.json and merges.txt: copy them from where the weights come from."
+                )
+        try:
+            lines = read_text(folder / "merges.txt").split("\n")
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{folder / 'merges.txt'} cannot be read as text ({error}): copy it again."
+            ) from None
+        # Some copies lack the version line; "# #" is a merge, so a bare "#" does not mark it.
+        lines = lines[1:] if lines[0].startswith("#version") else lines
+        merged = [line.replace(" ", "") for line in lines if line.strip()]
+        ranks, special = _ranks(read_json(folder / "vocab.json"), merged, folder)
         return cls(ranks, special, special.get(end_of_text(folder) or END_OF_TEXT), folder.name)
 
     def encode(self, text: str) -> list[int]:
@@ -176,85 +219,32 @@ def load_tokenizer(folder: str | Path | None) -> AnyTokenizer:
     return Tokenizer.from_folder(folder)
 
 
-# ---- the two files ----
-
-
-def _missing(path: Path) -> UserError:
-    return UserError(
-        f"{path} is missing, and the tokenizer needs tokenizer.json, or vocab.json and merges.txt: "
-        "copy them from where the weights come from."
-    )
-
-
-def _read_vocabulary(folder: Path) -> dict[str, int]:
-    path = folder / "vocab.json"
-    if not path.exists():
-        raise _missing(path)
-    vocabulary = read_json(path)
-    ids = list(vocabulary.values())
-    valid = ids and all(type(token_id) is int and token_id >= 0 for token_id in ids)
-    if not valid or len(set(ids)) != len(ids):
-        raise UserError(
-            f"{path} must map each token to an id of its own, a whole number from 0 on: copy or "
-            "download it again."
-        )
-    return vocabulary
-
-
-def _read_merges(folder: Path) -> list[str]:
-    """The tokens that the merges make, in the order of the merges."""
-    path = folder / "merges.txt"
-    if not path.exists():
-        raise _missing(path)
-    try:
-        lines = read_text(path).split("\n")
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} cannot be read as text ({error}): copy or download it again."
-        ) from None
-    # Some copies lack the version line; "# #" is a merge, so a bare "#" does not mark it.
-    lines = lines[1:] if lines[0].startswith("#version") else lines
-    pairs = [line.split(" ") for line in lines if line.strip()]
-    if bad := [" ".join(pair) for pair in pairs if len(pair) != 2 or not all(pair)]:
-        raise UserError(
-            f"{path} has the line {bad[0]!r} where two tokens should be: copy or download it again."
-        )
-    return ["".join(pair) for pair in pairs]
-
-
 def _ranks(
     vocabulary: dict[str, int], merged: Sequence[str], folder: Path
 ) -> tuple[dict[bytes, int], dict[str, int]]:
-    """Token bytes -> id, and the special tokens -> id.
+    """Token bytes -> id, and the special tokens -> id. merged: the tokens that the merges make.
 
     tiktoken has no merges: it joins the pair whose result has the lowest id. That is BPE exactly if
-    each merge makes a token of its own and the ids rise in the order of the merges, which is
-    checked here. merged: the tokens that the merges make.
+    each merge makes a token of its own and the ids rise in the order of the merges.
     """
-
-    def disagree(what: str) -> UserError:
-        return UserError(
-            f"The files vocab.json and merges.txt in {folder} disagree: {what}; copy both from the "
-            "same checkpoint."
-        )
-
     alphabet = byte_alphabet()
-    if lacking := [letter for letter in alphabet if letter not in vocabulary]:
-        lacks = f"lacks {len(lacking)} of the 256 bytes, such as {lacking[0]!r}"
-        raise UserError(
-            f"{folder / 'vocab.json'} {lacks}: choose a checkpoint whose tokenizer is in GPT-2's "
-            "format."
-        )
-    if unknown := [token for token in merged if token not in vocabulary]:
-        raise disagree(f"{len(unknown)} merges make tokens without an id, such as {unknown[0]!r}")
-    ids = [vocabulary[token] for token in merged]
-    if any(first >= second for first, second in zip(ids, ids[1:], strict=False)):
-        raise disagree("the ids do not rise in the order of the merges")
-    ordinary = set(merged) | alphabet.keys()
+    ordinary = dict.fromkeys([*alphabet, *merged])
     special = {token: token_id for token, token_id in vocabulary.items() if token not in ordinary}
-    if orphans := [token for token in special if not SPECIAL.fullmatch(token)]:
-        raise disagree(f"no merge makes {len(orphans)} of the tokens, such as {orphans[0]!r}")
-    if odd := [token for token in merged if not alphabet.keys() >= set(token)]:
-        raise disagree(f"the token {odd[0]!r} is not written in GPT-2's byte alphabet")
+    lacking = [token for token in ordinary if token not in vocabulary]
+    orphans = [token for token in special if not SPECIAL.fullmatch(token)]
+    odd = [token for token in merged if not alphabet.keys() >= set(token)]
+    ids = list(vocabulary.values())
+    valid = all(type(id) is int and id >= 0 for id in ids) and len(set(ids)) == len(ids)
+    rising = all(a < b for a, b in pairwise(vocabulary.get(token, -1) for token in merged))
+    if lacking or orphans or odd or not valid or not rising:
+        what = [f"{len(lacking)} tokens have no id, such as {lacking[0]!r}"] if lacking else []
+        what += [f"no merge makes {len(orphans)} tokens, such as {orphans[0]!r}"] if orphans else []
+        what += [f"{odd[0]!r} is not in GPT-2's byte alphabet"] if odd else []
+        what += [] if valid else ["the ids are not whole numbers, one for each token"]
+        raise UserError(
+            f"vocab.json and merges.txt in {folder} are not a byte-level BPE of one checkpoint "
+            f"({'; '.join(what) or 'the ids do not rise in the order of the merges'}): copy both "
+            "from where the weights come from."
+        )
     spelled = {token: bytes(alphabet[letter] for letter in token) for token in ordinary}
     return {spelled[token]: vocabulary[token] for token in ordinary}, special

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -17,7 +14,6 @@ from tokenizers import processors as post
 
 from shared.errors import UserError
 from shared.json_tokenizer import JsonTokenizer
-from shared.paths import ROOT
 from shared.tests.test_tokenizer import AWKWARD, SAMPLE, train
 from shared.tokenizer import IncrementalDecoder, load_tokenizer
 
@@ -144,56 +140,6 @@ def test_a_chat_is_cut_as_one_text(pair):
     whole = "".join(text for text, _ in parts)
     ids = ours.encode_chat(parts)
     assert ids == theirs.encode(whole, add_special_tokens=False) and ids.count(ours.eos_id) == 3
-
-
-def test_other_threads_run_while_a_long_text_is_encoded(pair):
-    """Python's lock was held: an event loop stood for half a second a megabyte."""
-    turns, over = [0], threading.Event()
-
-    def turn():
-        while not over.wait(1e-4):
-            turns[0] += 1
-
-    text = "1 a, " * 40_000
-    thread = threading.Thread(target=turn)
-    thread.start()
-    try:
-        before = turns[0]
-        ids = pair[0].encode(text)
-        after = turns[0]
-    finally:
-        over.set()
-        thread.join()
-    assert after - before > 5 and ids == pair[1].encode(text, split_special_tokens=True)
-
-
-TRY = """
-import sys
-from shared import json_tokenizer
-from shared.errors import UserError
-json_tokenizer.TRIAL = 0.3
-for folder in sys.argv[1:]:
-    try:
-        json_tokenizer.JsonTokenizer.from_folder(folder)
-    except UserError as error:
-        assert "by a regular expression that does not end" in str(error)
-        print("refused")
-"""
-
-
-def test_a_pattern_that_backtracks_for_ever_is_refused(tmp_path):
-    """A server stood still, until there was a panic in Rust. In a process of its own: no thread can
-    stop the search."""
-    patterns = [CUT, "(x+x+)+y", r"(\w+\s?)+!", "(é|é|é)+é$"]
-    for number, pattern in enumerate(patterns):
-        fields = json.loads(qwen().to_str())
-        (cut,) = [step for step in fields["pre_tokenizer"]["pretokenizers"] if "pattern" in step]
-        cut["pattern"]["Regex"] = pattern
-        (tmp_path / str(number)).mkdir()
-        (tmp_path / str(number) / "tokenizer.json").write_text(json.dumps(fields))
-    command = [sys.executable, "-c", TRY, *map(str, sorted(tmp_path.iterdir()))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "refused\n" * 3), done.stderr
 
 
 def test_files_that_are_refused(tmp_path):

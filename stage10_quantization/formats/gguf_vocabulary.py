@@ -14,7 +14,7 @@ import numpy as np
 from shared.config import Config
 from shared.errors import UserError
 from shared.files import read_json
-from shared.spelling import end_of_text
+from shared.tokenizer import end_of_text
 
 PLAIN, CONTROL, USERS, UNUSED = 1, 3, 4, 5  # types of tokens
 SPLITS = {r"|\p{N}{1,3}|": "llama-bpe", r"|\p{N}|": "qwen2"}  # how the numbers are cut
