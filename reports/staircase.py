@@ -101,7 +101,7 @@ def work(variant: str, sizes: Mapping[str, Any], threads: int) -> Run:
 
 
 def by_stage(name: str, engine: Any, prompts: Prompts, counts: list[int]) -> Answers:
-    for place, token in stages.answer(name, engine, prompts, list(map(kit.greedy, counts))):
+    for place, token in stages.answer(engine, prompts, list(map(kit.greedy, counts))):
         yield place, [token.id]
 
 

@@ -162,19 +162,19 @@ def run_engine(
     as it grows."""
     engine = make(loaded.model, CONTEXTS)
     short = [replace(params, max_tokens=WARM_UP) for params in work.sampling[:1]]
-    for _ in stages.answer(name, engine, work.prompts[:1], short):
+    for _ in stages.answer(engine, work.prompts[:1], short):
         pass
     started = time.perf_counter()
     if total is None:
         first = collect(streamed(engine, work, loaded), work, "", None)[:1]
         rest = Work(work.prompts[1:], work.sampling[1:])
         before = time.perf_counter() - started
-        tokens = stages.answer(name, engine, rest.prompts, rest.sampling)
+        tokens = stages.answer(engine, rest.prompts, rest.sampling)
         answers = [*first, *collect(tokens, rest, "the other stories", None)]
         for answer in answers[1:]:
             answer.first += before
     else:
-        tokens = stages.answer(name, engine, work.prompts, work.sampling)
+        tokens = stages.answer(engine, work.prompts, work.sampling)
         answers = collect(tokens, work, f"{len(work.prompts)} stories", total)
     return row_of(name, answers, time.perf_counter() - started), answers
 
@@ -376,4 +376,4 @@ def visit(loaded: cli.Loaded, engines: dict[str, Any], options: argparse.Namespa
 def run(options: argparse.Namespace) -> int:
     """Load the model of the options and visit all stages; returns the exit status."""
     options.serve = {SERVER, LOAD} <= set(paths.discover())
-    return visit(cli.load_model_from(options, stages.families()), stages.engines(), options)
+    return visit(cli.load_model_from(options), stages.engines(), options)

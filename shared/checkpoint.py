@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch.overrides import TorchFunctionMode
 
 from . import models
-from .config import READERS, Config, Reader, read_config
+from .config import Config, read_config
 from .errors import UserError
 from .files import read_json
 from .models import EMBEDDED as EMBEDDED
@@ -60,15 +60,12 @@ def load(
     random_weights: bool = False,
     seed: int = 0,
     dtype: torch.dtype | None = None,
-    readers: Mapping[str, Reader] = READERS,
-    presets: Mapping[str, Config] = PRESETS,
     conversion: Conversion | None = None,
 ) -> Checkpoint:
     """Load a model by name: an embedded one, a folder, a file in a format that `models` knows, or a
     hub name: "gpt2", "owner/name".
 
-    The names in `presets` mean the presets; write "./gpt2" for a folder of that name. `readers`
-    read config.json, by its model_type: stage01_forward/families.py passes those of all stages.
+    The names of known shapes mean those; write "./gpt2" for a folder of that name.
     random_weights: take only the shape, from a preset or a folder's config.json; this needs no
     weights and no network. dtype: convert all tensors; None keeps the file's. conversion: of the
     linear layers; the tensors that it declares keep their dtype.
@@ -77,9 +74,9 @@ def load(
     Raises UserError for an invalid name, folder or file, and for network errors.
     """
     if random_weights:
-        checkpoint = _random_checkpoint(name, seed, dtype, readers, presets)
+        checkpoint = _random_checkpoint(name, seed, dtype)
     else:
-        opened = _open(name, _find(name), readers)
+        opened = _open(name, _find(name))
         conversion = opened.conversion or conversion
         tensors, declared = _checked(opened, conversion)
         checkpoint = Checkpoint(opened.config, tensors, opened.folder, declared=declared)
@@ -152,15 +149,13 @@ def _find(name: str) -> Found:
     return Found(_download(name, models.checked(name)))
 
 
-def _open(
-    name: str, location: Found, readers: Mapping[str, Reader], weights: bool = True
-) -> Opened:
+def _open(name: str, location: Found, weights: bool = True) -> Opened:
     """The files. weights: of a plain folder, too."""
     known = name if models.is_known(name) else None
     if location.format:
-        opened = location.format.open(location.path, readers)
+        opened = location.format.open(location.path)
         return replace(opened, config=replace(opened.config, name=known or opened.config.name))
-    config = read_config(location.path, known, readers)
+    config = read_config(location.path, known)
     tensors = read_tensors(location.path) if weights else {}
     return Opened(config, tensors, location.path, sorted(location.path.glob("*.safetensors")))
 
@@ -334,18 +329,12 @@ def _some(names: Sequence[str]) -> str:
 # ---- random weights ----
 
 
-def _random_checkpoint(
-    name: str,
-    seed: int,
-    dtype: torch.dtype | None,
-    readers: Mapping[str, Reader],
-    presets: Mapping[str, Config],
-) -> Checkpoint:
+def _random_checkpoint(name: str, seed: int, dtype: torch.dtype | None) -> Checkpoint:
     folder, location = None, models.find(name)
     if location:
-        opened = _open(name, location, readers, weights=False)
+        opened = _open(name, location, weights=False)
         config, folder = opened.config, opened.folder
-    elif name in presets:
+    elif name in (presets := models.presets()):
         config = presets[name]
     else:
         raise models.unknown(name)

@@ -1,7 +1,7 @@
 """The common part of all command lines: options, prompt, loading, streaming, and error messages.
 
 A program's `__main__.py` stays a few lines: parse, load, speak. `shared` imports no stage, so a
-stage passes in the model families and its engine, and interprets `sampling_fields` itself.
+stage passes in its engine, and interprets `sampling_fields` itself.
 
 PyTorch takes seconds to import. So this module imports it only when a model is loaded, and a
 program imports its engine only after checking its options: a wrong option is reported within a
@@ -24,18 +24,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from urllib.parse import urlsplit
 
-from . import models, program
+from . import models, program, registry
 from .config import Config
 from .errors import UserError, advised
 from .files import read_bytes
+from .models import AUTO
 from .tokenizer import AnyTokenizer, IdTokenizer, IncrementalDecoder, has_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     import torch
 
-    from . import checkpoint
-
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+KV_DTYPES = ("float32", "bfloat16")  # that need no cache of a later stage
+ABOUT_WEIGHTS = (
+    "format of the weights; auto is that of the file; a number format is also the --dtype, and "
+    "computes what whole numbers in the file stand for; others round while the model loads"
+)
+ABOUT_KV = "format of keys and values in memory; auto is the --dtype"
 LINEAR = ("auto", "plain", "packed", "widened")  # as in linear.py, which imports PyTorch
 PROMPT = "Once upon a time"  # where none is given
 MOST_TOKENS = 1_000_000
@@ -325,6 +330,23 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="the same seed repeats the sampled text and the --random-weights; default: a new one "
         "for each text, and 0 for the weights",
     )
+
+
+def weight_formats() -> list[str]:
+    """The values of --weights."""
+    return [AUTO, *registry.WEIGHTS]
+
+
+def kv_formats() -> list[str]:
+    """The values of --kv-dtype."""
+    return [AUTO, *KV_DTYPES, *registry.CACHES]
+
+
+def add_format_options(parser: argparse.ArgumentParser) -> None:
+    """--weights and --kv-dtype: formats that later stages add."""
+    group = parser.add_argument_group("formats")
+    group.add_argument("--weights", choices=weight_formats(), default=AUTO, help=ABOUT_WEIGHTS)
+    group.add_argument("--kv-dtype", choices=kv_formats(), default=AUTO, help=ABOUT_KV)
 
 
 def add_max_tokens(parser: argparse._ActionsContainer, default: int) -> None:
@@ -630,18 +652,6 @@ def has_bfloat16(device: torch.device) -> bool:
     return device.type == "cpu" and any(map(known.get, ("avx512_bf16", "amx_bf16", "bf16")))
 
 
-class Families(Protocol):
-    """What loads a checkpoint and makes its model: the module stage01_forward.families."""
-
-    def load(
-        self, name: str, random_weights: bool, seed: int, *, weights: str
-    ) -> checkpoint.Checkpoint: ...
-
-    def load_model(
-        self, loaded: checkpoint.Checkpoint, device: torch.device, dtype: torch.dtype
-    ) -> Any: ...
-
-
 def device_and_dtype(options: Any) -> tuple[torch.device, torch.dtype]:
     """For --device, --dtype, --weights and the model. Raises UserError."""
     device = choose_device(options.device)
@@ -650,7 +660,7 @@ def device_and_dtype(options: Any) -> tuple[torch.device, torch.dtype]:
     return device, choose_dtype(options.dtype, device, stored, weights)
 
 
-def load_model_from(options: argparse.Namespace, families: Families) -> Loaded:
+def load_model_from(options: argparse.Namespace) -> Loaded:
     """Load the model of the options.
 
     With --prompt-ids the tokenizer reads ids, and a folder needs no tokenizer of its own. Raises
@@ -664,7 +674,7 @@ def load_model_from(options: argparse.Namespace, families: Families) -> Loaded:
     device, dtype = device_and_dtype(options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    loaded = families.load(
+    loaded = models.load(
         options.model,
         random_weights=options.random_weights,
         seed=options.seed or 0,
@@ -680,7 +690,7 @@ def load_model_from(options: argparse.Namespace, families: Families) -> Loaded:
     checkpoint.check_vocabulary(tokenizer, loaded.config)
     if hasattr(tokenizer, "unused"):  # a JsonTokenizer
         loaded.unused = tokenizer.unused(loaded.config.vocab_size)
-    model = families.load_model(loaded, device=device, dtype=dtype)
+    model = models.load_model(loaded, device=device, dtype=dtype)
     for tensors in (loaded.tensors, loaded.declared):
         tensors.clear()  # a second reference to the weights would keep them after packing
     kind = linear.optimize(model, options.linear)

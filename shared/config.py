@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from . import registry
 from .errors import UserError
 from .files import read_json
 
@@ -37,6 +38,8 @@ class Config:
     Caches allocate n_kv_head heads of head_dim channels; n_head, a multiple of n_kv_head, counts
     the query heads. Left at 0, n_kv_head is n_head and head_dim is n_embd / n_head, as in GPT-2.
     """
+
+    family: ClassVar[str] = "gpt2"  # in registry.MODELS
 
     vocab_size: int
     n_positions: int
@@ -174,31 +177,30 @@ def check_size(size: object, field: str, source: str) -> int:
 
 
 Reader = Callable[[Mapping[str, Any], str, str], Config]  # fields, name of the model, source
-READERS: dict[str, Reader] = {"gpt2": Config.from_dict}  # by model_type
 
 
 def read_config(
-    folder: str | Path, name: str | None = None, readers: Mapping[str, Reader] = READERS
+    folder: str | Path, name: str | None = None, ignored: Collection[str] = ()
 ) -> Config:
     """Read a checkpoint folder's config.json with the reader of its model_type; without a
     model_type, the model is a GPT-2. The end tokens in generation_config.json override those in
-    config.json, as in transformers.
+    config.json, as in transformers. ignored: options that the caller reads itself.
 
     Raises UserError as the reader does, for a model_type without a reader, or if a file is absent
     or corrupt.
     """
     path, generation = Path(folder) / "config.json", Path(folder) / "generation_config.json"
-    fields = read_json(path)
+    fields = {key: value for key, value in read_json(path).items() if key not in ignored}
     kind = fields.get("model_type", "gpt2")
-    reader = readers.get(kind) if isinstance(kind, str) else None
-    if reader is None:
+    if not isinstance(kind, str) or kind not in registry.CONFIGS:
         raise UserError(
-            f"{path} sets model_type to {kind!r}; only {', '.join(readers)} work: choose another "
-            "model."
+            f"{path} sets model_type to {kind!r}; only {', '.join(registry.CONFIGS)} work: choose "
+            "another model."
         )
     ends = read_json(generation).get("eos_token_id") if generation.exists() else None
     if ends is not None:
         fields = fields | {"eos_token_id": ends}
+    reader: Reader = registry.load(registry.CONFIGS[kind])
     return reader(fields, name or Path(folder).resolve().name, str(path))
 
 

@@ -1,5 +1,5 @@
-"""The names of models: embedded ones, known shapes, folders, the hub's, and those in formats that a
-later stage reads. Imports no torch, so that a misspelt name is refused at once."""
+"""Models by name: embedded ones, known shapes, folders, the hub's, and those in formats that a
+later stage reads. Imports no torch before it loads one: a misspelt name is refused at once."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from .config import Config, Reader, read_config
+from . import registry
+from .config import Config, read_config
 from .errors import UserError, advised
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+    from .checkpoint import Checkpoint
     from .linear import Conversion
 
+AUTO = "auto"  # of --weights: as the checkpoint stores them
 MOST_HEADER = 2**26  # bytes of a safetensors file
 STORIES = Path(__file__).parent / "stories" / "model"
 EMBEDDED = {
@@ -73,21 +77,50 @@ class Format(Protocol):
     def reads(self, path: Path) -> bool:
         """Whether the file or folder is in this format."""
 
-    def open(self, path: Path, readers: Mapping[str, Reader]) -> Opened:
+    def open(self, path: Path) -> Opened:
         """Raises UserError for a file that cannot be read."""
 
 
-_formats: list[Callable[[], Sequence[Format]]] = []
-
-
-def register(formats: Callable[[], Sequence[Format]]) -> None:
-    """Add the formats that the function returns. It is called when a name is looked up, so that
-    stages are imported only then."""
-    _formats.append(formats)
-
-
 def formats() -> list[Format]:
-    return [format for source in _formats for format in source()]
+    return [registry.load(entry) for entry in registry.FORMATS.values()]
+
+
+def presets() -> dict[str, Config]:
+    """The known shapes of all families, by name."""
+    tables = map(registry.load, registry.SHAPES.values())
+    return {name: config for table in tables for name, config in table.items()}
+
+
+def load(
+    name: str,
+    random_weights: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    conversion: Conversion | None = None,
+    weights: str = AUTO,
+) -> Checkpoint:
+    """`checkpoint.load`. weights: of --weights, in place of how the checkpoint stores them."""
+    from . import checkpoint
+
+    loaded = checkpoint.load(name, random_weights, seed, dtype, conversion)
+    if weights != AUTO:
+        registry.load(registry.WEIGHTS[weights])(loaded, weights)
+    return loaded
+
+
+def load_model(
+    loaded: Checkpoint, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> Any:
+    """The model of a checkpoint. It offers what all engines use: `config`, `device`, `dtype`, a
+    call with (ids, positions, attend), and `logits`. Its linear layers are those of the
+    checkpoint's conversion."""
+    from .linear import convert
+
+    make = registry.load(registry.MODELS[loaded.config.family])
+    model = make(loaded, device=device, dtype=dtype)
+    if loaded.conversion:
+        convert(model, loaded.conversion, loaded.declared)
+    return model
 
 
 def others() -> str:

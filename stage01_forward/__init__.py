@@ -6,10 +6,7 @@ here, and its tokens must match this engine's.
 
 from shared import openmp
 
-from .offer import Offer
-
 QUESTION = "How does a language model make one token, and what does the next one cost?"
 FIRST_FILE = "numpy_gpt2.py"
-OFFER = Offer(__name__, engine="make")
 
 openmp.choose()  # before PyTorch is loaded

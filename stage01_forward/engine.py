@@ -13,7 +13,7 @@ import torch
 
 from shared.records import StepRecord
 
-from .families import attention_of
+from .attention import Recompute
 from .generation import (
     Output,
     Row,
@@ -73,5 +73,10 @@ class Engine:
         """Logits (V,) for the token after `ids` (T,)."""
         tokens = torch.tensor(ids, device=self.model.device)  # (T,)
         positions = torch.arange(len(ids), device=self.model.device)
-        hidden = self.model(tokens, positions, attention_of(self.config).attend)  # (T, C)
+        hidden = self.model(tokens, positions, Recompute().attend)  # (T, C)
         return self.model.logits(hidden[-1])  # (C,) -> (V,)
+
+
+def make(model: GPT2, contexts: int | None = None, eos_ids: Sequence[int] | None = None) -> Engine:
+    """An engine for `model`. It has no cache, so `contexts` has no effect."""
+    return Engine(model, eos_ids)

@@ -47,9 +47,9 @@ def main(argv: list[str] | None = None) -> None:
     cli.add_model_options(parser)
     options = parser.parse_args(argv)
     text = read_text(options.file)
-    from . import families, scoring
+    from . import scoring
 
-    loaded = cli.load_model_from(options, families)
+    loaded = cli.load_model_from(options)
     ids = loaded.tokenizer.encode(text)
     with tqdm(total=max(len(ids) - 1, 0), unit=" tokens", disable=None) as bar:
         result = scoring.perplexity(loaded.model, ids, options.stride, bar.update)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shared.errors import UserError
 
-from .families import attention_of
+from .attention import Recompute
 from .generation import Logprobs
 from .model import GPT2
 
@@ -49,7 +49,7 @@ def perplexity(
         start = 0 if judged == 0 else judged + stride - window
         end = min(start + window, len(ids) - 1)
         positions = torch.arange(end - start, device=model.device)  # (T,)
-        hidden = model(tokens[start:end], positions, attention_of(model.config).attend)  # (T, C)
+        hidden = model(tokens[start:end], positions, Recompute().attend)  # (T, C)
         parts = hidden[judged - start :].split(ROWS), tokens[judged + 1 : end + 1].split(ROWS)
         for rows, targets in zip(*parts, strict=True):
             logits = model.logits(rows)  # (R, C) -> (R, V)
@@ -72,7 +72,7 @@ def prompt_logprobs(model: GPT2, ids: Sequence[int], top: int) -> list[Logprobs 
     """
     tokens = torch.tensor(ids, device=model.device)  # (T,)
     positions = torch.arange(len(ids), device=model.device)
-    hidden = model(tokens, positions, attention_of(model.config).attend)  # (T, C)
+    hidden = model(tokens, positions, Recompute().attend)  # (T, C)
     scores: list[Logprobs | None] = [None]
     for rows, targets in zip(hidden[:-1].split(ROWS), tokens[1:].split(ROWS), strict=True):
         scores += score_rows(model.logits(rows), targets, top)

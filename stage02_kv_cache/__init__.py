@@ -6,10 +6,8 @@ the form of a request are still stage 01's.
 """
 
 from shared import openmp
-from stage01_forward.offer import Offer
 
 QUESTION: str = "The past does not change: why compute it again for every token?"
 FIRST_FILE: str = "cache.py"
-OFFER = Offer(__name__, engine="make")
 
 openmp.choose()  # before PyTorch is loaded

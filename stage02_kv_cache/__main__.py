@@ -13,11 +13,9 @@ def main(argv: list[str] | None = None) -> None:
     prompt = cli.read_prompt(options)
     sampling = SamplingParams(**cli.sampling_fields(options))
 
-    from stage01_forward import families
-
     from .engine import Engine
 
-    loaded = cli.load_model_from(options, families)
+    loaded = cli.load_model_from(options)
     cli.speak(Engine(loaded.model), loaded, prompt, sampling)
 
 

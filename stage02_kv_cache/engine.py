@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from shared.records import StepRecord
-from stage01_forward.families import plain
 from stage01_forward.generation import (
     Output,
     Row,
@@ -33,7 +32,7 @@ class Engine:
     """Generates with `model`, one prompt after the other. `eos_ids` None: the config's."""
 
     def __init__(self, model: GPT2, eos_ids: Sequence[int] | None = None) -> None:
-        self.model, self.config = model, plain(model.config)
+        self.model, self.config = model, model.config
         self.eos_ids = tuple(model.config.eos_ids if eos_ids is None else eos_ids)
         self.steps: list[StepRecord] = []  # of the last call, one for each forward pass
         self.cache = KVCache(self.config, dtype=model.dtype, device=model.device)
@@ -88,3 +87,8 @@ class Engine:
         attention = self.cache.extend(len(ids))
         hidden = self.model(tokens, attention.positions, attention.attend)  # (T,) -> (T, C)
         return self.model.logits(hidden[-1])  # (C,) -> (V,)
+
+
+def make(model: GPT2, contexts: int | None = None, eos_ids: Sequence[int] | None = None) -> Engine:
+    """An engine for `model`. It runs one sequence at a time, so `contexts` has no effect."""
+    return Engine(model, eos_ids)

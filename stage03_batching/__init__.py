@@ -5,10 +5,8 @@ padding. `engine.py` is stage 02's engine for a whole batch, which ends when its
 """
 
 from shared import openmp
-from stage01_forward.offer import Offer
 
 QUESTION: str = "The weights are read for one row: why not for many?"
 FIRST_FILE: str = "cache.py"
-OFFER = Offer(__name__, engine="make")
 
 openmp.choose()  # before PyTorch is loaded

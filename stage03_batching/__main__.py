@@ -38,11 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     prompts = cli.read_prompts(options)
     sampling = SamplingParams(**cli.sampling_fields(options))
 
-    from stage01_forward import families
-
     from .engine import Engine
 
-    loaded = cli.load_model_from(options, families)
+    loaded = cli.load_model_from(options)
     engine = Engine(loaded.model)
     if isinstance(prompts, str):
         cli.speak(engine, loaded, prompts, sampling)

@@ -13,7 +13,6 @@ import torch
 
 from shared.errors import UserError
 from shared.records import StepRecord
-from stage01_forward.families import plain
 from stage01_forward.generation import (
     Output,
     Row,
@@ -39,7 +38,7 @@ class Engine:
     ) -> None:
         if max_batch < 1:
             raise UserError(f"max_batch must be at least 1 prompt, not {max_batch}.")
-        self.model, self.config = model, plain(model.config)
+        self.model, self.config = model, model.config
         self.eos_ids = tuple(model.config.eos_ids if eos_ids is None else eos_ids)
         self.steps: list[StepRecord] = []  # of the last call, one for each forward pass
         self.max_batch = max_batch
@@ -135,3 +134,8 @@ class Engine:
         attention = cache.extend(tokens.shape[1])
         hidden = self.model(tokens, attention.positions, attention.attend)  # (B, T) -> (B, T, C)
         return self.model.logits(hidden[alive, -1])  # (rows alive, C) -> (rows alive, V)
+
+
+def make(model: GPT2, contexts: int | None = None, eos_ids: Sequence[int] | None = None) -> Engine:
+    """An engine for `model` with at most `contexts` prompts in a batch; None: its default."""
+    return Engine(model, eos_ids) if contexts is None else Engine(model, eos_ids, contexts)

@@ -7,10 +7,8 @@ postprocess.
 """
 
 from shared import openmp
-from stage01_forward.offer import Offer
 
 QUESTION: str = "Requests come and go at any time: why should the batch wait for its last row?"
 FIRST_FILE: str = "scheduler.py"
-OFFER = Offer(__name__, engine="make")
 
 openmp.choose()  # before PyTorch is loaded

@@ -83,9 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     slots = options.max_num_seqs or (1 if isinstance(prompts, str) else SLOTS)
     scheduler = Scheduler(slots, **live.scheduling(options, slots))
 
-    from stage01_forward import families
-
-    loaded = cli.load_model_from(options, families)
+    loaded = cli.load_model_from(options)
     sampling.check_vocabulary(loaded.config.vocab_size)  # or each prompt would report the same
     engine = make_engine(loaded, scheduler, slots)
     status = 0
@@ -101,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_engine(loaded: cli.Loaded, scheduler: Scheduler, slots: int) -> Engine:
     """The engine. Raises UserError if there is not enough memory for its slots."""
-    from .make import make
+    from .engine import make
 
     config = loaded.config
     need = slots * config.n_positions * config.kv_bytes_per_token(loaded.dtype)

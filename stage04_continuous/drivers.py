@@ -15,7 +15,7 @@ from shared.errors import UserError
 from stage01_forward.generation import Token
 from stage01_forward.params import SamplingParams
 
-from . import cache, engine, make, scheduler
+from . import cache, engine, scheduler
 from .engine import SchedulerT
 from .plan import AnyScheduler, Plan, Share, Work
 from .request import Request
@@ -278,10 +278,10 @@ def steps(draw: Random) -> Iterator[Entry]:
     model = tiny(draw)
     for trouble in (0.0, 0.15):
         options = settings(draw) | {"chunked": True}
-        built = make.make(model, scheduler=scheduler.Scheduler(**options), eos_ids=(3, 7, 40, 41))
+        built = engine.make(model, scheduler=scheduler.Scheduler(**options), eos_ids=(3, 7, 40, 41))
         yield from whole_engine(draw, built, lambda id: queued(draw, id), trouble)
     # A request whose logits are not finite ends without a token.
-    built = make.make(model, contexts=3)
+    built = engine.make(model, contexts=3)
     requests = [built.add(queued(draw, f"bad{place}")) for place in range(3)]
     run = built.runner.run
 

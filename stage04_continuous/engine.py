@@ -22,14 +22,17 @@ from stage01_forward.generation import (
     check_request,
     finish_reason,
 )
+from stage01_forward.model import Model
 from stage01_forward.params import SamplingParams
 
 from . import drive
+from .cache import SlotCache
 from .fast_sampling import choose, sample
 from .plan import AnyScheduler, Observer, Plan
-from .records import Recorder
+from .records import STEPS_KEPT, Recorder
 from .request import Request, State
-from .runner import AnyRunner
+from .runner import AnyRunner, Runner
+from .scheduler import Scheduler
 
 Sampled = tuple[Request, int, Logprobs | None]  # a request and its next token
 SchedulerT = TypeVar("SchedulerT", bound=AnyScheduler)
@@ -169,3 +172,27 @@ class Engine(Generic[SchedulerT]):
     def _finish(self, request: Request) -> None:
         self.scheduler.finish(request)
         del self.requests[request.id]
+
+
+def make(
+    model: Model,
+    contexts: int | None = None,
+    *,
+    scheduler: Scheduler | None = None,
+    eos_ids: Sequence[int] | None = None,
+    observers: Sequence[Observer] = (),
+    steps_kept: int = STEPS_KEPT,
+    **options: Any,
+) -> Engine:
+    """The engine for `model` with `contexts` slots (default 8) of a whole context each.
+
+    options: those of Scheduler; or give a `scheduler`. Raises UserError for invalid settings.
+    """
+    if contexts is not None:
+        options["max_sequences"] = contexts
+    if scheduler is None:
+        scheduler = Scheduler(**options)
+    config, slot_count = model.config, scheduler.max_sequences
+    cache = SlotCache(config, slot_count, dtype=model.dtype, device=model.device)
+    recorder = Recorder(scheduler, steps_kept)
+    return Engine(Runner(model, cache, config), scheduler, eos_ids, recorder, observers)

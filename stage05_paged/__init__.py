@@ -7,10 +7,8 @@ is stage 04's; `engine.py` combines it with these parts.
 """
 
 from shared import openmp
-from stage01_forward.offer import Offer
 
 QUESTION: str = "The length of an answer is unknown: why reserve memory for the longest?"
 FIRST_FILE: str = "blocks.py"
-OFFER = Offer(__name__, engine="make", served="paged")
 
 openmp.choose()  # before PyTorch is loaded

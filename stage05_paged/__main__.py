@@ -168,9 +168,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     alone = isinstance(prompts, str) and options.samples == 1
 
-    from stage01_forward import families
-
-    loaded = cli.load_model_from(options, families)
+    loaded = cli.load_model_from(options)
     sampling.check_vocabulary(loaded.config.vocab_size)  # or each prompt would report the same
     engine = make_engine(loaded, options, alone, prompts is None)
     film = Film(engine.scheduler)

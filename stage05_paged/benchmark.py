@@ -29,7 +29,7 @@ from shared.bench.rows import Results, Row, median
 from shared.measure import Summary, summarize
 from stage01_forward.generation import Output
 from stage04_continuous.cache import SlotCache
-from stage04_continuous.make import make as make_slots
+from stage04_continuous.engine import make as make_slots
 from stage04_continuous.request import Request, State
 from stage04_continuous.runner import Runner
 from stage04_continuous.scheduler import Scheduler as SlotScheduler

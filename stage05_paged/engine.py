@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
+from shared import registry
 from shared.config import Config
-from stage01_forward.families import family_of
 from stage01_forward.model import Model
-from stage01_forward.offer import caches_of
 from stage04_continuous.engine import Engine, Sampled, sample_tokens
 from stage04_continuous.plan import Observer
 from stage04_continuous.records import STEPS_KEPT
@@ -31,10 +30,10 @@ from .scheduler import Scheduler
 
 def cache_type(config: Config, dtype: torch.dtype = torch.float32) -> Callable[..., BlockCache]:
     """Makes the cache in `dtype` for models of this shape, from PagedCache's arguments."""
-    if brought := caches_of(dtype):
-        make_cache: Callable[..., BlockCache] = brought.CACHE
+    if entry := registry.CACHES.get(str(dtype).removeprefix("torch.")):
+        make_cache: Callable[..., BlockCache] = registry.load(entry)
         return make_cache
-    return family_of(config).organs(config).get("make_cache", PagedCache)
+    return PagedCache
 
 
 def make(
@@ -65,7 +64,6 @@ def make(
     options: those of Scheduler. Raises UserError for invalid settings.
     """
     config, dtype = model.config, model.dtype if dtype is None else dtype
-    make_scheduler = family_of(config).organs(config).get("make_scheduler", Scheduler)
     if pool is None and contexts is not None:
         pool = BlockPool(contexts * -(-config.n_positions // block_size), block_size)
     elif pool is None:
@@ -79,7 +77,7 @@ def make(
     if swap_pool and options.get("preemption", "auto") == "auto" and "cheaper" not in options:
         options["cheaper"] = measure_cost(runner, pool, swap_pool, dtype).cheaper
     options = {"longest": config.n_positions, **options}
-    scheduler = make_scheduler(pool, swap_pool=swap_pool, **options)
+    scheduler = Scheduler(pool, swap_pool=swap_pool, **options)
     if sanitize:
         observers = [*observers, Sanitizer(scheduler, cache.memory)]
     recorder = Recorder(scheduler, steps_kept)

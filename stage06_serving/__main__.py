@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from shared import cli, models, program
+from shared import cli, models, program, registry
 from shared.errors import UserError
 from stage05_paged.memory import default_memory, free_memory, make_pool, parse_memory, size
 
@@ -93,7 +93,6 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
     Raises UserError for a model that cannot be loaded, for an engine that cannot run here, and for
     lack of memory.
     """
-    from stage01_forward import families
 
     from .choice import PAGED, Choice, choose, faster
     from .engines import Paged
@@ -118,7 +117,7 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
     linear, threads = chosen.linear(settings.linear), settings.threads or None
     changed = {"seed": 0, "linear": linear, "threads": threads}
     options = argparse.Namespace(**settings.model_dump() | changed)
-    loaded = (maker.load if maker else cli.load_model_from)(options, families)
+    loaded = (maker.load if maker else cli.load_model_from)(options)
     config, dtype, block_size = loaded.config, loaded.kv_dtype, settings.block_size
     free = free_memory(loaded.device)
     if settings.kv_memory:
@@ -157,19 +156,14 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
 
 
 def speculate(settings: Settings, engine: Any, loaded: cli.Loaded) -> Any:
-    """The engine with the drafts of --speculate, by speculate(engine, value, count, model, drawn)
-    of the stage that adds the value. Raises UserError for a draft model that cannot be loaded, or
-    does not fit."""
-    from stage01_forward import families, offer
-
+    """The engine with the drafts of --speculate, of registry.DRAFTS. Raises UserError for a draft
+    model that cannot be loaded, or does not fit."""
     draft = None
     if name := settings.speculative_model:
-        weights = families.load(models.checked(name), dtype=loaded.dtype)
-        draft = families.load_model(weights, loaded.device, loaded.dtype)
-    module = offer.module_for("speculate", settings.speculate)
-    assert module is not None  # the settings refuse other values
-    count = settings.num_speculative_tokens
-    return module.speculate(engine, settings.speculate, count, draft, settings.drawn_drafts)
+        weights = models.load(models.checked(name), dtype=loaded.dtype)
+        draft = models.load_model(weights, loaded.device, loaded.dtype)
+    kind, count = settings.speculate, settings.num_speculative_tokens
+    return registry.load(registry.DRAFTS[kind])(engine, kind, count, draft, settings.drawn_drafts)
 
 
 def plan(settings: Settings, status: Status, loaded: cli.Loaded, address: str) -> str:

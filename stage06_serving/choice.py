@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 
-from shared import cli, linear
+from shared import cli, linear, registry
 from shared.errors import UserError
-from stage01_forward.offer import Offer
 
-from .settings import AUTO, engines
+from .settings import AUTO, ENGINES, PAGED
 
-PAGED = "paged"  # runs everywhere
 log = logging.getLogger(__name__)
 
 
@@ -26,25 +24,21 @@ class Choice:
     automatic: bool = False
     reason: str = ""
 
-    @property
-    def offer(self) -> Offer:
-        """That of the engine's stage."""
-        return engines()[self.name]
-
     def linear(self, wanted: str) -> str:
-        """The --linear of this engine, where `wanted` was given."""
-        return self.offer.linear or wanted
+        """The --linear of this engine, where `wanted` was given: kernels lay the weights out
+        themselves."""
+        return "plain" if self.name in registry.TRIALS else wanted
 
     def make(self, loaded: cli.Loaded, wanted: str, **options: Any) -> Any:
         """The engine for the model, which no other may use. If it does not support the model and
         was chosen automatically, stage 05's, with the linear layers of --linear `wanted`."""
-        offer = self.offer
+        tried = self.name in registry.TRIALS
         try:
-            insist = {"insist": True} if offer.trial else {}
-            make = offer.load(offer.engine).make
-            return make(loaded.model, **insist, **offer.alone, **options)
+            kernels = {"insist": True, "release": True} if tried else {}
+            make = registry.load(registry.ENGINES[self.name])
+            return make(loaded.model, **kernels, **options)
         except UserError as error:
-            if not (self.automatic and offer.trial):
+            if not (self.automatic and tried):
                 raise
             self.name, self.reason = PAGED, str(error)
         linear.optimize(loaded.model, wanted)
@@ -55,9 +49,9 @@ def choose(name: str, dtype: torch.dtype, device: torch.device) -> Choice:
     """The engine for --engine `name`; AUTO is the newest with a trial that this machine passes.
     Raises UserError for one that cannot run here."""
     reason = ""
-    for newest, offer in reversed(engines().items()):
-        if offer.trial and name in (newest, AUTO):
-            why = offer.load(offer.trial).unsupported_reason(dtype, device)
+    for newest in reversed(ENGINES):
+        if newest in registry.TRIALS and name in (newest, AUTO):
+            why = registry.load(registry.TRIALS[newest])(dtype, device)
             if not why:
                 return Choice(newest, name == AUTO, reason)
             if name == newest:

@@ -18,7 +18,7 @@ from shared.course.driver import Clock, outcome, tiny
 from stage01_forward.drivers import prompt_of
 from stage01_forward.params import SamplingParams
 from stage05_paged.blocks import BlockPool
-from stage05_paged.make import make
+from stage05_paged.engine import make
 
 from . import app, async_engine, text, writer
 from .async_engine import AsyncEngine, Step, Ticket

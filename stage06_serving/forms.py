@@ -1,6 +1,6 @@
 """Answers in a given form, such as JSON: what a later stage brings, and what this one does without.
 
-The stage says so in its offer (`forms`), and the endpoints take its bodies, which have more fields
+registry.FORMS names the stage's class, and the endpoints take its bodies, which have more fields
 than ours; a field that neither knows is refused as protocol.py says.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from shared import registry
 from shared.cli import Loaded
-from stage01_forward.offer import offers
 
 from .async_engine import Prepare
 from .chat import ChatTemplate, OwnTemplate, Tools
@@ -41,6 +41,5 @@ class NoForms:
 
 
 def brought() -> Any:
-    """The newest stage's class of Forms; NoForms if no stage brings any."""
-    newest = [offer for offer in offers() if offer.forms]
-    return newest[-1].load(newest[-1].forms).Forms if newest else NoForms
+    """The class of Forms that a later stage adds."""
+    return registry.load(registry.FORMS["json"])

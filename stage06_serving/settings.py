@@ -21,15 +21,16 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from shared import models
+from shared import cli, models, registry
 from shared.cli import MOST_TOKENS, OTHER_NAMES, Parser, with_default
 from shared.errors import UserError, advised
 from shared.files import read_text
-from stage01_forward import offer as brought
-from stage01_forward.offer import AUTO, Offer, offers
+from shared.models import AUTO
 from stage05_paged.memory import parse_memory
 
 PREFIX = "STAIRCASE_"
+PAGED = "paged"  # runs everywhere
+ENGINES = PAGED, "kernels"  # for --engine, the newest last; names in registry.ENGINES
 OFF = "off"  # no drafts
 MOST_KEY_BYTES = 2**20
 # Of the router, the tests, the exercises, and Ray's replicas.
@@ -43,11 +44,6 @@ GROUPS = {  # of the help, by their first options
     "engine": "engine and memory",
     "max_queue": "requests",
 }
-
-
-def engines() -> dict[str, Offer]:
-    """The names for --engine, and the offers of their stages."""
-    return {offer.served: offer for offer in offers() if offer.served}
 
 
 class Settings(BaseSettings):
@@ -85,7 +81,7 @@ class Settings(BaseSettings):
         default="auto", description="number format of the weights"
     )
     weights: str = Field(
-        default=AUTO, description=f"{brought.ABOUT_WEIGHTS}: {', '.join(brought.weight_formats())}"
+        default=AUTO, description=f"{cli.ABOUT_WEIGHTS}: {', '.join(cli.weight_formats())}"
     )
     linear: Literal["auto", "plain", "packed", "widened"] = Field(
         default="auto", description="linear layers on a CPU"
@@ -117,7 +113,7 @@ class Settings(BaseSettings):
 
     engine: str = Field(
         default=AUTO,
-        description=f"engine of a stage: {', '.join(engines())}; {AUTO} is the newest one that "
+        description=f"engine of a stage: {', '.join(ENGINES)}; {AUTO} is the newest one that "
         "runs correctly on this machine",
     )
     max_num_seqs: int = Field(
@@ -131,7 +127,7 @@ class Settings(BaseSettings):
         description="memory for keys and values: 512MiB, 2GB, 25%% of free; default: automatic",
     )
     kv_dtype: str = Field(
-        default=AUTO, description=f"{brought.ABOUT_KV}: {', '.join(brought.kv_formats())}"
+        default=AUTO, description=f"{cli.ABOUT_KV}: {', '.join(cli.kv_formats())}"
     )
     block_size: int = Field(default=16, ge=1, le=1024, description="tokens in a block")
     swap_memory: str = Field(
@@ -148,7 +144,7 @@ class Settings(BaseSettings):
     speculate: str = Field(
         default=OFF,
         description="what drafts the next tokens, which a step then verifies together: "
-        f"{', '.join([OFF, *brought.values('speculate')])}; the tokens stay those of off",
+        f"{', '.join([OFF, *registry.DRAFTS])}; the tokens stay those of off",
     )
     num_speculative_tokens: int = Field(
         default=4, ge=1, le=64, description="maximum drafts of a sequence in a step"
@@ -209,10 +205,10 @@ class Settings(BaseSettings):
     @classmethod
     def _known(cls, name: str, field: ValidationInfo) -> str:
         known = {
-            "engine": [AUTO, *engines()],
-            "weights": brought.weight_formats(),
-            "kv_dtype": brought.kv_formats(),
-            "speculate": [OFF, *brought.values("speculate")],
+            "engine": [AUTO, *ENGINES],
+            "weights": cli.weight_formats(),
+            "kv_dtype": cli.kv_formats(),
+            "speculate": [OFF, *registry.DRAFTS],
         }
         names = known[str(field.field_name)]
         if name not in names:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from shared import cli
 from shared.errors import UserError
-from stage01_forward.offer import add_options
 
 if TYPE_CHECKING:
     from stage01_forward.params import SamplingParams
@@ -40,7 +39,7 @@ def make_parser() -> cli.Parser:
         help="paged is stage 05's engine, kernels stage 09's; auto takes the kernels where they "
         "are right",
     )
-    add_options(parser)
+    cli.add_format_options(parser)
     return parser
 
 
@@ -61,7 +60,6 @@ def main(argv: list[str] | None = None) -> int:
 def load(options: argparse.Namespace) -> tuple[cli.Loaded, Engine, SamplingParams, Choice]:
     """The model, an engine for one context of it and how it was chosen, and the sampling
     options."""
-    from stage01_forward import families
     from stage01_forward.params import SamplingParams
     from stage06_serving.choice import choose
 
@@ -69,7 +67,7 @@ def load(options: argparse.Namespace) -> tuple[cli.Loaded, Engine, SamplingParam
     device, dtype = cli.device_and_dtype(options)
     chosen = choose(options.engine, dtype, device)
     wanted, options.linear = options.linear, chosen.linear(options.linear)
-    loaded = cli.load_model_from(options, families)
+    loaded = cli.load_model_from(options)
     formats = cli.cache_options(options.kv_dtype)
     return loaded, chosen.make(loaded, wanted, contexts=1, **formats), sampling, chosen
 

@@ -18,13 +18,12 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from shared import charts, checkpoint, cli, measure
+from shared import charts, checkpoint, cli, measure, models
 from shared.bench import kit, rows
 from shared.bench.claims import ROUND, Claim, closing, faster, speed
 from shared.bench.kit import Case, Group, Subject
 from shared.bench.rows import Results, Row, first
 from shared.roofline import forward_cost, static_costs
-from stage01_forward import families
 from stage02_kv_cache.engine import Engine
 from stage04_continuous.cache import SlotCache
 from stage04_continuous.runner import Runner
@@ -107,7 +106,7 @@ def twin(subject: Subject, plan: Any) -> Iterator[Group]:
     for name in ("stories", "stories-chat"):
         card = checkpoint.EMBEDDED[name] / "evaluation.json"
         judged = json.loads(card.read_text(encoding="utf-8"))
-        ours = Subject(families.load(name), subject.dtype)
+        ours = Subject(models.load(name), subject.dtype)
         group = kit.compare(ours, {"ours": Engine(ours.model)}, [plan.story], plan.whole_repeats)[0]
         yield group | {
             "model": name,

@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
-from shared.config import Config, Reader, check_size, end_ids
+from shared.config import Config, check_size, end_ids
 from shared.errors import UserError
 
 from .rope import KINDS, Rope, yarn_scale
@@ -45,6 +45,12 @@ QWEN_WINDOW = {"layer_types", "max_window_layers", "sliding_window", "use_slidin
 class LlamaConfig(Config):
     """The shape of a model of the Llama family. Fields have GPT-2's names where it has them:
     `layer_norm_epsilon` is rms_norm_eps, `n_inner` is intermediate_size."""
+
+    family: ClassVar[str] = "llama"
+
+    family: ClassVar[str] = "llama"
+
+    family: ClassVar[str] = "llama"
 
     n_inner: int = 0
     rope: Rope = field(default_factory=Rope)
@@ -277,9 +283,6 @@ def qwen_window(config: LlamaConfig, options: Options) -> LlamaConfig:
     layers = options.get("layer_types", full if first >= config.n_layer else [])
     switched_on = options.flag("use_sliding_window") and layers != full
     return within_window(config, options) if switched_on else config
-
-
-READERS: dict[str, Reader] = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
 
 
 def to_fields(config: LlamaConfig) -> dict[str, Any]:

@@ -9,19 +9,9 @@ from importlib import import_module
 from typing import Any
 
 from shared import openmp
-from stage01_forward.offer import Offer
 
 QUESTION: str = "What is left on the table when every operator comes from a library?"
 FIRST_FILE: str = "naive.c"
-OFFER = Offer(
-    __name__,
-    engine="make",
-    served="kernels",
-    trial="trial",
-    linear="plain",  # this stage lays the weights out itself
-    alone={"release": True},
-    backends={"cpu": "cpu"},
-)
 
 openmp.choose()  # before PyTorch is loaded
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shared import cli
-from stage01_forward.offer import add_options
 
 if TYPE_CHECKING:
     import argparse
@@ -18,23 +17,21 @@ ABOUT = (
 
 def main(argv: list[str] | None = None) -> int:
     parser = cli.generation_parser("stage09_kernels", ABOUT)
-    add_options(parser)
+    cli.add_format_options(parser)
     options = parser.parse_args(argv)
     return speak(options, cli.read_prompt(options))
 
 
 def speak(options: argparse.Namespace, prompt: str) -> int:
-    from stage01_forward import families
     from stage01_forward.params import SamplingParams
 
-    from . import OFFER
-    from .make import make
+    from .engine import make
 
     sampling = SamplingParams(**cli.sampling_fields(options))
-    options.linear = OFFER.linear
-    loaded = cli.load_model_from(options, families)
+    options.linear = "plain"  # this stage lays the weights out itself
+    loaded = cli.load_model_from(options)
     formats = cli.cache_options(options.kv_dtype)
-    engine = make(loaded.model, contexts=1, insist=True, **formats, **OFFER.alone)
+    engine = make(loaded.model, contexts=1, insist=True, release=True, **formats)
     cli.speak(engine, loaded, prompt, sampling)
     return 0
 

@@ -18,24 +18,23 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from shared import charts, cli, linear, measure
+from shared import charts, cli, linear, measure, models
 from shared.bench import kit, rows
 from shared.bench.claims import Claim, closing, faster, takes
 from shared.bench.kit import Case, Group, Subject
 from shared.bench.rows import Results, Row, first
 from shared.roofline import Cost, block_weights, forward_cost
-from stage01_forward import families
 from stage01_forward.params import SamplingParams
 from stage04_continuous import engine as stage04
 from stage04_continuous.request import Request
 from stage04_continuous.runner import Runner
 from stage05_paged.blocks import BlockPool
 from stage05_paged.cache import PagedCache
-from stage05_paged.make import make as make_paged
+from stage05_paged.engine import make as make_paged
 
 from . import library
 from .cache import KernelCache
-from .make import make
+from .engine import make
 from .operations import ATTEND, LINEAR, NORM, Linear, Operation, Pass
 from .program import lay_out
 from .runner import KernelRunner
@@ -137,7 +136,7 @@ def decode(paged: PagedCache, count: int, context: int, anywhere: bool = True) -
 
 def judge_of(subject: Subject, paged: PagedCache) -> Runner:
     """A judge that rounds less than all it judges: the same weights and cache in float32."""
-    model = families.load_model(subject.shape, dtype=subject.dtype).float()
+    model = models.load_model(subject.shape, dtype=subject.dtype).float()
     exact = PagedCache(subject.config, paged.blocks, BLOCK)
     exact.kv.copy_(paged.kv)
     return Runner(model, exact)
@@ -146,7 +145,7 @@ def judge_of(subject: Subject, paged: PagedCache) -> Runner:
 def steps(subject: Subject, plan: Any) -> Iterator[Group]:
     """A decode step: stage 05, stage 05 with attention in place, and the whole step as one call;
     then the parts of that call, each alone."""
-    plain = families.load_model(subject.shape, dtype=subject.dtype)
+    plain = models.load_model(subject.shape, dtype=subject.dtype)
     paged, kernel = filled(subject, plan)
     judge = judge_of(subject, paged)
     runners: dict[str, Any] = {
@@ -191,7 +190,7 @@ def parts(runner: KernelRunner, shares: list[Any], rows: list[int]) -> dict[str,
 
 def techniques(subject: Subject, plan: Any) -> Iterator[Group]:
     """A pass with all techniques, and with each of them taken away, over the same blocks."""
-    plain = families.load_model(subject.shape, dtype=subject.dtype)
+    plain = models.load_model(subject.shape, dtype=subject.dtype)
     paged, kernel = filled(subject, plan)
     without: dict[str, tuple[tuple[str, ...], str]] = {
         name: (defines, "") for name, defines in CONSTANTS.items()
@@ -271,7 +270,7 @@ def all_layers(whole: Any, layers: int, inputs: list[Tensor]) -> None:
 
 def prefill(subject: Subject, plan: Any) -> Iterator[Group]:
     """One prompt."""
-    plain = families.load_model(subject.shape, dtype=subject.dtype)
+    plain = models.load_model(subject.shape, dtype=subject.dtype)
     (ids,) = subject.prompts([plan.prompt], "prefill")
     blocks = -(-len(ids) // BLOCK)
     options: dict[str, Any] = {"block_size": BLOCK, "dtype": subject.dtype}
@@ -290,7 +289,7 @@ def prefill(subject: Subject, plan: Any) -> Iterator[Group]:
 
 def answers(subject: Subject, plan: Any) -> Iterator[Group]:
     """Whole answers by both engines, scheduling and sampling included."""
-    plain = families.load_model(subject.shape, dtype=subject.dtype)
+    plain = models.load_model(subject.shape, dtype=subject.dtype)
     for count in plan.requests:
         blocks = count * -(-sum(plan.lengths) // BLOCK)
         options: dict[str, Any] = {"max_sequences": count, "prefix_caching": False}

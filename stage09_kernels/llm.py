@@ -21,14 +21,12 @@ from tqdm import tqdm
 
 from shared import chat_template, cli
 from shared.errors import UserError
-from stage01_forward import families
+from shared.models import AUTO
 from stage01_forward.generation import Output, sampling_per_prompt
-from stage01_forward.offer import AUTO, add_options
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 
-from . import OFFER
-from .make import make
+from .engine import make
 
 Prompt = str | Sequence[int]  # text, or token ids
 Message = Mapping[str, str]  # "role" and "content"
@@ -89,14 +87,14 @@ class LLM:
         }
         parser = cli.Parser("stage09_kernels", "", "")  # which checks them
         cli.add_model_options(parser)
-        add_options(parser)
-        parser.set_defaults(random_weights=random_weights, linear=OFFER.linear)
+        cli.add_format_options(parser)
+        parser.set_defaults(random_weights=random_weights, linear="plain")
         words = [f"--{name}={value}" for name, value in values.items() if value is not None]
         options = parser.parse_args(words)
-        self.loaded = cli.load_model_from(options, families)
+        self.loaded = cli.load_model_from(options)
         formats = cli.cache_options(options.kv_dtype)
         try:
-            self.engine = make(self.loaded.model, **formats, **OFFER.alone, **engine)
+            self.engine = make(self.loaded.model, release=True, **formats, **engine)
         except (TypeError, ValueError, ArithmeticError, AttributeError, MemoryError) as error:
             raise UserError(f"No engine has the options {engine}: {error!r}.") from error
 

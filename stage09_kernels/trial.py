@@ -18,7 +18,7 @@ from torch import Tensor
 from shared.checkpoint import Checkpoint, random_tensors
 from shared.config import Config
 from shared.measure import cache_folder
-from stage01_forward.families import load_model
+from shared.models import load_model
 from stage04_continuous.runner import Runner
 from stage05_paged.cache import PagedCache
 from stage08_llama.config import LlamaConfig

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from shared import cli, models
-from stage01_forward.offer import AUTO, add_options
+from shared.models import AUTO
 
 from . import quantize
 
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     if words[:1] == ["quantize"]:
         return quantize.main(words[1:])
     parser = cli.generation_parser("stage10_quantization", ABOUT, *EXAMPLES)
-    add_options(parser)
+    cli.add_format_options(parser)
     options = parser.parse_args(words)
     if options.weights == AUTO and is_plain(options.model):
         options.weights = "int8"  # what this stage is about
@@ -40,7 +40,6 @@ def is_plain(name: str) -> bool:
 
 
 def speak(options: argparse.Namespace, prompt: str) -> int:
-    from stage01_forward import families
     from stage01_forward.params import SamplingParams
     from stage06_serving.choice import choose
 
@@ -48,7 +47,7 @@ def speak(options: argparse.Namespace, prompt: str) -> int:
     device, dtype = cli.device_and_dtype(options)
     chosen = choose(AUTO, dtype, device)
     wanted, options.linear = options.linear, chosen.linear(options.linear)
-    loaded = cli.load_model_from(options, families)
+    loaded = cli.load_model_from(options)
     formats = cli.cache_options(options.kv_dtype)
     cli.speak(chosen.make(loaded, wanted, contexts=1, **formats), loaded, prompt, sampling)
     return 0

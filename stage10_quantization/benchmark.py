@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from shared import charts, cli, linear, measure
+from shared import charts, cli, linear, measure, models
 from shared.bench import kit, rows
 from shared.bench.claims import Claim, closing
 from shared.bench.kit import Case, Group, Subject
 from shared.bench.rows import Results, Row
 from shared.roofline import Cost, block_weights
-from stage01_forward import families
 from stage04_continuous.runner import Runner
 from stage05_paged.cache import PagedCache
 from stage09_kernels.cache import KernelCache
@@ -51,7 +50,7 @@ FEW = {"rows": (1, 8), "lengths": (64, 256)}
 
 def model_of(subject: Subject, weights: str, activations: str = "int8") -> Any:
     dtype = torch.bfloat16 if weights == BF16 else torch.float32
-    model = families.load_model(subject.shape, dtype=dtype)
+    model = models.load_model(subject.shape, dtype=dtype)
     if weights in (INT8, GROUPS, INT4):
         linear.convert(model, Quantize(weights, activations), {})
     return model

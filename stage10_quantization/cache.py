@@ -166,7 +166,3 @@ class Int8KernelCache(KernelCache):
     ) -> None:
         sizes = blocks, block_size, swap_blocks, dtype, device
         super().__init__(config, *sizes, level, source or FAST, real)
-
-
-CACHE = Int8Cache  # of this stage's OFFER
-KERNEL_CACHES = {"cpu": Int8KernelCache}

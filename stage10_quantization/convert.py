@@ -1,6 +1,6 @@
 """Quantize the layers of a model as they are loaded, or of a float model that is there already.
 
-checkpoint = families.load("stories", conversion=Quantize("int4"))
+checkpoint = models.load("stories", conversion=Quantize("int4"))
 shared.linear.convert(model, Quantize("int8"), {})
 """
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shared.config import Reader
 from shared.errors import UserError
 from shared.files import read_json
 
@@ -46,8 +45,8 @@ def reads(path: Path) -> bool:
         return file.read(4) == b"GGUF"
 
 
-def open(path: Path, readers: Mapping[str, Reader]) -> Opened:
+def open(path: Path) -> Opened:
     """The model at `path`, whose matrices are read when its layers are made. Raises UserError."""
     from . import stored
 
-    return stored.open_folder(path, readers) if path.is_dir() else stored.open_file(path)
+    return stored.open_folder(path) if path.is_dir() else stored.open_file(path)

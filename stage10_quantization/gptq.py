@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from shared.errors import UserError
 from shared.linear import convert
-from stage01_forward.families import attention_of
+from stage01_forward.attention import Recompute
 
 from .convert import FORMATS, Format, Quantize
 from .layers import QuantizedLinear, QuantizedMatrix
@@ -134,7 +134,7 @@ def _first_arguments(model: Any, block: nn.Module, ids: Tensor) -> tuple[Any, ..
     calls: list[tuple[Any, ...]] = []
     hook = block.register_forward_pre_hook(lambda _, arguments: calls.append(arguments))
     positions = torch.arange(len(ids))
-    model(ids, positions, attention_of(model.config).attend)
+    model(ids, positions, Recompute().attend)
     hook.remove()
     return calls[0]
 

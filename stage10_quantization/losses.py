@@ -17,14 +17,13 @@ import torch
 from tqdm import tqdm
 
 from reports.peers import scorer
-from shared import cli, linear, tokenizer
+from shared import cli, linear, models, tokenizer
 from shared.bench import kit, rows
 from shared.bench.claims import Claim, closing
 from shared.bench.kit import Group
 from shared.bench.rows import Results, Row
 from shared.errors import UserError
 from shared.paths import ROOT
-from stage01_forward import families
 
 from . import quality
 from .convert import INT8 as ROWS
@@ -58,7 +57,7 @@ def judged(plan: Any) -> Iterator[Group]:
     """What each format costs in words."""
     for name, changes in QUALITY.items():
         try:
-            shape = families.load(name, weights="float32")
+            shape = models.load(name, weights="float32")
         except UserError as error:  # the package of smollm2 is not installed
             tqdm.write(f"{name} is not judged: {error}", file=sys.stderr)
             continue
@@ -71,14 +70,14 @@ def judged(plan: Any) -> Iterator[Group]:
         else:
             text = words.encode("\n".join(quality.read_text(str(path)) for path in LESSONS))
             ids, learning = text[:count], text[count : count + learnt]
-        reference = quality.engine_of(families.load_model(shape, dtype=torch.float32))
+        reference = quality.engine_of(models.load_model(shape, dtype=torch.float32))
         starts = range(0, min(len(ids), 10 * quality.WINDOW), quality.WINDOW)
         prompts = [ids[start : start + 20] for start in starts]
         for how in tqdm(changes, desc=name, unit="format", leave=False):
             if how.startswith(scorer.NAME):
                 yield from peer(name, shape, how, reference, ids)
                 continue
-            model = families.load_model(shape, dtype=torch.float32)
+            model = models.load_model(shape, dtype=torch.float32)
             change(model, how, windows_of(learning, plan.calibration))
             engine = quality.engine_of(model, dtype=torch.int8 if how == KEYS else None)
             group: Group = {"model": name, "how": how}

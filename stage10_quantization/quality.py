@@ -27,11 +27,10 @@ from shared.config import Config
 from shared.errors import UserError
 from shared.linear import convert
 from shared.stories import grammar
-from stage01_forward import families
 from stage01_forward.params import SamplingParams
 from stage01_forward.perplexity import read_text
 from stage05_paged.blocks import BlockPool
-from stage09_kernels.make import make
+from stage09_kernels.engine import make
 
 from .convert import FORMATS, Quantize
 from .gptq import calibrate, windows_of
@@ -233,7 +232,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     floats = {"linear": "plain", "dtype": "float32", "weights": "float32"}  # quantized below
     plain = argparse.Namespace(**{**vars(options), **floats})
-    reference, loaded = (cli.load_model_from(plain, families) for _ in range(2))
+    reference, loaded = (cli.load_model_from(plain) for _ in range(2))
     tokenizer, model = reference.tokenizer, loaded.model
     end = end_of_text(reference.config)
     learnt = max(options.gptq or 0, options.smooth or 0) * WINDOW

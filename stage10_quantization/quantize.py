@@ -103,7 +103,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def quantize(options: argparse.Namespace) -> None:
     from shared.linear import convert
-    from stage01_forward import families
 
     from .convert import FORMATS, INT4_ZERO, Quantize
     from .gptq import calibrate, windows_of
@@ -111,7 +110,7 @@ def quantize(options: argparse.Namespace) -> None:
     from .smoothquant import smooth
 
     plain = {"linear": "plain", "dtype": "float32", "weights": "float32"}
-    loaded = cli.load_model_from(argparse.Namespace(**{**vars(options), **plain}), families)
+    loaded = cli.load_model_from(argparse.Namespace(**{**vars(options), **plain}))
     model, config = loaded.model, loaded.config
     steps, format = options.method.split("+"), FORMATS[options.weights]
     if format.minimum and options.out.suffix != GGUF:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stage01_forward.families import attention_of
+from stage01_forward.attention import Recompute
 from stage01_forward.model import GPT2
 
 
@@ -89,7 +89,7 @@ def maxima(model: Any, windows: Sequence[Tensor]) -> dict[nn.Linear, Tensor]:
     layers = [m for m in model.modules() if type(m) is nn.Linear]
     hooks = [layer.register_forward_pre_hook(watch) for layer in layers]
     for ids in windows:
-        model(ids, torch.arange(len(ids)), attention_of(model.config).attend)
+        model(ids, torch.arange(len(ids)), Recompute().attend)
     for hook in hooks:
         hook.remove()
     return largest

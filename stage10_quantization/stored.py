@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.checkpoint import Checkpoint, Opened
-from shared.config import Config, Reader
+from shared.config import Config
 
 from .convert import FORMATS, Quantize
 from .formats.folder import FolderModel
@@ -189,9 +189,9 @@ def open_file(path: Path) -> Opened:
     return Opened(model.config, stored.tensors(), folder, [path], stored)
 
 
-def open_folder(path: Path, readers: Mapping[str, Reader]) -> Opened:
+def open_folder(path: Path) -> Opened:
     """The quantized model in a folder. Raises UserError."""
-    model = FolderModel(path, readers)
+    model = FolderModel(path)
     files = sorted(path.glob("*.safetensors"))
     stored = Stored(model, activations_of(model.options))
     return Opened(model.config, stored.tensors(), path, files, stored)

@@ -6,13 +6,10 @@ token, and as many as the sampler agrees with are kept. `drafts.py` puts them in
 """
 
 from shared import openmp
-from stage01_forward.offer import Offer
 
 QUESTION: str = (
     "A pass reads all weights for one token of a request: why not verify several at once?"
 )
 FIRST_FILE: str = "engine.py"
-DRAFTS = dict.fromkeys(("ngram", "suffix", "draft"), "make")
-OFFER = Offer(__name__, values={"speculate": DRAFTS}, forms="forms")
 
 openmp.choose()  # before PyTorch is loaded

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from shared import cli, models
+from shared import cli, models, registry
 from shared.errors import UserError
-from stage01_forward.offer import AUTO, add_options, values, weight_formats
+from shared.models import AUTO
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -30,9 +30,9 @@ EXAMPLES = (
 def make_parser() -> cli.Parser:
     parser = cli.generation_parser("stage11_speculative", ABOUT, *EXAMPLES)
     parser.once = ("--speculate",)
-    add_options(parser)
+    cli.add_format_options(parser)
     group = parser.add_argument_group("drafts")
-    known = values("speculate")
+    known = list(registry.DRAFTS)
     about = "where drafts come from: the text itself, past answers too, or the model's first layers"
     group.add_argument("--speculate", choices=known, default="suffix", help=about)
     whole, about = cli.whole_number(1, 64), "maximum drafts of a pass"
@@ -41,7 +41,7 @@ def make_parser() -> cli.Parser:
     about = "a name, such as stories-draft, or a folder; default: the model itself"
     drafting.add_argument("--speculative-model", default="", metavar="NAME", help=about)
     about = "format of its weights, such as int4; default: unchanged"
-    drafting.add_argument("--speculative-weights", choices=weight_formats(), help=about)
+    drafting.add_argument("--speculative-weights", choices=cli.weight_formats(), help=about)
     about = "only its first N layers draft; default: 1 of the model itself, all of another"
     drafting.add_argument("--layers", type=whole, metavar="N", help=about)
     about = "sample the drafts, too, and verify them by rejection: a seed then fixes how answers "
@@ -56,12 +56,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def speak(options: argparse.Namespace, prompt: str) -> int:
-    from stage01_forward import families
     from stage01_forward.params import SamplingParams
     from stage06_serving.choice import choose
 
     from .draft_model import first_layers
-    from .make import speculate
+    from .engine import speculate
 
     sampling = SamplingParams(**cli.sampling_fields(options))
     name, weights = options.speculative_model, options.speculative_weights
@@ -71,13 +70,13 @@ def speak(options: argparse.Namespace, prompt: str) -> int:
     device, dtype = cli.device_and_dtype(options)
     chosen = choose(AUTO, dtype, device)
     wanted, options.linear = options.linear, chosen.linear(options.linear)
-    loaded = cli.load_model_from(options, families)
+    loaded = cli.load_model_from(options)
     draft = None
     if options.speculate == "draft":
         draft = loaded.model
         if name or weights:
-            opened = families.load(name or options.model, weights=weights or AUTO)
-            draft = families.load_model(opened, loaded.device, loaded.dtype)
+            opened = models.load(name or options.model, weights=weights or AUTO)
+            draft = models.load_model(opened, loaded.device, loaded.dtype)
         layers = options.layers or (draft.config.n_layer if name else 1)
         if layers > draft.config.n_layer:
             raise UserError(f"--layers {layers}: {draft.config.name} has {draft.config.n_layer}.")

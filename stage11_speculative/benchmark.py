@@ -20,7 +20,7 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from shared import charts, cli, linear, measure
+from shared import charts, cli, linear, measure, models
 from shared.bench import kit, rows
 from shared.bench.claims import Claim, closing
 from shared.bench.kit import Case, Group, Subject
@@ -28,16 +28,15 @@ from shared.bench.rows import Results, Row
 from shared.errors import UserError
 from shared.models import EMBEDDED
 from shared.tokenizer import Tokenizer, load_tokenizer
-from stage01_forward import families
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
-from stage09_kernels.make import make as make_plain
+from stage09_kernels.engine import make as make_plain
 from stage10_quantization.convert import Quantize
 
 from . import grammar
 from .draft_model import first_layers
+from .engine import with_draft_model, with_drafts
 from .lengths import Adaptive, PassTimes, measure_passes
-from .make import with_draft_model, with_drafts
 from .proposers import NGram, Recorded
 from .suffix import Suffix
 
@@ -68,7 +67,7 @@ def engine_of(model: Any, sequences: int) -> Any:
 
 def fresh(subject: Subject) -> Any:
     """A model that its engine may consume."""
-    return families.load_model(subject.shape, dtype=subject.dtype)
+    return models.load_model(subject.shape, dtype=subject.dtype)
 
 
 def answered(engine: Any, prompts: Any, count: int, form: Any = None) -> list[list[int]]:
@@ -158,7 +157,7 @@ def formats(subject: Subject, plan: Any) -> Iterator[Group]:
     prompts = subject.prompts([prompt])
     for weights in plan.formats:
         dtype = torch.bfloat16 if weights == "bfloat16" else torch.float32
-        model = families.load_model(subject.shape, dtype=dtype)
+        model = models.load_model(subject.shape, dtype=dtype)
         if weights.startswith("int"):
             linear.convert(model, Quantize(weights), {})
         plain = engine_of(model, 2)
@@ -178,10 +177,10 @@ def draft(subject: Subject, plan: Any) -> Iterator[Group]:
     opening = Tokenizer.from_folder(EMBEDDED["stories"]).encode("Once upon a time")
     plain = engine_of(fresh(subject), 2)
     whole = subject.config.n_layer
-    models = {TRAINED: families.load_model(kit.shape(TRAINED), dtype=subject.dtype)}
+    drafters = {TRAINED: models.load_model(kit.shape(TRAINED), dtype=subject.dtype)}
     for layers in (1, whole // 2, whole):
-        models[kit.counted(layers, "layer")] = first_layers(fresh(subject), layers)
-    for name, model in models.items():
+        drafters[kit.counted(layers, "layer")] = first_layers(fresh(subject), layers)
+    for name, model in drafters.items():
         engines = {PLAIN: plain, FIXED: with_draft_model(plain, model, plan.drafts)}
         about = {"model": "stories", "drafter": name}
         yield about | compare(engines, [opening], answer, plan.repeats)
@@ -190,13 +189,13 @@ def draft(subject: Subject, plan: Any) -> Iterator[Group]:
 def exits(subject: Subject, plan: Any) -> Iterator[Group]:
     """Early exit: SmolLM2 in 8 bits, drafted for by its own layers in 4, the first ones or all."""
     try:
-        shape = families.load(REAL, weights="float32")
+        shape = models.load(REAL, weights="float32")
     except UserError as error:  # its package is not installed
         tqdm.write(f"{REAL} is left out: {error}", file=sys.stderr)
         return
 
     def converted(weights: str, layers: int | None = None) -> Any:
-        model = families.load_model(shape, dtype=torch.float32)
+        model = models.load_model(shape, dtype=torch.float32)
         model = model if layers is None else first_layers(model, layers)
         linear.convert(model, Quantize(weights), {})
         return model

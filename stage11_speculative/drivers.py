@@ -20,8 +20,8 @@ from stage05_paged.engine import make
 
 from . import grammar, rejection
 from .drafts import Counts
+from .engine import with_drafts
 from .lengths import PATIENCE, Adaptive, Fixed, PassTimes
-from .make import with_drafts
 from .proposers import NGram, Recorded
 
 

@@ -20,14 +20,13 @@ from matplotlib.figure import Figure
 
 from reports.peers.gateways import Chats
 from reports.peers.gateways import compare as compare_routers
-from shared import charts, cli
+from shared import charts, cli, models
 from shared.bench import kit, rows
 from shared.bench.claims import Claim, closing, faster
 from shared.bench.kit import Case, Group, Output, Subject
 from shared.bench.rows import Results, Row, percentile
 from shared.roofline import forward_cost, static_costs
-from stage01_forward import families
-from stage05_paged.make import make
+from stage05_paged.engine import make
 
 from .bench.apart import APART, TOGETHER, Load, compare
 from .bench.loads import Run, loads
@@ -146,7 +145,7 @@ def apart(subject: Subject, plan: Any) -> Iterator[Group]:
 
 def whole(name: str, dtype: str) -> Any:
     """The model that every rank loads."""
-    return families.load_model(kit.shape(name), dtype=getattr(torch, dtype))
+    return models.load_model(kit.shape(name), dtype=getattr(torch, dtype))
 
 
 class Threads:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from shared import models
 from shared.config import Config
 from shared.course.driver import Entry, outcome, random_checkpoint, tensors
-from stage01_forward import families
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 from stage05_paged.blocks import BlockPool, BlockTable
@@ -106,7 +106,7 @@ def config_of(draw: Random) -> Config:
 def parts(draw: Random) -> Iterator[Entry]:
     for _ in range(5):
         config, ranks = config_of(draw), draw.choice([1, 2, 3])
-        model = families.load_model(random_checkpoint(config, 1), dtype=torch.float64)
+        model = models.load_model(random_checkpoint(config, 1), dtype=torch.float64)
         for rank in range(ranks):
             shards = outcome(shard.shards, model, rank, ranks)
             call = f"shards of {config}, rank {rank} of {ranks}"

@@ -7,10 +7,8 @@ how they are proved.
 """
 
 from shared import openmp
-from stage01_forward.offer import Offer
 
 QUESTION: str = "What does a GPU change, when the arithmetic stays the same?"
 FIRST_FILE: str = "naive.py"
-OFFER = Offer(__name__, backends={"cuda": "backend"})
 
 openmp.choose()  # before PyTorch is loaded

@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 from shared import cli
-from stage01_forward.offer import add_options
 
 ABOUT = (
     "Stage 13, GPU: continue a text on the engine of stage 05 with kernels in Triton. Without a "
@@ -17,13 +16,12 @@ ABOUT = (
 
 def main(argv: list[str] | None = None) -> int:
     parser = cli.generation_parser("stage13_gpu", ABOUT)
-    add_options(parser)
+    cli.add_format_options(parser)
     options = parser.parse_args(argv)
     return speak(options, cli.read_prompt(options))
 
 
 def speak(options: argparse.Namespace, prompt: str) -> int:
-    from stage01_forward import families
     from stage01_forward.params import SamplingParams
     from stage05_paged.engine import make
 
@@ -33,7 +31,7 @@ def speak(options: argparse.Namespace, prompt: str) -> int:
 
     sampling = SamplingParams(**cli.sampling_fields(options))
     options.linear = "plain"
-    loaded = cli.load_model_from(options, families)
+    loaded = cli.load_model_from(options)
     formats = cli.cache_options(options.kv_dtype)
     if INTERPRETED:
         print("No GPU: the kernels run in Triton's interpreter, slowly.", file=sys.stderr)

@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 
-from shared import cli, measure
+from shared import cli, measure, models
 from shared.bench import kit
 from shared.bench.kit import Group, Subject
 from shared.bench.rows import Draw, Results, median, table
-from stage01_forward import families
 from stage04_continuous.runner import Runner
 from stage05_paged.engine import cache_type
 from stage10_quantization.convert import Quantize
@@ -55,7 +54,7 @@ def counts(plan: Any) -> Iterator[Group]:
     from .counting import counting
     from .layers import GpuMatrix, KernelLinear
 
-    config = replace(families.presets()[plan.models[0]], n_layer=1)
+    config = replace(models.presets()[plan.models[0]], n_layer=1)
     heads, width, size = config.n_head, config.head_dim, 4
     cache = GpuCache(config, -(-plan.counted // 16))
     table_ = list(range(cache.blocks))
@@ -109,8 +108,8 @@ def steps(subject: Subject, plan: Any) -> Iterator[Group]:
     ours.kv.copy_(paged.memory.planes[0].movedim(0, 3))
     exact = cache_type(config, torch.float32)(config, blocks, 16, 0, torch.float32, "cuda")
     exact.memory.planes[0].copy_(paged.memory.planes[0])
-    judge = Runner(families.load_model(subject.shape, "cuda", dtype).float(), exact)
-    model = families.load_model(subject.shape, "cuda", dtype)
+    judge = Runner(models.load_model(subject.shape, "cuda", dtype).float(), exact)
+    model = models.load_model(subject.shape, "cuda", dtype)
     runners: dict[str, Any] = {PAGED: Runner(model, paged), EAGER: GpuRunner(model, ours)}
     runners[EAGER].graphs = None
     runners[GRAPH] = GpuRunner(model, ours)
@@ -200,7 +199,7 @@ def measured(model: str, gpu: str, rows: int, variant: str) -> str:
 
 def predicted(model: str) -> Iterator[dict[str, str]]:
     """A line for each GPU and number of rows at 1,000 tokens, in bfloat16, in microseconds."""
-    config = families.presets()[model]
+    config = models.presets()[model]
     for name, gpu in GPUS.items():
         for rows in (1, 32):
             parts = seconds(config, torch.bfloat16, rows, 1000, gpu)
@@ -213,7 +212,7 @@ def predicted(model: str) -> Iterator[dict[str, str]]:
 
 def claims(results: Results) -> Iterator[dict[str, str]]:
     """The lesson's table: a step of GPT-2 124M on an H100."""
-    config, gpu = families.presets()["gpt2"], GPUS["H100 SXM"]
+    config, gpu = models.presets()["gpt2"], GPUS["H100 SXM"]
     for rows, *by_hand in ((1, 635, 137), (32, 635, 426)):
         parts = seconds(config, torch.bfloat16, rows, 1000, gpu)
         counted = f"{launches(config, 1000)} launches of 5 us"
@@ -234,7 +233,7 @@ def step_table(model: str, results: Results) -> str:
 
 
 def quantized_table(results: Results) -> str:
-    config = families.presets()[MODELS[1]]
+    config = models.presets()[MODELS[1]]
     return table(
         {
             "GPU": gpu, "weights": weights, "rows": str(rows),

@@ -15,12 +15,11 @@ from collections.abc import Sequence
 
 import torch
 
-from shared import cli
+from shared import cli, models
 from shared.config import Config
 from shared.errors import UserError
 from shared.measure import Limits
 from shared.roofline import block_weights, forward_cost
-from stage01_forward import families
 
 # GB/s; GFLOP/s in float32, and in the half formats on tensor cores, dense
 GPUS = {
@@ -88,10 +87,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--weights", choices=tuple(WEIGHTS), default="", help="default: --dtype")
     options = parser.parse_args(argv)
-    if options.model not in families.presets():
-        known = ", ".join(families.presets())
+    if options.model not in models.presets():
+        known = ", ".join(models.presets())
         raise UserError(f"There is no shape '{options.model}': choose one of {known}.")
-    config = families.presets()[options.model]
+    config = models.presets()[options.model]
     dtype = getattr(torch, options.dtype)
     kernels, kind = launches(config, 1000, options.weights), options.weights or options.dtype
     print(f"{config.name}, {kind}: {kernels} kernels a step; microseconds")

@@ -136,14 +136,14 @@ def _aligned(value: Any) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    from stage01_forward import families
+    from shared import models
 
     about = "Compiles all kernels for GPUs that are not here, and prints what they need."
     parser = cli.Parser("stage13_gpu.registers", about, "  python -m stage13_gpu.registers gpt2")
     parser.add_argument("models", nargs="*", help="known shapes; by default three")
     for name in parser.parse_args(argv).models or MODELS:
         for dtype in (torch.float32, torch.bfloat16):
-            for line in reports(name, families.presets()[name], dtype):
+            for line in reports(name, models.presets()[name], dtype):
                 print(json.dumps(line), flush=True)
     return 0
 

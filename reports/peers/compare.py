@@ -119,7 +119,7 @@ def prove(groups: list[kit.Group], model: str, dtype: str) -> None:
 
 
 def prompts_of(model: str, count: int, length: int) -> list[list[int]]:
-    return [random_prompt(length, kit.families.presets()[model], row) for row in range(count)]
+    return [random_prompt(length, kit.models.presets()[model], row) for row in range(count)]
 
 
 def checkpoint(model: str) -> Path:

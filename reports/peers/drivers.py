@@ -30,27 +30,27 @@ def ours(
     """An engine of this project."""
     import torch
 
-    from shared import linear
-    from stage01_forward import families
+    from shared import linear, models, registry
     from stage01_forward.params import SamplingParams
     from stage04_continuous.request import Request
     from stage05_paged.blocks import BlockPool
     from stage10_quantization.convert import Quantize
 
     torch.set_num_threads(threads)
-    offer = import_module(stage).OFFER
-    checkpoint = families.load(str(folder))
+    checkpoint = models.load(str(folder))
     if weights:
         checkpoint.conversion = Quantize(weights, activations)
-    model = families.load_model(checkpoint, dtype=getattr(torch, dtype))
+    model = models.load_model(checkpoint, dtype=getattr(torch, dtype))
     read = sum(parameter.nbytes for parameter in model.parameters())
-    linear.optimize(model, offer.linear or "auto")
+    name = next(name for name, entry in registry.ENGINES.items() if entry.startswith(stage))
+    kernels = name in registry.TRIALS  # which lay the weights out themselves
+    linear.optimize(model, "plain" if kernels else "auto")
     options: dict[str, Any] = {"max_sequences": SEQUENCES, "token_budget": BUDGET}
-    if offer.trial:
-        options["insist"] = True  # the kernels, or an error
-    options |= offer.alone
+    if kernels:
+        options |= {"insist": True, "release": True}  # the kernels, or an error
     pool = BlockPool(TOKENS // BLOCK, BLOCK)
-    engine = offer.load(offer.engine).make(model, pool=pool, prefix_caching=False, **options)
+    make = registry.load(registry.ENGINES[name])
+    engine = make(model, pool=pool, prefix_caching=False, **options)
     program = getattr(engine.runner, "program", None)
 
     def answer(prompts: list[list[int]], count: int, emit: Emit) -> None:

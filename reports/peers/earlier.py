@@ -18,9 +18,9 @@ from shared import cli
 from shared.checkpoint import Checkpoint
 from shared.config import Config
 from shared.errors import UserError
+from shared.models import load as load_weights
 from shared.peers import TransformersSequence, transformers_model
 from shared.records import StepRecord
-from stage01_forward.families import load as load_weights
 from stage01_forward.generation import Output, Token, check_request, finish_reason
 from stage01_forward.model import GPT2
 from stage01_forward.params import SamplingParams
@@ -28,7 +28,7 @@ from stage01_forward.sampling import sample
 from stage02_kv_cache.engine import Engine as CacheEngine
 from stage03_batching.engine import Engine as StaticEngine
 from stage04_continuous.engine import Engine
-from stage04_continuous.make import make as make_slots
+from stage04_continuous.engine import make as make_slots
 from stage04_continuous.plan import Observer, Plan
 from stage04_continuous.request import Request, State
 from stage05_paged.blockmap import FREE
@@ -211,11 +211,11 @@ class Maker:
     serve = Slots
     weights: Checkpoint | None = field(default=None, init=False)  # of transformers
 
-    def load(self, options: argparse.Namespace, families: cli.Families) -> cli.Loaded:
+    def load(self, options: argparse.Namespace) -> cli.Loaded:
         if self.name == TRANSFORMERS:
             random = options.random_weights
             self.weights = load_weights(options.model, random_weights=random)
-        return cli.load_model_from(options, families)
+        return cli.load_model_from(options)
 
     def make(
         self,

@@ -12,10 +12,9 @@ from functools import partial
 
 import torch
 
-from shared import cli
+from shared import cli, models
 from shared.bench import kit, rows
 from shared.bench.rows import Results, Row
-from stage01_forward import families
 from stage10_quantization.convert import Quantize
 
 from . import compare
@@ -41,7 +40,7 @@ def prove(groups: list[kit.Group], model: str, dtype: str) -> None:
     """Prove our answers, in "proof", by the slow layers of the same format."""
     place = str(compare.checkpoint(model))
     for name in {name for group in groups for name in group["proof"]}:
-        shape = families.load(place)
+        shape = models.load(place)
         weights, activations = QUANTIZED[name].options[1:]
         shape.conversion = Quantize(weights, activations)
         subject = kit.Subject(shape, getattr(torch, dtype))

@@ -92,7 +92,7 @@ def offline(driver: Driver, asks: list[Ask], load: Load) -> dict[str, Any]:
 def run(plan: Any, place: Path, dtype: str, failures: Failures) -> kit.Group:
     """All servers in turn: the seconds that all requests took."""
     load, model = plan.load, plan.models[0]
-    config = kit.families.presets()[model]
+    config = kit.models.presets()[model]
     asks = [
         Ask(random_prompt(load.prompt, config, row), load.answer)
         for row in range(load.users + load.requests)

@@ -14,7 +14,7 @@ import torch
 from reports import staircase
 from reports import tour as door
 from reports import tour_run as tour
-from shared import cli, paths
+from shared import cli, paths, registry
 from shared.checkpoint import Checkpoint, Config
 from shared.course import stages
 from shared.testing import random_checkpoint
@@ -23,24 +23,19 @@ from shared.tokenizer import ByteTokenizer
 FIELDS = {"vocab_size": 300, "n_positions": 160, "n_embd": 16, "n_layer": 2, "n_head": 2}
 CONFIG = Config.from_dict({"model_type": "gpt2", **FIELDS}, "tour")
 
-OFFER = """
-from stage01_forward.offer import Offer
-
-OFFER = Offer(__name__, engine="make")
-"""
 # The first stage's engine, with the tokens at some places changed by an xor.
 MAKE = """
 from dataclasses import replace
-from stage01_forward.make import answer as right
-from stage01_forward.make import make as make
+from stage01_forward.engine import Engine
 
 CHANGE = {change}
 
-def answer(engine, prompts, sampling):
-    places = [0] * len(prompts)
-    for row, token in right(engine, prompts, sampling):
-        yield row, replace(token, id=token.id ^ CHANGE.get(places[row], 0))
-        places[row] += 1
+class Changed(Engine):
+    def stream(self, prompt, sampling):
+        for place, token in enumerate(super().stream(prompt, sampling)):
+            yield replace(token, id=token.id ^ CHANGE.get(place, 0))
+
+make = Changed
 """
 
 
@@ -53,12 +48,16 @@ def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "stage01_forward").mkdir()
     (tmp_path / "stage01_forward/__init__.py").touch()  # the real one is loaded already
 
+    engines = {"forward": registry.ENGINES["forward"]}
+    monkeypatch.setattr(registry, "ENGINES", engines)
+
     def plant(**changes: dict[int, int]) -> list[str]:
         for name, change in changes.items():
             folder = tmp_path / name
             folder.mkdir()
-            (folder / "__init__.py").write_text(OFFER, encoding="utf-8")
-            (folder / "make.py").write_text(MAKE.format(change=change), encoding="utf-8")
+            engines[name] = f"{name}.engine:make"
+            (folder / "__init__.py").touch()
+            (folder / "engine.py").write_text(MAKE.format(change=change), encoding="utf-8")
         return paths.discover()
 
     return plant
@@ -87,7 +86,7 @@ def test_all_stages_the_server_and_the_load_agree(tmp_path, monkeypatch, capsys)
     assert "All stages gave the same tokens." in out
 
 
-def test_a_new_stage_is_driven_without_an_edit_and_named_if_a_token_is_wrong(toys, capsys):
+def test_a_new_stage_is_driven_and_named_if_a_token_is_wrong(toys, capsys):
     found = toys(stage95_honest={})
     assert found == list(stages.engines()) == ["stage01_forward", "stage95_honest"]
     assert "stage95_honest" in staircase.variants(staircase.FULL)

@@ -26,12 +26,12 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from shared import checkpoint, cli, linear, measure, profiling
+from shared import checkpoint, cli, linear, measure, models, profiling
 from shared.checkpoint import EMBEDDED, Checkpoint
 from shared.parity import near_tie, random_prompt
 from shared.peers import transformers_model
 from shared.roofline import Lengths
-from stage01_forward import families
+from stage01_forward.attention import Recompute
 from stage01_forward.generation import Output
 from stage01_forward.model import GPT2
 from stage01_forward.params import SamplingParams
@@ -105,7 +105,7 @@ def crowd(plan: Any) -> Lengths:
 
 def shape(name: str) -> Checkpoint:
     """The model of a benchmark: an embedded one, or a shape with random weights."""
-    return families.load(name, random_weights=name not in EMBEDDED)
+    return models.load(name, random_weights=name not in EMBEDDED)
 
 
 def server_options(model: str, dtype: str, contexts: int, **more: object) -> list[str]:
@@ -150,9 +150,7 @@ def prove_answer(model: GPT2, prompt: Sequence[int], answer: Sequence[int]) -> d
     over prompt and answer alone, without cache or neighbours."""
     ids = torch.tensor([*prompt, *answer[:-1]], device=model.device)
     places, taken = torch.arange(len(ids), device=ids.device), ids.new_tensor(answer)
-    hidden = model(ids, places, families.attention_of(model.config).attend)[
-        len(prompt) - 1 :
-    ]  # (answer, C)
+    hidden = model(ids, places, Recompute().attend)[len(prompt) - 1 :]  # (answer, C)
     return together(
         prove(model.logits(rows).float(), answers, model.dtype)
         for rows, answers in zip(hidden.split(128), taken.split(128), strict=True)
@@ -164,7 +162,7 @@ class Subject:
 
     def __init__(self, shape: Checkpoint, dtype: torch.dtype, device: str = "cpu") -> None:
         self.shape, self.config, self.dtype = shape, shape.config, dtype
-        self.model: GPT2 = families.load_model(shape, dtype=dtype, device=torch.device(device))
+        self.model: GPT2 = models.load_model(shape, dtype=dtype, device=torch.device(device))
         chosen = linear.optimize(self.model, "auto").split()[0]
         kind = str(dtype).removeprefix("torch.")
         self.about = {"model": shape.config.name, "dtype": kind, "linear": chosen}
@@ -374,9 +372,7 @@ class Benchmark:
         """Measure and write reports/<machine>/<stage>.json; with --quick show the tables
         instead."""
         name = self.module or f"{self.stage}.benchmark"
-        examples = (
-            f"  python -m {name} --quick\n  python -m {name} && python -m reports.draw"
-        )
+        examples = f"  python -m {name} --quick\n  python -m {name} && python -m reports.draw"
         parser = cli.Parser(name, self.about or "", examples)
         parser.add_argument(
             "--quick",

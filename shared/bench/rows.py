@@ -23,11 +23,10 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from shared import measure
+from shared import measure, models
 from shared.config import Config
 from shared.measure import Summary, summarize
 from shared.roofline import Cost
-from stage01_forward import families
 
 # What fills a column: a key and a format ("passes:,", "bytes * 1e-6:.1f"), or a function of a row.
 # A heading that is not declared is its own key; "naive, ms" is the variant "naive" in ms.
@@ -80,7 +79,7 @@ class Row:
 
     @property
     def config(self) -> Config:
-        return families.presets()[self["model"]]
+        return models.presets()[self["model"]]
 
     @property
     def median(self) -> float:

@@ -115,7 +115,9 @@ def threads() -> Finding:
     if count > cpus:
         text = f"{count} threads on {_count(cpus)}: they wait for each other"
         return Finding(NOTE, text, f"set OMP_NUM_THREADS={cpus}")
-    return Finding(OK, f"{count} on {_count(cpus)}; they wait {openmp.choose() or chr(34)+chr(34)}")
+    return Finding(
+        OK, f"{count} on {_count(cpus)}; they wait {openmp.choose() or chr(34) + chr(34)}"
+    )
 
 
 def _count(cpus: int) -> str:

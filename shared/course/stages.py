@@ -1,41 +1,53 @@
-"""The stages by name, for the tools that drive all of them.
-
-A stage says in its `OFFER` what it brings, and a new one needs no edit here. Stages are imported
-only on demand, because `--mine` first lays a student's copy over a stage.
-"""
+"""The stages' engines by the names of their packages, for the tools that drive all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from .. import paths
+from .. import models, registry
 
 
-def offers() -> dict[str, Any]:
-    """The offers of the stages that have an engine, in reading order."""
-    from stage01_forward import offer
-
-    return {entry.stage: entry for entry in offer.offers() if entry.engine}
+def entries() -> dict[str, str]:
+    """The entry of each stage with an engine, in reading order, but for stage 11's, whose drafts
+    are options of other engines."""
+    return {
+        entry.partition(".")[0]: entry
+        for name, entry in registry.ENGINES.items()
+        if name != "speculative"
+    }
 
 
 def engines() -> dict[str, Callable[..., Any]]:
-    """The `make` of each stage with an engine."""
-    return {name: offer.load(offer.engine).make for name, offer in offers().items()}
+    """Their `make`. Stages are imported only here, because `--mine` first lays a student's copy
+    over a stage."""
+    return {stage: registry.load(entry) for stage, entry in entries().items()}
 
 
 def answer(
-    name: str, engine: Any, prompts: Sequence[Sequence[int]], sampling: Sequence[Any]
+    engine: Any, prompts: Sequence[Sequence[int]], sampling: Sequence[Any]
 ) -> Iterator[tuple[int, Any]]:
-    """Answer all `prompts` with the engine of stage `name`; yields (place of the prompt, Token)."""
-    offer = offers()[name]
-    tokens: Iterator[tuple[int, Any]] = offer.load(offer.engine).answer(engine, prompts, sampling)
-    return tokens
+    """Answer all `prompts`, as many at a time as the engine can; yields (place of the prompt,
+    Token) for each token at once."""
+    pairs = list(zip(prompts, sampling, strict=True))
+    if hasattr(engine, "add"):  # from stage 04 on
+        from stage04_continuous.request import Request
+
+        requests = [engine.add(Request(list(prompt), params)) for prompt, params in pairs]
+        places = {request.id: place for place, request in enumerate(requests)}
+        yield from ((places[id], token) for id, token in engine.run())
+    elif hasattr(engine, "run"):  # stage 03, batch by batch
+        from stage01_forward.generation import Output
+
+        yield from engine.run([Output(list(prompt)) for prompt in prompts], sampling)
+    else:
+        for place, (prompt, params) in enumerate(pairs):
+            yield from ((place, token) for token in engine.stream(prompt, params))
 
 
 def oracle(model: Any) -> Any:
     """The first stage's engine, which recomputes everything: its tokens are right by definition."""
-    return engines()[paths.discover()[0]](model)
+    return registry.load(registry.ENGINES["forward"])(model)
 
 
 def sampling_params() -> Any:
@@ -45,13 +57,6 @@ def sampling_params() -> Any:
     return SamplingParams
 
 
-def families() -> Any:
-    """What loads the models of all families, for `cli.load_model_from`."""
-    from stage01_forward import families
-
-    return families
-
-
 def load_model(checkpoint: Any, **options: Any) -> Any:
     """The model of a checkpoint."""
-    return families().load_model(checkpoint, **options)
+    return models.load_model(checkpoint, **options)

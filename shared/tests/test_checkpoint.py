@@ -30,7 +30,6 @@ from shared.models import STORIES
 from shared.peers import transformers_greedy, transformers_model
 from shared.testing import random_checkpoint
 from shared.tokenizer import Tokenizer, load_tokenizer
-from stage01_forward import families
 from stage01_forward.numpy_gpt2 import gpt2
 
 from .int8 import Dequantized, Int8, Int8Linear, stored
@@ -142,10 +141,10 @@ def test_tensors_beside_the_weights_go_to_the_layer_that_declares_them(folder):
     message = refusal(lambda: load(str(folder), conversion=Int8("mlp", stored=True)))
     assert "h.0.attn.c_attn.scale" in message and "mlp" not in message
     loaded, same = (
-        families.load(str(folder), conversion=kind("h.", stored=True), dtype=torch.float64)
+        models.load(str(folder), conversion=kind("h.", stored=True), dtype=torch.float64)
         for kind in (Int8, Dequantized)
     )
-    model, plain = families.load_model(loaded), families.load_model(same)
+    model, plain = models.load_model(loaded), models.load_model(same)
     layer = model.get_submodule("h.1.mlp.c_fc")
     assert isinstance(layer, Int8Linear) and layer.scale.dtype == torch.float32
     assert torch.equal(layer.weight.t(), tensors["h.1.mlp.c_fc.weight"])
@@ -341,7 +340,7 @@ def test_an_unknown_name_raises_with_the_known_ones():
         message = refusal(lambda: load(name))  # noqa: B023
         assert all(known in message for known in ("stories", "gpt2-medium", "owner/name"))
         assert len(message) < 400
-    for name in stages.families().presets():  # of all families
+    for name in models.presets():  # of all families
         assert models.checked(name) == name
 
 

@@ -163,7 +163,7 @@ def test_weights_in_bfloat16_stay_so_where_the_processor_computes_in_it(
 
 def test_text_shows_whole_characters_and_no_end_of_text(folder):
     parser = cli.generation_parser("a_stage", "About.")
-    loaded = cli.load_model_from(parser.parse_args(["--model", str(folder)]), stages.families())
+    loaded = cli.load_model_from(parser.parse_args(["--model", str(folder)]))
     ids = [*"aé".encode(), *"€".encode()[:2], 256]
     tokens = [SimpleNamespace(id=i, finish_reason="stop" if i == 256 else None) for i in ids]
     shown = list(cli.with_text(iter(tokens), loaded))

@@ -10,7 +10,7 @@ import pytest
 
 from shared import checkpoint, models
 from shared.checkpoint import Opened
-from shared.config import READERS, read_config
+from shared.config import read_config
 from shared.errors import UserError
 from shared.testing import python
 
@@ -29,8 +29,8 @@ class Sealed:
     def reads(self, path: Path) -> bool:
         return path.suffix == ".sealed"
 
-    def open(self, path, readers):
-        config = read_config(models.STORIES, path.stem, readers)
+    def open(self, path):
+        config = read_config(models.STORIES, path.stem)
         tensors = checkpoint.read_tensors(models.STORIES)
         return Opened(config, tensors, models.STORIES, [path])
 
@@ -39,7 +39,7 @@ class Sealed:
 def file(tmp_path, monkeypatch):
     file = tmp_path / "model.sealed"
     file.touch()
-    monkeypatch.setattr(models, "_formats", [lambda: [Sealed(file)]])
+    monkeypatch.setattr(models, "formats", lambda: [Sealed(file)])
     return file
 
 
@@ -51,7 +51,7 @@ def test_a_file_and_a_known_name_are_models(file):
             loaded = checkpoint.load(name, random_weights=random)
             assert loaded.config.name == ("secret" if name == "secret" else "model")
             assert loaded.config == replace(
-                read_config(models.STORIES, "", READERS), name=loaded.config.name
+                read_config(models.STORIES, ""), name=loaded.config.name
             )
             assert list(loaded.files) == ([] if random else [file])
             assert loaded.folder == models.STORIES

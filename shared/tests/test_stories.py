@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from shared import chat_template, checkpoint
+from shared import chat_template, checkpoint, models
 from shared.course import stages
 from shared.errors import UserError
 from shared.json_tokenizer import JsonTokenizer
@@ -209,8 +209,8 @@ def test_what_a_model_writes_keeps_to_the_grammar(chat, name):
     if name == "stories":
         tokenizer, given = Tokenizer.from_folder(folder), {}
         prompts = [[tokenizer.eos_id]] * 8
-    loaded = stages.families().load(name, dtype=torch.float32)
-    engine = stages.engines()["stage09_kernels"](stages.families().load_model(loaded))
+    loaded = models.load(name, dtype=torch.float32)
+    engine = stages.engines()["stage09_kernels"](models.load_model(loaded))
     params = stages.sampling_params()
     each = [params(max_tokens=600, temperature=0.8, seed=seed, **given) for seed in range(8)]
     outputs = engine.generate(prompts, each)

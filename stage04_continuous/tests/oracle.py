@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from shared.config import Config
+from shared.models import load_model
 from shared.parity import random_prompt
 from shared.testing import random_checkpoint
 from stage01_forward.engine import Engine as Naive
-from stage01_forward.families import load_model
 from stage01_forward.generation import Output
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request

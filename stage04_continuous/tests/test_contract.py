@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from stage04_continuous.make import make
+from stage04_continuous.engine import make
 
 from .contract import EngineContract
 from .lives import Life, live

@@ -18,7 +18,7 @@ from shared.tokenizer import ByteTokenizer
 from stage01_forward.params import SamplingParams
 from stage03_batching.tests.commands import CommandContract, answers, check_error
 from stage04_continuous import __main__ as stage
-from stage04_continuous.make import make
+from stage04_continuous.engine import make
 
 
 class TestCommand(CommandContract):

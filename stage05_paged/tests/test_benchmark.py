@@ -22,7 +22,7 @@ from stage05_paged import benchmark
 from stage05_paged.benchmark import FULL, HIT, MISS, OURS, WIN, Cold
 from stage05_paged.blockmap import CACHED
 from stage05_paged.blocks import BlockPool
-from stage05_paged.make import make
+from stage05_paged.engine import make
 from stage05_paged.memory import Cost
 from stage05_paged.scheduler import Scheduler
 

@@ -20,7 +20,7 @@ from shared.config import Config
 from shared.server import OwnServer, own_server, python
 from shared.testing import FIELDS, make_folder, random_checkpoint
 from stage05_paged.blocks import BlockPool
-from stage05_paged.make import make as make_paged
+from stage05_paged.engine import make as make_paged
 from stage06_serving.engines import Paged
 from stage06_serving.settings import PREFIX
 

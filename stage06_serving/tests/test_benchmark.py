@@ -16,7 +16,7 @@ from shared.bench.kit import Subject
 from shared.bench.rows import Results, Row
 from shared.bench.tests.tools import LIMITS, check_drawn, measured
 from stage05_paged.blocks import BlockPool
-from stage05_paged.make import make
+from stage05_paged.engine import make
 from stage06_serving import benchmark
 from stage06_serving.benchmark import FULL, HTTP, LOSE, NULL, OFFLINE, SERVER, WATCHED, Load
 from stage06_serving.settings import parse

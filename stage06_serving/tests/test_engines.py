@@ -16,7 +16,7 @@ from stage01_forward.model import load_model
 from stage04_continuous.tests.contract import StepContract
 from stage04_continuous.tests.oracle import the_model
 from stage05_paged.blocks import BlockPool
-from stage05_paged.make import make as make_paged
+from stage05_paged.engine import make as make_paged
 from stage06_serving.engines import Paged
 from stage06_serving.protocol import CompletionBody
 

@@ -15,9 +15,8 @@ from shared.chat_template import load as load_template
 from shared.errors import UserError
 from shared.tests.test_chat_template import CHATML
 from shared.tests.test_json_tokenizer import qwen
-from stage01_forward import families
 from stage01_forward.params import SamplingParams
-from stage05_paged.make import make
+from stage05_paged.engine import make
 from stage06_serving.__main__ import main as serve
 from stage08_llama.__main__ import main
 from stage08_llama.chat import Chat
@@ -42,7 +41,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def loaded(folder):
     options = cli.generation_parser("x", "").parse_args(["--model", str(folder)])
-    return cli.load_model_from(options, families)
+    return cli.load_model_from(options)
 
 
 @pytest.fixture

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from shared import models, registry
 from shared.errors import UserError
-from stage01_forward import families
-from stage08_llama.config import READERS, LlamaConfig, to_fields
+from stage08_llama.config import LlamaConfig, to_fields
 from stage08_llama.rope import Rope, frequencies, rotate, rotation
 from stage08_llama.shapes import PRESETS
 from stage08_llama.tests.folders import LLAMA3, SIZES, rope, save
 
 BASE = SIZES | {"model_type": "llama"}
+READERS = {kind: registry.load(entry) for kind, entry in registry.CONFIGS.items()}
 WINDOW = {"use_sliding_window": True, "sliding_window": 9}
 SCALED = rope("llama3", **LLAMA3)["rope_parameters"]
 REFUSED = [
@@ -138,7 +139,7 @@ def test_folders_that_are_refused(tmp_path):
     ):
         path.write_text(json.dumps(fields | change))
         with pytest.raises(UserError, match=re.escape(words)):
-            families.load(str(tmp_path))
+            models.load(str(tmp_path))
 
 
 def test_presets_are_the_published_models():

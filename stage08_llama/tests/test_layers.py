@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shared import models
 from shared.checkpoint import without_weights
 from shared.course import stages
-from stage01_forward import families
 from stage08_llama.config import LlamaConfig
 from stage08_llama.model import Attention, RepeatedHeads, RMSNorm
 from stage08_llama.rope import KINDS, Rope, frequencies, rotate, rotation
@@ -98,7 +98,7 @@ def test_heads_are_normed_then_turned_and_values_are_neither(qk_norm):
 
 def test_repeated_heads_are_an_oracle_of_every_engine(tmp_path):
     save(tmp_path, "llama, three kv heads")
-    model = families.load_model(families.load(str(tmp_path)))
+    model = models.load_model(models.load(str(tmp_path)))
     before = RepeatedHeads(model)
     assert before.config.kv_bytes_per_token(torch.float32) == 2 * model.config.kv_bytes_per_token(
         torch.float32

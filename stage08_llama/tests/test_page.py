@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from shared import models
 from shared.testing import random_checkpoint
-from stage01_forward import families
 from stage01_forward.attention import Recompute
 from stage08_llama.config import LlamaConfig
 from stage08_llama.model import MLP, Layer
@@ -38,7 +38,7 @@ def test_the_page_is_the_model(options):
     """Logits of a model with six heads of queries on two of keys and values."""
     config = replace(GROUPED, **options)
     checkpoint = random_checkpoint(config, spread=16.0)
-    model = families.load_model(checkpoint, dtype=torch.float64)
+    model = models.load_model(checkpoint, dtype=torch.float64)
     ids = [5, 17, 3, 99, 41]
     weights = {name: tensor.double().numpy() for name, tensor in checkpoint.tensors.items()}
     shape = config.n_layer, config.n_head, config.n_kv_head

@@ -8,9 +8,9 @@ import json
 import pytest
 import torch
 
+from shared import models
 from shared.course import stages
 from shared.peers import transformers_greedy
-from stage01_forward import families
 from stage01_forward.attention import Recompute
 from stage08_llama.config import LlamaConfig
 from stage08_llama.tests.folders import KINDS, save
@@ -30,9 +30,9 @@ def pair(request, tmp_path_factory):
 
 
 def load(folder):
-    loaded = families.load(str(folder))
+    loaded = models.load(str(folder))
     assert isinstance(loaded.config, LlamaConfig)
-    return families.load_model(loaded)
+    return models.load_model(loaded)
 
 
 @torch.inference_mode()
@@ -70,11 +70,11 @@ def test_older_spellings_of_rotary_positions(tmp_path):
         save(tmp_path, kind)
         path = tmp_path / "config.json"
         fields = json.loads(path.read_text())
-        want = families.load(str(tmp_path)).config
+        want = models.load(str(tmp_path)).config
         scaling = fields.pop("rope_parameters")
         fields["rope_theta"] = scaling.pop("rope_theta")
         for key in ("rope_type", "type"):
             scaling[key] = scaling.pop("rope_type", None) or scaling.pop("type")
             fields["rope_scaling"] = None if kind == "theta" else dict(scaling)
             path.write_text(json.dumps(fields))
-            assert families.load(str(tmp_path)).config == want
+            assert models.load(str(tmp_path)).config == want

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from shared.models import load_model
 from shared.testing import random_checkpoint, wide_norm
 from shared.tests.int8 import Dequantized, Int8, Int8Linear
-from stage01_forward.families import load_model
 from stage04_continuous.runner import Runner
 from stage04_continuous.tests import oracle
 from stage04_continuous.tests.contract import Again

@@ -13,23 +13,22 @@ import pytest
 import torch
 from torch import nn
 
-from shared import linear
+from shared import linear, registry
 from shared.checkpoint import Checkpoint, random_tensors
 from shared.config import Config
 from shared.errors import UserError
+from shared.models import load_model
 from shared.testing import random_checkpoint
-from stage01_forward.families import load_model
-from stage01_forward.offer import Offer
 from stage01_forward.params import SamplingParams
 from stage05_paged.cache import PagedCache
 from stage06_serving.__main__ import make_engine, plan
 from stage06_serving.choice import choose
 from stage06_serving.settings import parse
 from stage06_serving.tests.conftest import checkpoint
-from stage09_kernels import OFFER, backend, cpu, library, trial
+from stage09_kernels import cpu, library, trial
 from stage09_kernels.backend import NoKernels, backend_of
 from stage09_kernels.cache import FAST, KernelCache
-from stage09_kernels.make import make
+from stage09_kernels.engine import make
 from stage09_kernels.program import PanelLinear
 from stage09_kernels.runner import KernelRunner
 
@@ -229,11 +228,10 @@ def test_a_blank_cache_takes_no_memory_before_it_is_written():
 def test_a_stage_brings_kernels_for_another_device(monkeypatch):
     toy = SimpleNamespace(BACKEND=object())
     monkeypatch.setitem(sys.modules, "stage99_toy.kernels", toy)
-    offer = Offer("stage99_toy", backends={"meta": "kernels"})
-    monkeypatch.setattr(backend, "offers", lambda: [OFFER, offer])
+    monkeypatch.setitem(registry.KERNELS, "meta", "stage99_toy.kernels:BACKEND")
     assert backend_of("meta") is toy.BACKEND and backend_of("cpu") is cpu.BACKEND
-    with pytest.raises(NoKernels, match="no kernels for cuda, only for cpu and meta"):
-        backend_of(torch.device("cuda", 0))
+    with pytest.raises(NoKernels, match="no kernels for mps, only for cpu and cuda and meta"):
+        backend_of(torch.device("mps", 0))
 
 
 def test_the_kernels_are_chosen_where_they_are_right(fresh, monkeypatch):

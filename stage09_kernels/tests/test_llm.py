@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from shared import paths
+from shared import models, paths
 from shared.errors import UserError
-from stage01_forward import families
 from stage01_forward.attention import Recompute
-from stage01_forward.make import make as naive
+from stage01_forward.engine import make as naive
 from stage09_kernels import LLM, SamplingParams
 
 PROMPTS = ["Once upon a time", "Long ago, in a hut", "In a tower lived"]
@@ -30,7 +29,7 @@ def test_answers_are_those_of_the_first_stage(llm):
     params = SamplingParams(max_tokens=20)
     answers = llm.generate(PROMPTS, params, progress=False)
     ids = [answer.prompt_token_ids for answer in answers]
-    want = naive(families.load_model(families.load("stories"))).generate(ids, params)
+    want = naive(models.load_model(models.load("stories"))).generate(ids, params)
     assert [answer.token_ids for answer in answers] == [output.token_ids for output in want]
     assert [answer.prompt for answer in answers] == PROMPTS
     assert all(answer.text and answer.finish_reason == "length" for answer in answers)
@@ -43,7 +42,7 @@ def test_the_hidden_states_of_the_last_pass(llm):
     """What an embedding is made of."""
     (answer,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=1), progress=False)
     ids = torch.tensor(answer.prompt_token_ids)
-    model = families.load_model(families.load("stories"))
+    model = models.load_model(models.load("stories"))
     with torch.inference_mode():
         want = model(ids, torch.arange(len(ids)), Recompute().attend)[-1:]
     torch.testing.assert_close(llm.engine.runner.hidden.clone(), want, atol=1e-4, rtol=1e-4)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from shared.checkpoint import Checkpoint, random_tensors
 from shared.config import Config
-from stage01_forward.families import load_model
+from shared.models import load_model
 from stage08_llama.config import LlamaConfig
 from stage09_kernels import library
 from stage09_kernels.cache import FAST, NAIVE, KernelCache

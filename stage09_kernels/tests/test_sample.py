@@ -16,7 +16,7 @@ from stage01_forward.params import SamplingParams
 from stage01_forward.tests.rows import FixedDart, batches, close, edges, fresh
 from stage04_continuous import fast_sampling
 from stage04_continuous.request import Request
-from stage09_kernels.make import make
+from stage09_kernels.engine import make
 from stage09_kernels.sample import choose, sample_tokens
 
 sample = partial(fast_sampling.sample, choose=choose)

@@ -28,9 +28,9 @@ class FolderModel:
 
     in_rows = False
 
-    def __init__(self, folder: str | Path, readers: Mapping[str, Reader]) -> None:
-        """readers: of config.json, by model_type. Raises UserError for a method that is not read,
-        and for tensors that are missing or unexpected."""
+    def __init__(self, folder: str | Path) -> None:
+        """Raises UserError for a method that is not read, and for tensors that are missing or
+        unexpected."""
         self.folder = Path(folder)
         options = read_json(self.folder / "config.json").get(OPTION)
         if not isinstance(options, dict):
@@ -38,7 +38,7 @@ class FolderModel:
         self.options: dict[str, Any] = options
         self.method = str(self.options.get("quant_method"))
         self._check_method()
-        self.config = read_config(self.folder, None, {k: without(r) for k, r in readers.items()})
+        self.config = read_config(self.folder, ignored=(OPTION,))
         shapes = self.config.shapes()
         self.names = list(shapes)
         self._parts: dict[str, dict[str, Tensor]] = {name: {} for name in shapes}

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.config import READERS, Config
-from stage08_llama.config import READERS as LLAMAS
+from shared import registry
+from shared.config import Config
 from stage08_llama.config import LlamaConfig
 from stage08_llama.rope import Rope, frequencies
 
@@ -167,10 +167,10 @@ class GGUFModel:
         }
         name, source = self.file.path.stem, f"the metadata of {self.file.path}"
         if self.architecture == "gpt2":
-            return READERS["gpt2"](fields, name, source)
+            return Config.from_dict(fields, name, source)
         kind = "mistral" if "sliding_window" in fields else self.architecture
         biased = "blk.0.attn_q.bias" in self.file.infos
-        config = LLAMAS[kind](fields, name, source)
+        config = registry.load(registry.CONFIGS[kind])(fields, name, source)
         assert isinstance(config, LlamaConfig)
         if self.architecture == "llama":
             config = replace(

@@ -16,7 +16,7 @@ import torch
 
 from shared.testing import wide_norm
 from stage01_forward import engine as naive
-from stage01_forward.families import attention_of
+from stage01_forward.attention import Recompute
 from stage04_continuous.tests import contract, oracle
 from stage04_continuous.tests.lives import live
 from stage05_paged.tests import test_contract as paged
@@ -24,7 +24,7 @@ from stage05_paged.tests.engines import engine_of
 from stage08_llama.model import RMSNorm
 from stage08_llama.tests.test_contract import GROUPED
 from stage09_kernels import library
-from stage09_kernels.make import make
+from stage09_kernels.engine import make
 from stage09_kernels.tests import test_contract as kernels
 from stage10_quantization.cache import Int8Cache, Int8KernelCache, Rounded
 
@@ -46,7 +46,7 @@ def shape(request):
             patch.setattr(RMSNorm, "forward", wide_norm)
             config = replace(GROUPED, layer_norm_epsilon=4e-5)
         rounding = cache(oracle.Oracle)
-        patch.setattr(naive, "attention_of", lambda config: Rounded(attention_of(config)))
+        patch.setattr(naive, "Recompute", lambda: Rounded(Recompute()))
         patch.setattr(oracle, "oracle_of", rounding)
         patch.setattr(contract, "oracle_of", rounding)
         with oracle.shape(config):

@@ -13,9 +13,10 @@ from torch import nn
 from shared.config import Config
 from shared.errors import UserError
 from shared.linear import convert
+from shared.models import load, load_model
 from shared.testing import random_checkpoint
 from shared.tokenizer import load_tokenizer
-from stage01_forward.families import attention_of, load, load_model
+from stage01_forward.attention import Recompute
 from stage04_continuous.tests.oracle import CONFIG
 from stage08_llama.tests.test_contract import GROUPED
 from stage10_quantization import smoothquant
@@ -124,7 +125,7 @@ def test_layers_are_calibrated_on_what_the_quantized_ones_before_them_make(stori
     half.get_submodule(last).register_forward_pre_hook(lambda _, x: seen.append(x[0]))
     with torch.inference_mode():
         for window in windows:
-            half(window, torch.arange(512), attention_of(half.config).attend)
+            half(window, torch.arange(512), Recompute().attend)
     x = torch.cat(seen)
     want = gptq(half.get_submodule(last).weight, x.t() @ x, INT4)
     assert (layers[last].matrix.codes == want.codes).float().mean() > 0.999
@@ -192,7 +193,7 @@ def output(model: Any, dtype: torch.dtype) -> torch.Tensor:
     model = copy.deepcopy(model).to(dtype)
     ids = torch.arange(30)
     with torch.inference_mode():
-        return model.logits(model(ids, ids, attention_of(model.config).attend))
+        return model.logits(model(ids, ids, Recompute().attend))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -12,12 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shared import cli
+from shared import cli, models
 from shared.checkpoint import WEIGHTS
 from shared.cli import load_model_from
 from shared.server import own_server
 from shared.tokenizer import load_tokenizer
-from stage01_forward import families
 from stage01_forward.attention import Recompute
 from stage06_serving.settings import Settings
 from stage09_kernels import LLM, SamplingParams
@@ -54,8 +53,8 @@ def logits(model):
 
 
 def load(name, **options):
-    loaded = families.load(str(name), **options)
-    return families.load_model(loaded, dtype=torch.float32)
+    loaded = models.load(str(name), **options)
+    return models.load_model(loaded, dtype=torch.float32)
 
 
 def refusal(capsys, *arguments):
@@ -100,7 +99,7 @@ def test_files_are_small(chatty, written):
 
 @pytest.mark.parametrize(("weights", "target"), TARGETS)
 def test_tokenizer_and_template_travel(chatty, written, weights, target):
-    loaded = families.load(str(written[weights, target]))
+    loaded = models.load(str(written[weights, target]))
     tokenizers: list[Any] = [load_tokenizer(folder) for folder in (chatty, loaded.folder)]
     theirs, ours = tokenizers
     for text in TEXTS:
@@ -206,6 +205,6 @@ def test_the_command_line_and_the_server_offer_the_same_values():
     options = Namespace(**{name: field.default for name, field in fields.items()}, seed=0)
     formats = {"weights": "int4", "kv_dtype": "int8"}
     vars(options).update(formats, linear="plain", threads=None)
-    loaded = load_model_from(options, families)
+    loaded = load_model_from(options)
     assert type(loaded.model.h[0].mlp.c_fc) is QuantizedLinear
     assert loaded.kv_dtype == torch.int8 and "int4 weights" in str(loaded)

@@ -11,10 +11,11 @@ import torch
 
 from shared.config import Config
 from shared.course import stages
+from shared.models import load_model
 from shared.parity import prove, random_prompt
 from shared.testing import random_checkpoint, wide_norm
 from stage01_forward import engine as naive
-from stage01_forward.families import attention_of, load_model
+from stage01_forward.attention import Recompute
 from stage04_continuous.tests import oracle
 from stage04_continuous.tests.contract import Again
 from stage05_paged.blocks import BlockPool
@@ -23,7 +24,7 @@ from stage08_llama.model import RMSNorm
 from stage08_llama.tests.test_contract import GROUPED
 from stage09_kernels import library
 from stage09_kernels.cache import KernelCache
-from stage09_kernels.make import make as make_kernels
+from stage09_kernels.engine import make as make_kernels
 from stage09_kernels.runner import KernelRunner
 from stage10_quantization.cache import Rounded
 from stage10_quantization.convert import FORMATS, Quantize
@@ -96,7 +97,7 @@ def test_quantized_weights_with_keys_and_values_in_int8(config, weights, monkeyp
     """Chunks, swaps and prefix hits on the kernels: the tokens of the naive engine, whose attention
     rounds keys and values as the cache does."""
     monkeypatch.setattr(RMSNorm, "forward", wide_norm)
-    monkeypatch.setattr(naive, "attention_of", lambda config: Rounded(attention_of(config)))
+    monkeypatch.setattr(naive, "Recompute", lambda: Rounded(Recompute()))
     model = model_of(config, (weights, "int8"), torch.float64)
     prompts = [random_prompt(length, config, "both") for length in (30, 17, 30, 9)]
     params = stages.sampling_params()(max_tokens=14)

@@ -10,10 +10,10 @@ import torch
 
 from shared.errors import UserError
 from shared.linear import convert
+from shared.models import load, load_model
 from shared.stories import grammar
 from shared.tokenizer import load_tokenizer
 from stage01_forward.attention import Recompute
-from stage01_forward.families import load, load_model
 from stage01_forward.scoring import perplexity
 from stage10_quantization import quality
 from stage10_quantization.convert import Quantize

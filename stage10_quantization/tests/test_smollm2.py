@@ -21,9 +21,8 @@ from shared.cli import run
 from shared.paths import ROOT
 from shared.peers import transformers_greedy
 from shared.tokenizer import byte_alphabet, load_tokenizer
-from stage01_forward import families
 from stage01_forward.attention import Recompute
-from stage05_paged.make import make
+from stage05_paged.engine import make
 from stage06_serving.settings import parse
 from stage08_llama.__main__ import main as chat
 from stage09_kernels import LLM, SamplingParams
@@ -68,12 +67,12 @@ def file():
 @pytest.fixture(scope="module")
 def ours():
     """The model with the weights that the file's numbers stand for."""
-    return families.load_model(families.load(NAME, weights="float32"), dtype=torch.float32)
+    return models.load_model(models.load(NAME, weights="float32"), dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(families.load(NAME, random_weights=True).folder)
+    return load_tokenizer(models.load(NAME, random_weights=True).folder)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +132,7 @@ def test_logits_are_those_of_llama_cpp(file, ours, tokenizer, tmp_path):
     """On a float32 file that we write, nearly exactly; on the package's file as far as llama.cpp's
     rounding of activations allows."""
     kept = {k: v for k, v in GGUF(file).metadata.items() if k.startswith("tokenizer.")}
-    loaded = families.load(NAME, weights="float32")
+    loaded = models.load(NAME, weights="float32")
     write_gguf(tmp_path / "m.gguf", loaded.config, loaded.tensors.items(), kept)
     ids = tokenizer.encode(" ".join(PROMPTS))
     logits = states(ours, ids)[1]
@@ -155,7 +154,7 @@ def test_greedy_answers_are_those_of_transformers(ours, theirs, tokenizer):
 
 def test_products_in_whole_numbers_stay_near(ours, tokenizer):
     """The layers as stored, with activations as they are, which a user gets, and in int8."""
-    model = families.load_model(families.load(NAME), dtype=torch.float32)
+    model = models.load_model(models.load(NAME), dtype=torch.float32)
     ids = tokenizer.encode(" ".join(PROMPTS))
     logits = states(ours, ids)[1]
     assert (states(model, ids)[1] - logits).abs().max() < 1e-3
@@ -171,7 +170,7 @@ def test_groups_lose_a_fifth_of_what_rows_lose(ours, tokenizer):
     ids = tokenizer.encode((ROOT / "stage05_paged" / "README.md").read_text(encoding="utf-8"))
     float_engine, lost = quality.engine_of(ours), {}
     for weights in ("int8", "int8-g32"):
-        model = families.load_model(families.load(NAME, weights=weights), dtype=torch.float32)
+        model = models.load_model(models.load(NAME, weights=weights), dtype=torch.float32)
         engine = quality.engine_of(model)
         lost[weights] = quality.divergence(float_engine, engine, ids[:512], window=128).mean
     assert lost["int8-g32"] < 0.006 and lost["int8-g32"] < lost["int8"] / 5
@@ -218,10 +217,10 @@ def test_it_chats(monkeypatch, capsys):
 
 MEMORY = """
 import sys, threading, psutil, torch
-from stage01_forward import families
+from shared import models
 from stage09_kernels.cache import KernelCache
 from stage09_kernels.runner import KernelRunner
-small = families.load_model(families.load("stories", weights="int4"))
+small = models.load_model(models.load("stories", weights="int4"))
 KernelRunner(small, KernelCache(small.config, 8), release=True).run([1], [([0], 0, 1)], [0])
 process, peak, done = psutil.Process(), 0, threading.Event()
 start = process.memory_info().rss
@@ -231,7 +230,7 @@ def watch():
         peak = max(peak, process.memory_info().rss)
 thread = threading.Thread(target=watch)
 thread.start()
-model = families.load_model(families.load("smollm2"), dtype=torch.float32)
+model = models.load_model(models.load("smollm2"), dtype=torch.float32)
 done.set()
 thread.join()
 print(peak - start)
@@ -252,5 +251,5 @@ def test_loading_takes_little_more_memory_than_the_file(lay_out, most, file):
 
 def test_the_server_knows_its_name_and_its_published_config():
     assert parse(["--model", NAME]).model == NAME
-    config, published = families.load(NAME).config, families.presets()["HuggingFaceTB/SmolLM2-135M"]
+    config, published = models.load(NAME).config, models.presets()["HuggingFaceTB/SmolLM2-135M"]
     assert config == replace(published, name=NAME, eos_ids=config.eos_ids)

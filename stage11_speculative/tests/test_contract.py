@@ -13,7 +13,7 @@ from stage04_continuous.request import Request
 from stage04_continuous.tests.oracle import ask, assert_answered, finish, greedy, prompt_of
 from stage05_paged.tests import test_contract as paged
 from stage05_paged.tests.engines import engine_of
-from stage11_speculative.make import with_drafts
+from stage11_speculative.engine import with_drafts
 from stage11_speculative.proposers import NGram
 
 from .guesses import Guess

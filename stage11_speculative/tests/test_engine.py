@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shared.config import Config
+from shared.models import load_model
 from shared.testing import random_checkpoint
-from stage01_forward.families import load_model
 from stage04_continuous.request import Request
 from stage04_continuous.tests import lives
 from stage04_continuous.tests.oracle import (
@@ -30,10 +30,10 @@ from stage05_paged.fork import add_samples, fork
 from stage05_paged.tests import test_contract as paged
 from stage05_paged.tests.engines import assert_idle, engine_of, preempt
 from stage09_kernels import library
-from stage09_kernels.make import make
+from stage09_kernels.engine import make
 from stage09_kernels.runner import KernelRunner
 from stage10_quantization.convert import Quantize
-from stage11_speculative.make import with_draft_model, with_drafts
+from stage11_speculative.engine import with_draft_model, with_drafts
 from stage11_speculative.proposers import NGram, Recorded
 from stage11_speculative.suffix import Suffix
 

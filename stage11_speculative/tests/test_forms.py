@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 
 from shared.errors import UserError
 from stage01_forward.params import SamplingParams
-from stage05_paged.make import make
+from stage05_paged.engine import make
 from stage06_serving.engines import Paged
 from stage06_serving.errors import failure
 from stage06_serving.tests.asking import CHAT, GREEDY, chat, complete, joined, post

@@ -12,16 +12,16 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 import torch
 
+from shared import models
 from shared.errors import UserError
 from shared.models import STORIES
 from shared.tokenizer import ByteTokenizer, Tokenizer
-from stage01_forward import families
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
-from stage05_paged.make import make as make_paged
-from stage09_kernels.make import make as make_kernels
+from stage05_paged.engine import make as make_paged
+from stage09_kernels.engine import make as make_kernels
 from stage11_speculative import grammar
-from stage11_speculative.make import with_drafts
+from stage11_speculative.engine import with_drafts
 from stage11_speculative.proposers import NGram
 
 TOKENIZER = Tokenizer.from_folder(STORIES)
@@ -54,7 +54,7 @@ def grammars() -> grammar.Grammars:
 
 @cache
 def the_model() -> Any:
-    return families.load_model(families.load("stories"), dtype=torch.float32)
+    return models.load_model(models.load("stories"), dtype=torch.float32)
 
 
 def ask(engine: Any, source: str | None, seed: int, **options: Any) -> Request:

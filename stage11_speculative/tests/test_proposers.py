@@ -14,8 +14,8 @@ from stage04_continuous.request import Request
 from stage04_continuous.tests.oracle import ask, assert_answered, finish, greedy
 from stage05_paged.tests.engines import engine_of
 from stage11_speculative import drivers, lengths
+from stage11_speculative.engine import with_drafts
 from stage11_speculative.lengths import PATIENCE, PRIOR, Adaptive, PassTimes, measure_passes
-from stage11_speculative.make import with_drafts
 from stage11_speculative.suffix import Automaton, Suffix
 
 from .guesses import Guess

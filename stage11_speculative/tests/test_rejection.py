@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from shared.errors import UserError
+from shared.models import load_model
 from shared.testing import random_checkpoint
 from stage01_forward.attention import Recompute
-from stage01_forward.families import load_model
 from stage01_forward.params import SamplingParams
 from stage01_forward.sampling import distribution
 from stage04_continuous.plan import Plan
@@ -38,7 +38,7 @@ from stage05_paged.tests.engines import engine_of, evict, preempt
 from stage11_speculative import rejection
 from stage11_speculative.__main__ import main
 from stage11_speculative.drafts import DraftPlan
-from stage11_speculative.make import with_draft_model
+from stage11_speculative.engine import with_draft_model
 
 
 def conditional(count, seed):

@@ -14,15 +14,14 @@ import openai
 import pytest
 import torch
 
-from shared import cli
+from shared import cli, models
 from shared.errors import UserError
 from shared.models import STORIES
 from shared.server import own_server
 from shared.tokenizer import Tokenizer
-from stage01_forward import families
 from stage01_forward.attention import Recompute
 from stage01_forward.params import SamplingParams
-from stage05_paged.make import make
+from stage05_paged.engine import make
 from stage06_serving.__main__ import make_engine
 from stage06_serving.app import Api
 from stage06_serving.engines import Paged
@@ -33,8 +32,8 @@ from stage06_serving.service import Answer, Choice, Service
 from stage06_serving.settings import parse
 from stage06_serving.tests.conftest import FEW_BLOCKS, house
 from stage06_serving.tests.tools import started
+from stage11_speculative.engine import with_drafts
 from stage11_speculative.lengths import Fixed
-from stage11_speculative.make import with_drafts
 from stage11_speculative.proposers import Recorded
 from stage11_speculative.rejection import Rejection
 
@@ -117,7 +116,7 @@ def test_answers_are_those_without_drafts_and_the_counts_agree(kind, plain):
 def test_drawn_drafts_keep_the_distribution_of_answers():
     """A pair of tokens, of four allowed ones each, as often as the model itself says. Greedy
     answers stay."""
-    model: Any = families.load_model(families.load("stories"), dtype=torch.float32)
+    model: Any = models.load_model(models.load("stories"), dtype=torch.float32)
     prompt = Tokenizer.from_folder(STORIES).encode("Once upon a time there was a small")
     greedy = {**FIELDS, "prompt": prompt, "temperature": 0, "max_tokens": 30}
 
@@ -162,7 +161,7 @@ def test_drawn_drafts_keep_the_distribution_of_answers():
 def test_a_stop_string_ends_an_answer_at_any_place_of_accepted_drafts():
     """Its text, its tokens and its reason are those of a token a step, at the last one, too."""
     options = cli.generation_parser("x", "").parse_args(["--model", "stories"])
-    loaded = cli.load_model_from(options, families)
+    loaded = cli.load_model_from(options)
     decode, prompt = loaded.tokenizer.decode, loaded.tokenizer.encode("Once upon a time")
     (whole,) = make(loaded.model, 1).generate([prompt], SamplingParams(max_tokens=24))
     ids = whole.token_ids

@@ -19,10 +19,9 @@ from tokenizers import Tokenizer
 from shared import cli
 from shared.tests.test_json_tokenizer import KINDS, llama3, sentencepiece
 from shared.tokenizer import load_tokenizer
-from stage01_forward import families
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
-from stage05_paged.make import make
+from stage05_paged.engine import make
 from stage06_serving.chat import own_template
 from stage06_serving.engines import Paged
 from stage06_serving.tests.conftest import serving
@@ -122,7 +121,7 @@ def family(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[F
 def prompt(family: Family, messages: Any, **fields: Any) -> Any:
     """The ids of the prompt that the server makes of a chat."""
     options = cli.generation_parser("x", "").parse_args(["--model", str(family.folder)])
-    loaded = cli.load_model_from(options, families)
+    loaded = cli.load_model_from(options)
     template = own_template(loaded)
     assert template is not None
     forms = Forms(Paged(make(loaded.model, contexts=1)), loaded, template)

@@ -19,9 +19,8 @@ import torch
 
 from shared import cli
 from shared.errors import UserError
-from stage01_forward.offer import add_options
 from stage04_continuous.request import Request
-from stage05_paged.make import make
+from stage05_paged.engine import make
 
 from ..disaggregated.processes import Job, disaggregated
 from ..simulation.passes import VOCABULARY, greedy
@@ -100,7 +99,7 @@ def compare(job: Job, load: Load, threads: int) -> dict[str, dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser("stage12_distributed disaggregated", ABOUT, EXAMPLE)
     cli.add_model_options(parser)
-    add_options(parser)
+    cli.add_format_options(parser)
     options = parser.parse_args(argv)
     dtype = str(cli.choose_dtype(options.dtype, torch.device("cpu"))).removeprefix("torch.")
     formats: Any = {"weights": options.weights, "kv_dtype": options.kv_dtype}

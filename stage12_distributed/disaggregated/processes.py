@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from shared import linear
+from shared import linear, models
 from shared.cli import cache_options
 from shared.errors import UserError
-from stage01_forward import families
-from stage05_paged.make import make
+from stage05_paged.engine import make
 
 from .leases import ENDED, SILENT, Disaggregated, MappedCache, Memory, Prefill
 
@@ -49,8 +48,8 @@ def build(job: Job, decode: bool) -> Any:
     """Stage 05's engine over a job's memory. Its process uses only the job's threads."""
     torch.set_num_threads(job.threads)
     dtype = getattr(torch, job.dtype)
-    loaded = families.load(job.model, random_weights=job.random_weights, weights=job.weights)
-    model = families.load_model(loaded, dtype=dtype)
+    loaded = models.load(job.model, random_weights=job.random_weights, weights=job.weights)
+    model = models.load_model(loaded, dtype=dtype)
     linear.optimize(model, job.linear)
     size = 16
     context = -(-model.config.n_positions // size)

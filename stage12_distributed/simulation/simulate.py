@@ -137,10 +137,9 @@ def read_steps(path: Path) -> list[list[float]]:
 
 
 def measured_steps(options: argparse.Namespace) -> list[tuple[float, ...]]:
-    from stage01_forward import families
-    from stage05_paged.make import make
+    from stage05_paged.engine import make
 
-    return calibrate(make(cli.load_model_from(options, families).model))
+    return calibrate(make(cli.load_model_from(options).model))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -29,7 +29,7 @@ class Maker:
     load = staticmethod(cli.load_model_from)
 
     def make(self, model: Any, **options: Any) -> Any:
-        from stage05_paged.make import make
+        from stage05_paged.engine import make
 
         engine = make(model, **options)
         self.meter = Meter(engine)

@@ -33,7 +33,6 @@ from torch import Tensor
 
 from shared import cli, linear
 from shared.errors import UserError
-from stage01_forward import families
 from stage04_continuous.engine import Engine
 from stage04_continuous.runner import Runner
 from stage05_paged.blocks import Move
@@ -79,7 +78,7 @@ class Setup:
 
 def whole_model(options: argparse.Namespace) -> Any:
     """The model that command-line options name, with plain layers: what each rank loads."""
-    return cli.load_model_from(options, families).model
+    return cli.load_model_from(options).model
 
 
 def take_part(setup: Setup, model: Any, rank: int) -> tuple[Collectives, bytes, str]:

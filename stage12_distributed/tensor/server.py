@@ -55,12 +55,12 @@ class Maker:
     make = staticmethod(make)
     serve = staticmethod(Served)
 
-    def load(self, options: argparse.Namespace, families: cli.Families) -> cli.Loaded:
+    def load(self, options: argparse.Namespace) -> cli.Loaded:
         """Rank 0's part of the model of `options`, with the other ranks running."""
         if options.threads is None:
             options.threads = max(1, torch.get_num_threads() // self.ranks)
         plain = argparse.Namespace(**{**vars(options), "linear": "plain"})
-        loaded = cli.load_model_from(plain, families)
+        loaded = cli.load_model_from(plain)
         load = partial(whole_model, plain)
         setup = Setup(load, self.ranks, self.timeout, options.linear, self.adapters)
         group = RankGroup(setup, loaded.model, on_end=partial(os._exit, 1))

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from shared import models
 from shared.config import Config
 from shared.testing import random_checkpoint, wide_norm
-from stage01_forward import families
 from stage01_forward.attention import Recompute
 from stage08_llama.model import RMSNorm
 from stage12_distributed.lora import adapters as lora
@@ -29,12 +29,12 @@ def random_model(config: Config, spread: float = 24, dtype: torch.dtype = torch.
     """As `oracle.the_model`, but norms do not switch to float32, as in stage 09's tests."""
     if multiprocessing.parent_process() is not None:
         RMSNorm.forward = wide_norm  # type: ignore[method-assign]
-    return families.load_model(random_checkpoint(config, spread=spread), dtype=dtype)
+    return models.load_model(random_checkpoint(config, spread=spread), dtype=dtype)
 
 
 def stored(name: str) -> Any:
     """An embedded model, or a folder's, in float64."""
-    return families.load_model(families.load(name), dtype=torch.float64)
+    return models.load_model(models.load(name), dtype=torch.float64)
 
 
 def another(config: Config) -> Any:

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from shared import models
 from shared.errors import UserError
-from stage01_forward import families
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
-from stage05_paged.make import make
+from stage05_paged.engine import make
 
 from ..bench import apart
 from ..disaggregated import leases
@@ -40,8 +40,8 @@ SIZE = 4  # tokens in a block
 
 
 def tiny(weights: str = "auto") -> Any:
-    loaded = families.load("tiny", random_weights=True, weights=weights)
-    return families.load_model(loaded, dtype=torch.float64)
+    loaded = models.load("tiny", random_weights=True, weights=weights)
+    return models.load_model(loaded, dtype=torch.float64)
 
 
 def sides(

@@ -25,7 +25,7 @@ from stage01_forward.scoring import prompt_logprobs
 from stage04_continuous.request import Request
 from stage04_continuous.tests.oracle import CONFIG
 from stage05_paged.blocks import BlockPool
-from stage05_paged.make import make as make_paged
+from stage05_paged.engine import make as make_paged
 from stage06_serving.scoring import ScoredRequest
 from stage06_serving.tests.asking import HANG, get, post
 from stage06_serving.tests.asking import until as wait_until

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shared import models
 from shared.config import Config
 from shared.errors import UserError
 from shared.testing import random_checkpoint
 from shared.tests.int8 import Int8, Int8Linear
-from stage01_forward import families
 from stage01_forward.attention import Recompute
 from stage08_llama.tests.test_contract import GROUPED
 from stage10_quantization.convert import Quantize
@@ -80,7 +80,7 @@ def test_layers_of_another_format_split_themselves(config):
     def make(config):
         checkpoint = random_checkpoint(config, spread=24)
         checkpoint.conversion = Int8()
-        return families.load_model(checkpoint, dtype=torch.float64)
+        return models.load_model(checkpoint, dtype=torch.float64)
 
     ids, whole = [5, 17, 3, 99, 41], make(config)
     with torch.inference_mode():
@@ -139,7 +139,7 @@ def test_the_digest_knows_quantized_weights():
     def quantized(**change: float) -> bytes:
         checkpoint = random_checkpoint(ODD)
         checkpoint.conversion = Quantize("int8", "float" if "float" in change else "int8")
-        model = families.load_model(checkpoint)
+        model = models.load_model(checkpoint)
         layer, table = model.h[1].mlp.c_proj, model.wte
         layer.matrix.codes[2, 3] += int(change.get("code", 0))
         layer.matrix.scale[4] += change.get("scale", 0)

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from shared import models
 from shared.errors import UserError
 from shared.testing import make_folder
-from stage01_forward import families
 from stage04_continuous.plan import Plan, Work
 from stage04_continuous.request import Request
-from stage05_paged.make import make
+from stage05_paged.engine import make
 from stage07_loadtest.client import Record
 from stage07_loadtest.load import Point
 from stage07_loadtest.metrics import Slo
@@ -39,7 +39,7 @@ CELL = Cell(replicas=8, blocks=512)
 
 
 def engine() -> Any:
-    model = families.load_model(families.load("tiny", random_weights=True))
+    model = models.load_model(models.load("tiny", random_weights=True))
     return make(model, contexts=6)
 
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from shared import parity
+from shared import models, parity
 from shared.linear import Linear
+from shared.models import load_model
 from shared.testing import random_checkpoint
-from stage01_forward import families
 from stage01_forward.engine import Engine as Naive
-from stage01_forward.families import load_model
 from stage01_forward.params import SamplingParams
 from stage04_continuous.runner import Runner
 from stage05_paged.blocks import BlockPool
@@ -152,7 +151,7 @@ def first_logits(folder):
     """Of a model in files, by stage 04's runner and by the kernels'; and the latter's model."""
     logits = []
     for runner, cache in ((Runner, cache_type), (GpuRunner, lambda config: GpuCache)):
-        model = load_model(families.load(str(folder)), device=DEVICE)
+        model = load_model(models.load(str(folder)), device=DEVICE)
         memory: Any = cache(model.config)(model.config, 2, device=DEVICE)
         logits.append(runner(model, memory).run([5, 9, 2], [([1], 0, 3)], [2]))
     return *logits, model
@@ -171,7 +170,7 @@ def test_folders_of_gptq_and_awq(tmp_path, options, fields):
 def test_layers_in_files(tmp_path):
     """The GPU keeps all that is read of them."""
     quantize.main(["--weights", "int4", "--out", str(tmp_path / "small")])
-    unchanged = load_model(families.load(str(tmp_path / "small")))
+    unchanged = load_model(models.load(str(tmp_path / "small")))
     assert isinstance(unchanged.lm_head.matrix, FileMatrix)
     want, got, model = first_logits(tmp_path / "small")
     assert isinstance(model.lm_head.matrix, GpuMatrix)
@@ -203,7 +202,7 @@ def test_tokens_are_those_of_the_slow_layers(name, weights, activations, monkeyp
 @pytest.mark.parametrize(("weights", "activations"), [("int8", "int8"), ("int4", "float")])
 def test_stories_are_those_of_stage_10(weights, activations):
     def model() -> Any:
-        checkpoint = families.load("stories")
+        checkpoint = models.load("stories")
         checkpoint.conversion = Quantize(weights, activations)
         return load_model(checkpoint, dtype=torch.float32, device=DEVICE)
 

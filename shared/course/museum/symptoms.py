@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from shared import models, registry
 from shared.course import stages
 from shared.tokenizer import AnyTokenizer, load_tokenizer
 
@@ -49,7 +50,7 @@ def stories() -> tuple[Any, AnyTokenizer]:
 
 def engine(stage: str, contexts: int | None = None, **options: Any) -> Any:
     """The engine of a stage for the embedded model."""
-    return load(f"{stage}.make").make(stories()[0], contexts, **options)
+    return load(f"{stage}.engine").make(stories()[0], contexts, **options)
 
 
 def request(*arguments: Any) -> Any:
@@ -561,12 +562,11 @@ def a_stretched_context() -> None:
 
 def two_configs() -> None:
     """Stage 08 reads the config.json of Qwen3-0.6B, and of a Qwen2 whose file mentions a window."""
-    readers = load("stage08_llama.config").READERS
     shape = {"vocab_size": 151936, "max_position_embeddings": 32768, "intermediate_size": 3072}
     shape |= {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16}
     shape |= {"num_key_value_heads": 8, "sliding_window": 4096, "max_window_layers": 4}
     for kind, fields in (("qwen3", {"head_dim": 128}), ("qwen2", {"use_sliding_window": False})):
-        config = readers[kind](shape | fields, kind, "config.json")
+        config = registry.load(registry.CONFIGS[kind])(shape | fields, kind, "config.json")
         queries = config.shapes()["layers.0.self_attn.q_proj.weight"]
         seen = min(config.windows, default=config.n_positions)
         say(f"{kind}: the matrix of the queries is {queries}; a query sees {seen:,} tokens")
@@ -621,11 +621,11 @@ def some_processors() -> None:
 def a_chat_with_kernels() -> None:
     """Stage 09 answers with the embedded Llama, stories-chat. The first line is stage 05's answer,
     the second the kernels'."""
-    weights = stages.families().load("stories-chat")
+    weights = models.load("stories-chat")
     model, tokenizer = stages.load_model(weights), load_tokenizer(weights.folder)
     prompt = tokenizer.encode("Once upon a time there was")
     for stage in ("stage05_paged", "stage09_kernels"):
-        (output,) = load(f"{stage}.make").make(model, 1).generate([prompt], greedy(24))
+        (output,) = load(f"{stage}.engine").make(model, 1).generate([prompt], greedy(24))
         say(f"{stage[:7]}: {tokenizer.decode(output.token_ids).strip()}")
 
 
@@ -683,11 +683,11 @@ def columns_out_of_order() -> None:
 def a_smoothed_story() -> None:
     """Stage 05 tells a story with the embedded model, before and after stage 10 has moved scales
     from its activations into its weights."""
-    model = stages.load_model(stages.families().load("stories"))
+    model = stages.load_model(models.load("stories"))
     for name in ("before", "after"):
         if name == "after":
             load("stage10_quantization.smoothquant").smooth(model, [load("torch").arange(200)])
-        (output,) = load("stage05_paged.make").make(model, 1).generate([encode(ONCE)], greedy(60))
+        (output,) = load("stage05_paged.engine").make(model, 1).generate([encode(ONCE)], greedy(60))
         say(f"{name}: {decode(output.token_ids)}")
 
 
@@ -738,7 +738,7 @@ def a_late_copy() -> None:
     from multiprocessing import Pipe
 
     leases = load("stage12_distributed.disaggregated.leases")
-    make, (model, tokenizer) = load("stage05_paged.make").make, stories()
+    make, (model, tokenizer) = load("stage05_paged.engine").make, stories()
     prompts = [tokenizer.encode(text) for text in CROWD[:2]]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         memory, now = leases.Memory(Path(folder), 5, 64), 0.0
@@ -767,8 +767,8 @@ def a_late_copy() -> None:
 def a_drafted_story() -> None:
     """Stage 11 continues a text with drafts from the text itself. The second line is what stage 05
     answers."""
-    make, (model, tokenizer) = load("stage05_paged.make").make, stories()
-    drafting = load("stage11_speculative.make").with_drafts
+    make, (model, tokenizer) = load("stage05_paged.engine").make, stories()
+    drafting = load("stage11_speculative.engine").with_drafts
     ngram = load("stage11_speculative.proposers").NGram
     prompt = tokenizer.encode(
         "Rosa met a mouse. Rosa met a fox. Rosa met a mouse. Rosa met a fox. Rosa met"
@@ -787,7 +787,8 @@ def an_answer_in_json() -> None:
     schema = {"type": "object", "properties": fields, "required": [*fields]}
     source = grammar.start(grammar.of_schema(schema | {"additionalProperties": False}))
     form = grammar.Form(grammar.Grammars(tokenizer, tokenizer.vocab_size, (eos,)), source)
-    continuous, asked = load("stage05_paged.make").make(model, 1), request(encode(ONCE), greedy(60))
+    continuous = load("stage05_paged.engine").make(model, 1)
+    asked = request(encode(ONCE), greedy(60))
     form(asked)
     continuous.add(asked)
     for _ in continuous.run():
@@ -820,7 +821,7 @@ def three_rows_in_a_graph_of_four() -> None:
         "make_cache": load(f"{gpu}.cache").GpuCache,
         "make_runner": load(f"{gpu}.runner").GpuRunner,
     }
-    together = load("stage05_paged.make").make(model, 3, **organs)
+    together = load("stage05_paged.engine").make(model, 3, **organs)
 
     def capture(work: Callable[[], Any]) -> Any:
         results = work()

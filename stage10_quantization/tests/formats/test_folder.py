@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from shared import registry
 from shared.checkpoint import random_tensors
 from shared.errors import UserError
-from stage01_forward import families
 from stage08_llama.config import LlamaConfig, to_fields
 from stage10_quantization.formats.folder import FolderModel
 from stage10_quantization.layers import QuantizedMatrix
@@ -18,7 +18,7 @@ from stage10_quantization.layers import QuantizedMatrix
 from .test_packed import awq_parts, config_groups, draw, expected, gptq_parts, values, words
 
 LLAMA = LlamaConfig(64, 32, 16, 2, 2, 1, n_inner=24, tied=False)
-READERS = {kind: read for family in families.families() for kind, read in family.readers.items()}
+READERS = {kind: registry.load(entry) for kind, entry in registry.CONFIGS.items()}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm", "zero_point": True}
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
@@ -68,7 +68,7 @@ def write(folder, options, fields=None, **changes):
 @pytest.mark.parametrize("fields", [None, GPT2], ids=["llama", "gpt2"])
 def test_a_model(tmp_path, options, fields):
     tensors = write(tmp_path, options, fields)
-    model = FolderModel(tmp_path, READERS)
+    model = FolderModel(tmp_path)
     assert model.names == list(tensors) == list(model.config.shapes())
     read = {name: model.read(name) for name in model.names}
     quantized = {name for name, tensor in read.items() if isinstance(tensor, QuantizedMatrix)}
@@ -83,7 +83,7 @@ def test_a_model(tmp_path, options, fields):
 
 def refused(folder, name=None):
     with pytest.raises(UserError) as info:
-        model = FolderModel(folder, READERS)
+        model = FolderModel(folder)
         for each in [name] if name else model.names:
             model.read(each)
     text = str(info.value)

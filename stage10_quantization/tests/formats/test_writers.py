@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shared import models
 from shared.checkpoint import random_tensors
 from shared.errors import UserError
 from shared.models import STORIES
 from shared.tokenizer import load_tokenizer
-from stage01_forward import families
 from stage08_llama.config import to_fields
 from stage10_quantization.formats.folder import FolderModel
 from stage10_quantization.formats.folder_writer import write_folder
@@ -66,7 +66,7 @@ def test_a_folder_is_read_as_it_was_written(tmp_path, family, packed):
     write_folder(out, fields, tensors.items(), [STORIES / "vocab.json"], packed)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert {p.name for p in out.iterdir()} == {"config.json", "model.safetensors", "vocab.json"}
-    model = FolderModel(out, READERS)
+    model = FolderModel(out)
     assert model.config == READERS[family](fields, "out", "")
     assert set(model.names) == set(tensors)
     for name, tensor in tensors.items():
@@ -180,7 +180,7 @@ def test_nothing_is_half_written(tmp_path):
 
 def test_a_vocabulary_is_read_as_it_was_written(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    loaded = families.load("stories")
+    loaded = models.load("stories")
     metadata = tokenizer_metadata(STORIES, loaded.config)
     write_gguf(tmp_path / "m.gguf", loaded.config, loaded.tensors.items(), metadata)
     model = GGUFModel(tmp_path / "m.gguf")

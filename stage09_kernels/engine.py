@@ -1,5 +1,4 @@
-"""What this stage offers to the tools that drive every stage: an engine, and answers to many
-prompts."""
+"""Stage 09: stage 05's engine with a cache, a runner and a sampler of kernels."""
 
 from __future__ import annotations
 
@@ -9,9 +8,8 @@ from typing import Any
 
 import torch
 
-from stage01_forward.offer import caches_of
+from shared import registry
 from stage04_continuous.engine import Engine
-from stage04_continuous.make import answer as answer
 from stage05_paged.engine import make as make_paged
 
 from .backend import NoKernels, backend_of
@@ -51,11 +49,12 @@ def make(
 
 
 def _cache_type(model: Any, dtype: torch.dtype | None) -> Any:
-    """Makes the cache that a stage offers for `dtype`; None: the kernels' own, if any. Raises
+    """Makes the cache that the registry names for `dtype`; None: the kernels' own, if any. Raises
     NoKernels if it has none for the model's device."""
-    if dtype is None or not (brought := caches_of(dtype)):
+    format = str(dtype).removeprefix("torch.")
+    if format not in registry.CACHES:
         return None
     kind, real = model.device.type, torch.promote_types(model.dtype, torch.float32)
-    if kind not in brought.KERNEL_CACHES:
+    if (format, kind) not in registry.KERNEL_CACHES:
         raise NoKernels(f"There are no kernels for a cache in {dtype} on {kind}.")
-    return partial(brought.KERNEL_CACHES[kind], real=real)
+    return partial(registry.load(registry.KERNEL_CACHES[format, kind]), real=real)

@@ -1,0 +1,79 @@
+"""What is found by name: tables of strings, and one import, as in transformers' auto classes.
+
+An entry reads "module:name". The module is imported only when its entry is loaded, so `shared`
+stands below all stages, and an early stage runs a model, a format or kernels of a later one without
+knowing it. A type checker does not see through the strings: shared/tests/test_registry.py loads
+every one of them and checks what it finds.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+ENGINES = {
+    # Each is make(model, contexts=None, **options) -> engine, with memory for `contexts` whole
+    # contexts. An engine has generate(prompts, sampling); from stage 04 on also add, abort, step.
+    "forward": "stage01_forward.engine:make",
+    "kv_cache": "stage02_kv_cache.engine:make",
+    "batching": "stage03_batching.engine:make",
+    "continuous": "stage04_continuous.engine:make",
+    "paged": "stage05_paged.engine:make",
+    "kernels": "stage09_kernels.engine:make",
+    "speculative": "stage11_speculative.engine:make",
+}
+CONFIGS = {  # model_type in config.json -> reader(fields, name of the model, source) -> Config
+    "gpt2": "shared.config:Config.from_dict",
+    "llama": "stage08_llama.config:llama",
+    "mistral": "stage08_llama.config:mistral",
+    "qwen2": "stage08_llama.config:qwen2",
+    "qwen3": "stage08_llama.config:qwen3",
+}
+MODELS = {  # Config.family -> load_model(checkpoint, device, dtype) -> model
+    "gpt2": "stage01_forward.model:load_model",
+    "llama": "stage08_llama.model:load_model",
+}
+SHAPES = {  # Config.family -> known shapes, a mapping from names of models to configs
+    "gpt2": "shared.models:PRESETS",
+    "llama": "stage08_llama.shapes:PRESETS",
+}
+FORMATS = {  # of checkpoints beside folders of floating-point numbers: a shared.models.Format
+    "quantized": "stage10_quantization.files"
+}
+WEIGHTS = {  # --weights -> change(checkpoint, value), after which its model has such weights
+    "float32": "stage10_quantization.stored:change",
+    "bfloat16": "stage10_quantization.stored:change",
+    "int8": "stage10_quantization.stored:change",
+    "int8-g32": "stage10_quantization.stored:change",
+    "int4": "stage10_quantization.stored:change",
+}
+CACHES = {  # dtype of keys and values -> cache with the arguments of stage 05's PagedCache
+    "int8": "stage10_quantization.cache:Int8Cache"
+}
+KERNELS = {  # type of device -> a stage09_kernels.backend.Backend
+    "cpu": "stage09_kernels.cpu:BACKEND",
+    "cuda": "stage13_gpu.backend:BACKEND",
+}
+KERNEL_CACHES = {  # dtype of keys and values, type of device -> cache that the kernels read
+    ("int8", "cpu"): "stage10_quantization.cache:Int8KernelCache"
+}
+TRIALS = {  # engine -> unsupported_reason(dtype, device) -> "" if the machine can run it
+    "kernels": "stage09_kernels.trial:unsupported_reason"
+}
+DRAFTS = {  # --speculate -> speculate(engine, value, count, draft model, drawn) -> engine
+    "ngram": "stage11_speculative.engine:speculate",
+    "suffix": "stage11_speculative.engine:speculate",
+    "draft": "stage11_speculative.engine:speculate",
+}
+FORMS = {  # of answers, for the server: a class as stage06_serving.forms describes it
+    "json": "stage11_speculative.forms:Forms"
+}
+
+
+def load(entry: str) -> Any:
+    """What an entry names: "module:name", or a whole module."""
+    module, _, names = entry.partition(":")
+    value: Any = import_module(module)
+    for name in filter(None, names.split(".")):
+        value = getattr(value, name)
+    return value
