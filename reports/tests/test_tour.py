@@ -35,7 +35,8 @@ class Changed(Engine):
         for place, token in enumerate(super().stream(prompt, sampling)):
             yield replace(token, id=token.id ^ CHANGE.get(place, 0))
 
-make = Changed
+def make(model, contexts):
+    return Changed(model)
 """
 
 
