@@ -68,7 +68,6 @@ def judge(
         bool(source.read(half + rest, wish.fillings, wish.plots))
         for (wish, half), rest in zip(halves, rests, strict=True)
     )
-    wrong = next((at for at in range(count) if at not in right), None)
     return {
         "requests": count,
         "temperature": temperature,
@@ -82,9 +81,6 @@ def judge(
         "example": {"question": requests[right[0]].text, "answer": firsts[right[0]]}
         if right
         else None,
-        "broken": None
-        if wrong is None
-        else {"question": requests[wrong].text, "answer": firsts[wrong]},
     }
 
 

@@ -1,8 +1,7 @@
 """Judge the embedded model and write its card: `python -m shared.stories.evaluate`.
 
-Three questions, each against the grammar, which knows the right answer:
+Two questions, each against the grammar, which knows the right answer:
 - How near is the model's cross-entropy to the floor, the entropy of the stories themselves?
-- Does that hold when a story begins far beyond position 512, where training windows seldom reached?
 - Of 200 sampled stories, in how many does everything stay straight? A story counts only if the
   grammar could have written every character of it: then each name, pronoun and thing is the one it
   was in the first line.
@@ -37,11 +36,11 @@ CARD = jinja2.Template(
 )
 
 
-def predictions(model: Any, ids: list[int], start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each of ids[start + 1:], given what is before it: -ln p in nats, and whether it is the
-    likeliest token; each (T,)."""
-    logits = model(torch.tensor([ids])).logits[0, start:-1].float()  # (T, V)
-    targets = torch.tensor(ids[start + 1 :])
+def predictions(model: Any, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each of ids[1:], given what is before it: -ln p in nats, and whether it is the likeliest
+    token; each (T,)."""
+    logits = model(torch.tensor([ids])).logits[0, :-1].float()  # (T, V)
+    targets = torch.tensor(ids[1:])
     nats = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     return nats, logits.argmax(-1) == targets
 
@@ -50,19 +49,15 @@ def end_of_text(tokenizer: Any) -> int:
     return int(tokenizer.convert_tokens_to_ids(END_OF_TEXT))
 
 
-def copied_tokens(tokenizer: Any, story: grammar.Story) -> tuple[list[int], list[bool]]:
-    """The tokens of a story, and whether each is in a word that repeats a filling."""
-    encoded = tokenizer(story.text, return_offsets_mapping=True)
-    return encoded.input_ids, [story.copied(*place) for place in encoded.offset_mapping]
-
-
 def held_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
     """Model and floor on the same `count` unseen stories, with an end-of-text on both sides."""
     end = end_of_text(tokenizer)
     nats, floor, tokens, copied, right = 0.0, 0.0, 0, 0, 0
     stories = itertools.islice(grammar.stories("held out"), count)
     for story in tqdm(stories, total=count, unit="story", desc="held out"):
-        ids, copies = copied_tokens(tokenizer, story)
+        encoded = tokenizer(story.text, return_offsets_mapping=True)
+        ids, places = encoded.input_ids, encoded.offset_mapping
+        copies = [story.copied(*place) for place in places]  # in a word that repeats a filling
         losses, likeliest = predictions(model, [end, *ids, end])
         nats += float(losses.sum())
         floor -= story.log_probability
@@ -80,50 +75,10 @@ def held_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
     }
 
 
-def far_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
-    """The same for stories that begin beyond position 512, with other stories before them."""
-    end, supply = end_of_text(tokenizer), grammar.stories("far out")
-    nats, floor, tokens = 0.0, 0.0, 0
-    for _ in tqdm(range(count), unit="story", desc="far out"):
-        ids = [end]
-        while len(ids) <= 512:
-            ids += [*tokenizer.encode(next(supply).text), end]
-        story = next(supply)
-        whole = [*ids, *tokenizer.encode(story.text), end]
-        if len(whole) > model.config.max_position_embeddings:
-            continue
-        nats += float(predictions(model, whole, start=len(ids) - 1)[0].sum())
-        floor -= story.log_probability
-        tokens += len(whole) - len(ids)
-    return {
-        "tokens": tokens,
-        "cross_entropy": nats / tokens,
-        "floor": floor / tokens,
-        "excess": nats / floor - 1,
-    }
-
-
-def beyond(model: Any, tokenizer: Any, count: int) -> list[dict[str, Any]]:
-    """Cross-entropy by position over `count` texts of 2,048 tokens; training ended at 1,024."""
-    end, supply = end_of_text(tokenizer), grammar.stories("beyond")
-    nats = torch.zeros(2048)
-    for _ in tqdm(range(count), unit="text", desc="beyond"):
-        ids = [end]
-        while len(ids) <= len(nats):
-            ids += [*tokenizer.encode(next(supply).text), end]
-        nats += predictions(model, ids[: len(nats) + 1])[0] / count
-    edges = (512, 1024, 1152, 1280, 1536, 2048)
-    return [
-        {"from": first, "to": last, "cross_entropy": float(nats[first:last].mean())}
-        for first, last in itertools.pairwise(edges)
-    ]
-
-
 def sampled(
     model: Any, tokenizer: Any, count: int, top_p: float, batch: int = 50
 ) -> dict[str, Any]:
-    """Sample `count` stories, and count those that the grammar can read. Keeps three that it cannot
-    read."""
+    """Sample `count` stories, and count those that the grammar can read."""
     torch.manual_seed(0)
     end = end_of_text(tokenizer)
     texts: list[str] = []
@@ -141,17 +96,13 @@ def sampled(
             pad_token_id=end,
         )
         texts += [tokenizer.decode(row[1:], skip_special_tokens=True) for row in rows]
-    broken = [text for text in texts if not grammar.load().read(text)]
+    straight = sum(bool(grammar.load().read(text)) for text in texts)
     return {
         "stories": len(texts),
         "temperature": TEMPERATURE,
         "top_p": top_p,
-        "straight": len(texts) - len(broken),
+        "straight": straight,
         "different": len(set(texts)),
-        "broken": [
-            {"text": text, "readable_until": text[: grammar.load().readable_until(text)][-60:]}
-            for text in broken[:3]
-        ],
         "example": texts[0],
     }
 
@@ -160,9 +111,7 @@ def entropy_facts(tokenizer: Any, count: int = 20_000) -> dict[str, Any]:
     """The grammar's entropy: nats a story, its standard error, and nats a token."""
     nats, error = grammar.entropy(count)
     texts = [story.text for story in itertools.islice(grammar.stories("entropy"), 2000)]
-    tokens = sum(len(tokenizer.encode(text)) + 1 for text in texts) / len(
-        texts
-    )  # and the token that ends the story
+    tokens = sum(len(tokenizer.encode(text)) + 1 for text in texts) / len(texts)  # + end of text
     return {
         "stories": count,
         "nats": nats,
@@ -170,11 +119,6 @@ def entropy_facts(tokenizer: Any, count: int = 20_000) -> dict[str, Any]:
         "tokens_per_story": tokens,
         "nats_per_token": nats / tokens,
     }
-
-
-def runs_of(training: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The runs that made a model, oldest first; each went on from the one before."""
-    return [] if training is None else [*runs_of(training.get("before")), training]
 
 
 def write_card(
@@ -188,7 +132,7 @@ def write_card(
         evaluation,
         config=config,
         training=training,
-        runs=runs_of(training),
+        runs=[run for run in (training.get("before"), training) if run],
         source=source,
         variants=sum(map(len, beats)),
         bytes=(folder / "model.safetensors").stat().st_size,
@@ -229,13 +173,11 @@ def main(argv: list[str] | None = None) -> None:
         evaluation: dict[str, Any] = {
             "entropy": entropy_facts(tokenizer),
             "held_out": held_out(model, tokenizer, options.stories),
-            "far_out": far_out(model, tokenizer, options.stories // 10),
             "sampled": sampled(model, tokenizer, 200, top_p=1.0),
             "sampled_top_p": sampled(model, tokenizer, 200, top_p=TOP_P),
         }
         if model.config.model_type == "llama":
             evaluation["chat"] = chat_evaluation.judge(model, tokenizer, 200, TEMPERATURE, TOP_P)
-            evaluation["beyond"] = beyond(model, tokenizer, 20)
     evaluation["seconds"] = round(time.perf_counter() - started, 1)
     (folder / "evaluation.json").write_text(
         json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"

@@ -27,23 +27,10 @@ FOLDER = Path(__file__).parent
 INTERLUDE_PROBABILITY = 0.5
 CREATURE = "animal0"  # the filling of a hero that is an animal: no other animal is of its kind
 
+FORMS = ("he", "him", "his", "himself", "girl", "boy")
 PRONOUNS = {
-    "girl": {
-        "he": "she",
-        "him": "her",
-        "his": "her",
-        "himself": "herself",
-        "girl": "girl",
-        "boy": "girl",
-    },
-    "boy": {
-        "he": "he",
-        "him": "him",
-        "his": "his",
-        "himself": "himself",
-        "girl": "boy",
-        "boy": "boy",
-    },
+    "girl": dict(zip(FORMS, ("she", "her", "her", "herself", "girl", "girl"), strict=True)),
+    "boy": dict(zip(FORMS, ("he", "him", "his", "himself", "boy", "boy"), strict=True)),
 }
 
 
@@ -170,9 +157,6 @@ class Grammar:
         self.habits: Beat = tuple(parse_template(line) for line in sections["habits"])
         self.interludes: Beat = tuple(parse_template(line) for line in sections["interludes"])
         self.endings: Beat = tuple(parse_template(line) for line in sections["endings"])
-        self._furthest = (
-            0  # where the last beat ended that `_read_beats` could read: how far a text is right
-        )
         self.plots: list[Plot] = []
         for name, lines in parse_headings(plots).items():
             if lines.count("~") != 1:
@@ -294,13 +278,6 @@ class Grammar:
             if end == len(text)
         ]
 
-    def readable_until(self, text: str) -> int:
-        """How many characters of `text` agree with some story of the grammar, counted in whole
-        beats."""
-        self._furthest = 0
-        self.read(text)
-        return self._furthest
-
     def _read_plot(
         self, plot: Plot, text: str, frame: list[tuple[str, Beat]], fixed: dict[str, str]
     ) -> Iterator[tuple[int, dict[str, str], float]]:
@@ -317,7 +294,6 @@ class Grammar:
     def _read_beats(
         self, beats: list[tuple[str, Beat]], text: str, start: int, fillings: dict[str, str]
     ) -> Iterator[tuple[int, dict[str, str], float]]:
-        self._furthest = max(self._furthest, start)
         if not beats:
             yield start, fillings, 0.0
             return

@@ -15,8 +15,8 @@ times over, which is the cheapest lesson in copying.
 
 Even so, how far copying gets varies from run to run: a run of 6,500 steps on one thread had still
 not learnt to carry a trait or a number across a whole story. stories-chat took 14,000. Judge a
-model before it is used (`python -m shared.stories.evaluate`), and let it go on if it needs more
-(`--start`).
+model before it is used (`python -m shared.stories.evaluate`), and give it more steps if it needs
+them.
 
 Deterministic: the same seed, thread count and kind of processor give the same weights.
 """
@@ -58,8 +58,6 @@ PLAIN_SHARE = 0.25  # of the chat model's documents: stories without a conversat
 EMBEDDING_SPREAD = 0.1  # GPT-2's own 0.02 is made for 768 channels, ours are 192
 PEAK_LEARNING_RATE = 3e-3
 EMBEDDING_LEARNING_RATE_SHARE = 0.4
-# of the peak, for a model that goes on from another: it already knows nearly everything
-SECOND_LEARNING_RATE_SHARE = 1 / 3
 WARMUP_STEPS = 100
 
 Document = tuple[list[int], list[float]]  # token ids, and the weight of each in the loss
@@ -340,28 +338,6 @@ def save_model(model: transformers.PreTrainedModel, folder: Path) -> None:
     model.config.activation_function = name
 
 
-def load_start(
-    recipe: Recipe, folder: Path
-) -> tuple[transformers.PreTrainedModel, Tokenizer, dict]:
-    """Model, tokenizer and training facts of a folder that `train` wrote. Raises UserError for any
-    other folder."""
-    try:
-        before = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-        tokenizer = recipe.load_tokenizer(folder)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="sdpa"
-        )
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise UserError(
-            f"{folder} was not written by this command ({error}): name a folder that was, or leave "
-            "out --start."
-        ) from None
-    if recipe is Stories:
-        for block in model.transformer.h:
-            block.mlp.act = torch.nn.GELU(approximate="tanh")
-    return model, tokenizer, before
-
-
 def train(
     recipe: Recipe,
     out: Path,
@@ -370,12 +346,9 @@ def train(
     width: int,
     layers: int,
     heads: int,
-    start: Path | None = None,
-    compiled: bool = False,
 ) -> dict:
-    """Train and save to `out`; returns the facts of the run for the model card. `start`: go on from
-    an earlier result. `compiled`: by torch.compile, which needs a C++ compiler. Raises UserError
-    for a folder that cannot be written, and as `load_start` does."""
+    """Train and save to `out`; returns the facts of the run for the model card. Raises UserError
+    for a folder that cannot be written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
@@ -383,23 +356,15 @@ def train(
         raise UserError(
             f"{out} cannot be written ({error.strerror}): name another --out."
         ) from None
-    peak, before = PEAK_LEARNING_RATE, None
-    if start is None:
-        model = build_model(recipe, width, layers, heads, seed)
-        drafts = recipe is Draft
-        tokenizer = recipe.load_tokenizer(Stories.folder) if drafts else train_tokenizer(recipe)
-    else:
-        model, tokenizer, before = load_start(recipe, start)
-        peak *= SECOND_LEARNING_RATE_SHARE
-    optimizers = build_optimizers(model, peak)
+    model = build_model(recipe, width, layers, heads, seed)
+    drafts = recipe is Draft
+    tokenizer = recipe.load_tokenizer(Stories.folder) if drafts else train_tokenizer(recipe)
+    optimizers = build_optimizers(model, PEAK_LEARNING_RATE)
     recipe.save_tokenizer(tokenizer, out)
     model.train()
-    forward = torch.compile(model) if compiled else model
-    copying_steps = recipe.copying_steps if start is None else 0
+    copying_steps = recipe.copying_steps
     rng = random.Random(seed)
-    documents = recipe.documents(
-        tokenizer, f"training {seed}" if start is None else f"training {seed} on"
-    )
+    documents = recipe.documents(tokenizer, f"training {seed}")
     copying = repeating_windows(WINDOW, documents)
     sources = {length: windows(length, rng, documents) for length in (WINDOW, POSITIONS)}
     full_from = int(steps * (1 - recipe.full_window_share))
@@ -417,7 +382,7 @@ def train(
                 copying if step < copying_steps else sources[length], length, rng
             )
             with torch.autocast("cpu", torch.bfloat16):
-                logits = forward(
+                logits = model(
                     input_ids=ids[:, :-1], position_ids=positions, use_cache=False
                 ).logits
             nats = torch.nn.functional.cross_entropy(
@@ -441,10 +406,7 @@ def train(
         "command": f"python -m shared.stories.train --seed {seed} --steps {steps}"
         + " --chat" * (recipe is Chat)
         + " --draft" * (recipe is Draft)
-        + " --compile" * compiled
-        + f" --threads {torch.get_num_threads()}"
-        + " --start BEFORE" * (start is not None),
-        "before": before,
+        + f" --threads {torch.get_num_threads()}",
         "seed": seed,
         "steps": steps,
         "tokens": steps * MICRO_BATCHES * TOKENS_PER_MICRO_BATCH,
@@ -481,11 +443,6 @@ def main(argv: list[str] | None = None) -> None:
         f"--chat, {Draft.steps:,} with --draft",
     )
     parser.add_argument(
-        "--start",
-        type=Path,
-        help="folder of an earlier result to go on from; its size and vocabulary are kept",
-    )
-    parser.add_argument(
         "--seed", type=cli.whole_number(0, 2**31), default=0, help="of weights and stories"
     )
     parser.add_argument(
@@ -494,17 +451,12 @@ def main(argv: list[str] | None = None) -> None:
         default=2,
         help="the exact weights depend on it",
     )
-    parser.add_argument(
-        "--compile",
-        action="store_true",
-        help="a third faster, and needs a C++ compiler; off by default",
-    )
     options = parser.parse_args(argv)
     recipe: Recipe = Chat if options.chat else Draft if options.draft else Stories
     torch.set_num_threads(options.threads)
     out = options.out or recipe.folder
     steps = options.steps or recipe.steps
-    facts = train(recipe, out, steps, options.seed, *recipe.size, options.start, options.compile)
+    facts = train(recipe, out, steps, options.seed, *recipe.size)
     (out / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     print(f"Saved to {out}. Next: python -m shared.stories.evaluate --folder {out}")
 
