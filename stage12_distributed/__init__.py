@@ -1,12 +1,12 @@
 """Stage 12: when one machine is not enough.
 
-`router/routing.py` is what this stage teaches: which replica gets a request. `router/app.py` is an
-HTTP server that applies this policy to stage 06's servers, and `router/serve.py` runs those on Ray.
+`routing.py` is what this stage teaches: which replica gets a request. `router.py` is an HTTP server
+that applies this policy to stage 06's servers, and `serve.py` runs those on Ray.
 """
 
 from shared import openmp
 
 QUESTION: str = "Many replicas: which one gets a request, and what is lost when one dies?"
-FIRST_FILE: str = "router/routing.py"
+FIRST_FILE: str = "routing.py"
 
 openmp.choose()  # before PyTorch is loaded

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from shared.errors import UserError
 
-SILENCE = timedelta(seconds=60)  # without a command: rank 0, which sends several a second, has gone
+TIMEOUT = 4.0  # seconds that a rank waits for another one in a pass before it gives all up
+IDLE = timedelta(days=365)  # between two commands: a rank whose rank 0 has died knows at once
 BLOCK = 4096  # bytes of a command that are broadcast at once; few commands are longer
 LENGTH = 8  # bytes of the length that precedes a command
 
@@ -33,7 +34,7 @@ class Collectives:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.passing = False  # whether the other ranks compute too
-        self._timeout, self._tensors = SILENCE, None
+        self._timeout, self._tensors = timedelta(seconds=TIMEOUT), None
 
     def connect(self, file: str, timeout: float, device: torch.device) -> None:
         """Meet the other ranks at `file`, which all can reach. Afterwards a call that waits
@@ -41,7 +42,7 @@ class Collectives:
         # No other machine may take part, whatever this one's name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
         self._timeout = timedelta(seconds=timeout)
-        place: Any = {"rank": self.rank, "world_size": self.size, "timeout": SILENCE}
+        place: Any = {"rank": self.rank, "world_size": self.size, "timeout": IDLE}
         dist.init_process_group("gloo", store=dist.FileStore(file, self.size), **place)
         if device.type == "cuda":  # commands stay with gloo
             self._tensors = dist.new_group(backend="nccl", timeout=self._timeout)
@@ -98,10 +99,6 @@ class Collectives:
         part = torch.empty(count, dtype=torch.uint8)
         dist.broadcast(part, 0)
         return part.numpy().tobytes()
-
-    def meet(self) -> None:
-        """Wait until every rank is here."""
-        dist.all_reduce(torch.zeros(1), async_op=True).wait(self._timeout)
 
 
 def loopback() -> str:

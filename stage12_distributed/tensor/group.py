@@ -5,22 +5,16 @@ between ranks. Before each pass it broadcasts one command with everything that d
 (moves, ids, shares, rows, adapters: integers), and every rank runs stage 04's runner on its own
 part of the model and of the cache.
 
-A rank may die or stand still, in a pass or between two. Then all keys and values are lost, and the
-group ends for good. A server with such an engine ends its process, too (`server.py`), and what has
-started that process starts it again, with all of its ranks: the router's pool does.
+A rank may die or stand still. Then all keys and values are lost, and the group ends for good: every
+pass raises RankLost. What has started rank 0's process has to start it again, with all ranks.
 """
 
 from __future__ import annotations
 
-import argparse
 import atexit
-import logging
 import multiprocessing
-import shutil
 import signal
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared import cli, linear
+from shared import linear
 from shared.errors import UserError
 from stage04_continuous.engine import Engine
 from stage04_continuous.runner import Runner
@@ -40,18 +34,13 @@ from stage05_paged.cache import BlockCache, Share
 from stage05_paged.engine import cache_type
 from stage05_paged.engine import make as make_paged
 
-from ..lora.adapters import Adapters, Ordered
-from . import TIMEOUT
-from .collectives import Collectives
+from ..lora import Adapters, Ordered
+from .collectives import TIMEOUT, Collectives
 from .shard import digest, shard
 
 START = 180.0  # seconds for a rank to import PyTorch and load its model
-PING = 0.1  # seconds between two times that rank 0 asks all ranks for a sign of life
-STILL = 0.2  # seconds without that sign, after which the group is not ready
-CACHE, PASS, MEET = "cache", "pass", "meet"  # kinds of commands
+CACHE, PASS = "cache", "pass"  # kinds of commands
 LOST = "A rank of the model has ended: all keys and values are lost."
-
-log = logging.getLogger("staircase")
 
 
 class RankLost(RuntimeError):
@@ -64,7 +53,7 @@ class Setup:
 
     load: returns the whole model with plain layers. New processes receive it, so it must be a
         module's function, or a `partial` of one.
-    timeout: seconds that a rank waits for the others within a pass, and rank 0 to begin one.
+    timeout: seconds that a rank waits for the others within a pass.
     linear: as for `shared.linear.optimize`, which sees the parts.
     adapters: the folder with a subfolder for each adapter; empty for none.
     """
@@ -74,11 +63,6 @@ class Setup:
     timeout: float = TIMEOUT
     linear: str = "plain"
     adapters: str = ""
-
-
-def whole_model(options: argparse.Namespace) -> Any:
-    """The model that command-line options name, with plain layers: what each rank loads."""
-    return cli.load_model_from(options).model
 
 
 def take_part(setup: Setup, model: Any, rank: int) -> tuple[Collectives, bytes, str]:
@@ -114,7 +98,7 @@ def work(rank: int, setup: Setup, threads: int, file: str, pipe: connection.Conn
         collectives.passing = True
         obey(collectives, model)
     except (EOFError, OSError, RuntimeError):  # rank 0 has gone, or another rank
-        shutil.rmtree(Path(file).parent, ignore_errors=True)  # a signal leaves it behind
+        pass
 
 
 def obey(collectives: Collectives, model: Any) -> None:
@@ -122,15 +106,12 @@ def obey(collectives: Collectives, model: Any) -> None:
     runner: Any = None
     while True:
         kind, *arguments = collectives.receive_command()
-        if kind == MEET:
-            collectives.meet()
-        elif kind == CACHE:
+        if kind == CACHE:
             blocks, size, swap_blocks, name = arguments
             dtype = getattr(torch, name)
             sizes = blocks, size, swap_blocks
             make_cache = cache_type(model.config, dtype)
-            cache = make_cache(model.config, *sizes, dtype, model.device)
-            runner = runner_of(model, cache)
+            runner = runner_of(model, make_cache(model.config, *sizes, dtype, model.device))
         else:
             moves, ids, shares, rows, adapters = arguments
             if model.adapters:
@@ -143,26 +124,20 @@ class RankGroup:
     """Rank 0's part of a model, as `model`, and the processes with the other parts.
 
     model: what `setup.load` would return; None calls it. The group takes the model over.
-    on_end: called once, on any thread, when a rank has ended or has been given up.
     Raises UserError if a rank cannot start, or has another model than rank 0.
     """
 
-    def __init__(
-        self, setup: Setup, model: Any = None, on_end: Callable[[], object] = lambda: None
-    ) -> None:
+    def __init__(self, setup: Setup, model: Any = None) -> None:
         self.model = setup.load() if model is None else model
-        self.on_end, self.up = on_end, False  # up: the ranks have met, and none has ended
+        self.up = False  # the ranks have met, and none has ended
         self.workers: list[Any] = []
         self.cache: Any = None  # rank 0's, of the engine that was made last
-        self._lock = threading.Lock()  # held while the ranks compute
-        self._asked: float | None = None  # when the sign of life was asked for that is still due
         self._folder: Any = None
         self.collectives, self.digest, self.linear = take_part(setup, self.model, 0)
         # Only rank 0 measures which kind is fastest: ranks that measured together would slow each
         # other.
         self.setup = replace(setup, linear=self.linear.split()[0])
         self.model.ranks = self
-        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         atexit.register(self.close)  # before multiprocessing ends the workers
         try:
             if setup.ranks > 1:
@@ -171,35 +146,23 @@ class RankGroup:
             self.close()
             raise
         self.up = True
-        if setup.ranks > 1:
-            self._watcher.start()
-
-    @property
-    def health(self) -> str:
-        """ "ok", or why no pass is possible now."""
-        since = self._asked
-        if not self.up:
-            return "restarting"
-        late = since is not None and time.monotonic() - since > STILL
-        return "waiting for a rank" if late else "ok"
 
     @contextmanager
     def passing(self) -> Iterator[Callable[..., None]]:
         """A pass of all ranks; yields the function that sends its command. An error in the block
         ends the group: the other ranks may wait for each other in vain. Raises RankLost."""
-        with self._lock:
-            if not self.up:
-                raise RankLost(LOST)
-            self.collectives.passing = True
-            try:
-                yield self.collectives.send_command
-            except Exception as error:
-                if self.setup.ranks == 1:
-                    raise
-                self._lose()
-                raise RankLost(LOST) from error
-            finally:
-                self.collectives.passing = False
+        if not self.up:
+            raise RankLost(LOST)
+        self.collectives.passing = True
+        try:
+            yield self.collectives.send_command
+        except Exception as error:
+            if self.setup.ranks == 1:
+                raise
+            self.close()
+            raise RankLost(LOST) from error
+        finally:
+            self.collectives.passing = False
 
     def hold(self, cache: BlockCache) -> None:
         """Give every rank a cache like rank 0's `cache`, in place of its previous one."""
@@ -214,23 +177,11 @@ class RankGroup:
         self.up = False
         for worker in self.workers:
             worker.kill()
-        if self._watcher.is_alive():
-            self._watcher.join()
-        for worker in self.workers:
             worker.join()
         if self._folder:
             self.collectives.disconnect()
             self._folder.cleanup()
-
-    def _lose(self) -> None:
-        """End the other ranks, because one of them has ended or stands still. Under the lock."""
-        if self.up:
-            self.up = False
-            for worker in self.workers:
-                worker.kill()
-            self._folder.cleanup()
-            log.error("%s", LOST)
-            self.on_end()
+            self._folder = None
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -269,23 +220,6 @@ class RankGroup:
                 f"Rank {rank} has another model than rank 0: give all ranks the same config.json "
                 "and the same weights."
             )
-
-    def _watch(self) -> None:
-        """Wait for the end of a rank, and ask idle ranks for signs of life."""
-        sentinels = [worker.sentinel for worker in self.workers]
-        while not connection.wait(sentinels, PING):
-            if self._lock.acquire(blocking=False):  # else a pass shows that all are there
-                try:
-                    self._asked = time.monotonic()
-                    self.collectives.send_command(MEET)
-                    self.collectives.meet()
-                    self._asked = None
-                except RuntimeError:  # a rank stands still
-                    break
-                finally:
-                    self._lock.release()
-        with self._lock:
-            self._lose()
 
 
 class RankRunner:

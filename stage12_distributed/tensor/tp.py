@@ -1,58 +1,69 @@
-"""The command `tp`: the router with servers whose model is split over several ranks."""
+"""The command `tp`: continue a text with a model that is split over several ranks."""
 
 from __future__ import annotations
 
+import argparse
+from functools import partial
+from typing import Any
+
+import torch
+
 from shared import cli
+from shared.errors import UserError
+from stage01_forward.params import SamplingParams
+from stage04_continuous.request import Request
 
-from . import TIMEOUT
+from .group import RankGroup, Setup, make
 
-SERVER = "stage12_distributed.tensor.server"
 ABOUT = (
-    "Stage 12, tensor parallel: servers whose model is split over several processes: each has a "
-    "part of every matrix and of the keys and values. A server ends with its ranks; the router in "
-    "front of it starts it again, and repeats requests of which the client has seen nothing. All "
-    "other options are those of python -m stage12_distributed router."
+    "Stage 12, tensor parallel: continue a text with a model that is split over several processes: "
+    "each has a part of every matrix, and of the keys and values."
 )
-EXAMPLES = """\
-  python -m stage12_distributed tp --ranks 2
-  python -m stage12_distributed tp --ranks 3 --model gpt2 --port 8080
-  python -m stage12_distributed tp --ranks 1 --adapters FOLDER"""
+EXAMPLES = ("--ranks 2", "--ranks 3 --model gpt2", "--ranks 1 --adapters FOLDER --adapter fable")
 
 
-def make_parser(program: str, about: str, examples: str) -> cli.Parser:
-    """The options of ranks: of this command, and of the server that it starts."""
-    parser = cli.Parser(program, about, examples)
-    parser.add_argument(
-        "--ranks",
-        type=cli.whole_number(1, 64),
-        default=2,
-        metavar="N",
-        help="processes that share the model; each needs a core per thread",
-    )
-    parser.add_argument(
-        "--rank-timeout",
-        type=cli.number(0.1, 3600),
-        default=TIMEOUT,
-        metavar="S",
-        help="seconds after which a rank that does not answer is given up: its server ends, and is "
-        "started again",
-    )
-    parser.add_argument(
-        "--adapters",
-        default="",
-        metavar="FOLDER",
-        help="folder whose subfolders are LoRA adapters, as PEFT saves them; a request may name "
-        "one as its model; default: none",
-    )
+def make_parser() -> cli.Parser:
+    parser = cli.generation_parser("stage12_distributed tp", ABOUT, *EXAMPLES)
+    group = parser.add_argument_group("ranks and adapters")
+    whole, about = cli.whole_number(1, 64), "processes that share the model"
+    group.add_argument("--ranks", type=whole, default=2, metavar="N", help=about)
+    about = "folder whose subfolders are LoRA adapters, as PEFT saves them"
+    group.add_argument("--adapters", default="", metavar="FOLDER", help=about)
+    group.add_argument("--adapter", default="", metavar="NAME", help="one of them; default: none")
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    options, rest = make_parser("stage12_distributed tp", ABOUT, EXAMPLES).parse_known_args(argv)
-    from ..router.app import main as route  # takes a second
+def whole_model(options: argparse.Namespace) -> Any:
+    """The model that command-line options name, with plain layers: what each rank loads."""
+    return cli.load_model_from(options).model
 
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in vars(options).items()]
-    return route(rest, SERVER, arguments, options.ranks, replicas=1)
+
+def main(argv: list[str] | None = None) -> int:
+    options = make_parser().parse_args(argv)
+    prompt = cli.read_prompt(options)
+    sampling = SamplingParams(**cli.sampling_fields(options))
+    if options.threads is None:
+        options.threads = max(1, torch.get_num_threads() // options.ranks)
+    kind, options.linear = options.linear, "plain"  # before the model is split
+    loaded = cli.load_model_from(options)
+    load = partial(whole_model, options)
+    group = RankGroup(
+        Setup(load, options.ranks, linear=kind, adapters=options.adapters), loaded.model
+    )
+    names = group.model.adapters.names if group.model.adapters else {}
+    if options.adapter and options.adapter not in names:
+        known = ", ".join(names) or "none"
+        raise UserError(f"There is no adapter {options.adapter}: --adapters has {known}.")
+    engine: Any = make(group.model, contexts=1)
+    salt = names.get(options.adapter, b"")
+    engine.add(Request(loaded.tokenizer.encode(prompt), sampling, salt=salt))
+    decoder = cli.AnswerDecoder(loaded)
+    print(prompt, end="", flush=True)
+    for _, token in engine.run():
+        print(decoder.push(token.id), end="", flush=True)
+    print(decoder.flush())
+    group.close()
+    return 0
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from shared.config import Config
 from shared.testing import random_checkpoint, wide_norm
 from stage01_forward.attention import Recompute
 from stage08_llama.model import RMSNorm
-from stage12_distributed.lora import adapters as lora
+from stage12_distributed import lora
 from stage12_distributed.tensor.collectives import Collectives
 from stage12_distributed.tensor.group import RankGroup, Setup
 from stage12_distributed.tensor.shard import shard

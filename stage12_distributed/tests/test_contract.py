@@ -1,5 +1,5 @@
-"""The contract of engines on ranks: GPT-2 on two; by -m slow also a Llama on three, more than it
-has heads of keys and values."""
+"""Random lives of an engine on ranks, beside the naive engine: GPT-2 on two; by -m slow a Llama on
+three, more than it has heads of keys and values."""
 
 from __future__ import annotations
 
@@ -15,29 +15,24 @@ from stage04_continuous.tests import oracle
 from stage04_continuous.tests.lives import live
 from stage05_paged.cache import PagedCache
 from stage05_paged.tests import test_contract as paged
-from stage05_paged.tests.engines import engine_of
 from stage08_llama.model import RMSNorm
 from stage08_llama.tests.test_contract import GROUPED
-from stage09_kernels.tests import test_contract as kernels
 from stage12_distributed.tensor.group import RankRunner, Setup
 from stage12_distributed.tensor.shard import digest, heads_of
 from stage12_distributed.tests.parts import close_groups, group_of, random_model
 
 LLAMA = replace(GROUPED, layer_norm_epsilon=3e-5)  # no other test gets the answers of `wide_norm`
-SHAPES = {"gpt2": oracle.CONFIG, "llama": LLAMA}
 
 
 @pytest.fixture(
-    scope="module", autouse=True, params=["gpt2", pytest.param("llama", marks=pytest.mark.slow)]
+    autouse=True, params=[oracle.CONFIG, pytest.param(LLAMA, marks=pytest.mark.slow)], ids=str
 )
 def shape(request):
-    """A config. One rank group serves all tests of a model."""
-    config = SHAPES[request.param]
     threads = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch, oracle.shape(config):
+    with pytest.MonkeyPatch.context() as patch, oracle.shape(request.param):
         torch.set_num_threads(1)
         patch.setattr(RMSNorm, "forward", wide_norm)
-        yield config
+        yield
     torch.set_num_threads(threads)
     close_groups()
 
@@ -54,38 +49,19 @@ def make_cache(config: Any, *rest: Any) -> PagedCache:
 
 def make_runner(model: Any, cache: PagedCache) -> RankRunner:
     """The runner of the ranks with `model`, which is whole here: the oracle runs it, too."""
-    config = model.config
-    load = partial(random_model, config)
-    group = group_of(Setup(load, ranks_of(config)))
+    load = partial(random_model, model.config)
+    group = group_of(Setup(load, ranks_of(model.config), timeout=20.0))
     assert group.digest == digest(model)
     return RankRunner(group.model, cache)
 
 
-RANKS: dict[str, Any] = {"make_cache": make_cache, "make_runner": make_runner}
-
-
-class TestRanks(kernels.TestKernels):
-    runner = RankRunner
-
-    @staticmethod
-    def engine(*args: Any, **options: Any) -> Any:
-        return engine_of(*args, **(RANKS | options))
-
-    @pytest.mark.slow
-    def test_abort_at_any_moment_changes_no_other_request(self):
-        super().test_abort_at_any_moment_changes_no_other_request()
-
-    @pytest.mark.slow
-    def test_all_scenarios(self):
-        super().test_all_scenarios(torch.float64)
-
-
 class RanksLife(paged.PagedLife):
     def make(self, sequences, token_budget, **options):
-        return super().make(sequences, token_budget, **RANKS, **options)
+        ranks: Any = {"make_cache": make_cache, "make_runner": make_runner}
+        return super().make(sequences, token_budget, **ranks, **options)
 
 
 @pytest.mark.parametrize("examples", [3, pytest.param(30, marks=pytest.mark.slow)])
-def test_lives_of_fifty_calls(shape, examples):
+def test_lives_of_fifty_calls(examples):
     """Preemption, swapping, prefix hits, samples and forks."""
     live(RanksLife, examples)

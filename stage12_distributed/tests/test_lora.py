@@ -20,7 +20,7 @@ from stage04_continuous.request import Request
 from stage04_continuous.tests.oracle import finish
 from stage05_paged.blocks import BlockPool
 from stage05_paged.fork import add_samples
-from stage12_distributed.lora import adapters as lora
+from stage12_distributed import lora
 from stage12_distributed.tensor.group import RankGroup, Setup, make
 from stage12_distributed.tensor.shard import shards
 from stage12_distributed.tests.parts import random_model, stored, write_adapter

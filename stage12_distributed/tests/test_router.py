@@ -1,249 +1,342 @@
-"""The router with processes of its own, each with the embedded model: equal tokens, kills, updates.
-
-All tests share one router: a server takes seconds to start. The last test kills it.
-"""
+"""A request on its way through the router: what is repeated, what is passed on, and what is left
+behind when replicas or clients go. The servers are stubs on real sockets; one test has real ones,
+asked by the official client."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-import shutil
-import threading
-from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from pathlib import Path
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-import httpx2
+import aiohttp
 import openai
-import psutil
 import pytest
-import torch
+import uvicorn
+from aiohttp import web
 
-from shared.checkpoint import load
-from shared.course import stages
-from shared.models import STORIES
-from shared.server import OwnServer, own_server
-from shared.tokenizer import Tokenizer
-from stage06_serving.settings import PREFIX
-from stage06_serving.tests.asking import CHAT, HANG, joined, read_metrics, until
-from stage06_serving.tests.conftest import environment
-from stage06_serving.tests.tools import alone, words
-from stage12_distributed.bench import streams as bench
+from shared.errors import UserError
+from shared.server import own_server
+from stage12_distributed import router
+from stage12_distributed.router import Router, create_app, main, read
+from stage12_distributed.routing import Routing
 
-PROMPTS = ("Once upon a time", "The old fox looked at the river", "Every morning, Anna")
-SERVERS = ["--dtype", "float64", "--engine", "paged", "--linear", "plain"]
-SERVERS += ["--threads", "1", "--kv-memory", "32MiB"]
-KEY = "for the administrator"
-LONG: dict[str, Any] = {"model": "stories", "temperature": 0, "extra_body": {"ignore_eos": True}}
+ASK: dict[str, Any] = {"prompt": "There was a fox. " * 16, "max_tokens": 8}
+STREAM = ASK | {"stream": True}
+PATH = "/v1/completions"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model, in a place where a test can take it away."""
-    return Path(shutil.copytree(STORIES, tmp_path_factory.mktemp("models") / "stories"))
+@dataclass
+class Replica:
+    """A server without a model: `answer(request)` makes its answers."""
+
+    answer: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ready: int = 200  # status of /ready
+    requests: int = 0
+    running: int = 0
+    headers: dict[str, str] = field(default_factory=dict)  # of the last request
+    url: str = ""
 
 
-@pytest.fixture(scope="module")
-def router(folder: Path) -> Iterator[OwnServer]:
-    options, keys = ["--model", str(folder), *SERVERS], {f"{PREFIX}ADMIN_KEY": KEY}
-    with own_server(options, True, environment(keys), "stage12_distributed.router.app") as server:
-        yield server
-        assert "Traceback" not in server.stderr(), server.stderr()
+@asynccontextmanager
+async def replica(answer: Any) -> AsyncIterator[Replica]:
+    server = Replica(answer)
 
+    async def handle(request: web.Request) -> web.StreamResponse:
+        if request.path == "/ready":
+            return web.Response(status=server.ready)
+        server.requests, server.running = server.requests + 1, server.running + 1
+        server.headers = {name.lower(): value for name, value in request.headers.items()}
+        try:
+            return await server.answer(request)
+        finally:
+            server.running -= 1
 
-def client_of(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=HANG)
-
-
-@pytest.fixture(scope="module")
-def client(router: OwnServer) -> Iterator[openai.OpenAI]:
-    with client_of(router.url) as client:
-        yield client
-
-
-def about(router: OwnServer) -> dict[str, Any]:
-    health = httpx2.get(f"{router.url}/health", trust_env=False).json()
-    return dict(health["replicas"])
-
-
-def all_ready(router: OwnServer, replicas: int = 2) -> bool:
-    return [facts["ready"] for facts in about(router).values()] == [True] * replicas
-
-
-def idle(router: OwnServer, replicas: int = 2) -> bool:
-    """Nothing is in flight at the router or its replicas, and no block is owned."""
-    names = ("vllm:num_requests_", "vllm:kv_cache_usage", "staircase:replica_requests")
-    numbers = read_metrics(router)
-    values = [value for name, value in numbers.items() if name.startswith(names)]
-    loads = [facts["requests"] + facts["tokens"] for facts in about(router).values()]
-    return len(values) == 4 * replicas and not any(values) and not any(loads)
-
-
-def children(router: OwnServer) -> list[psutil.Process]:
-    """The processes of the replicas, the oldest first."""
-    return sorted(psutil.Process(router.pid).children(), key=psutil.Process.create_time)
-
-
-def stream(client: openai.OpenAI, prompt: str, count: int) -> Any:
-    """The replica, and the text or None if the stream ended with an error. Fails if it just
-    ended."""
-    fields = {**LONG, "prompt": prompt, "max_tokens": count, "stream": True}
-    raw = client.completions.with_raw_response.create(**fields)
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    server.url = "http://127.0.0.1:{1}".format(*runner.addresses[0])
     try:
-        chunks: list[Any] = list(raw.parse())
-    except openai.APIError:
-        return raw.headers["x-replica"], None
-    assert "length" in [chunk.choices[0].finish_reason for chunk in chunks]
-    return raw.headers["x-replica"], joined(chunks)
+        yield server
+    finally:
+        await runner.cleanup()
 
 
-def test_tokens_are_those_of_the_first_stage(client):
-    tokenizer = Tokenizer.from_folder(STORIES)
-    model = stages.load_model(load("stories"), dtype=torch.float64)
-    for prompt in PROMPTS:
-        expected = tokenizer.decode(alone(model, tokenizer.encode(prompt), words(24)))
-        fields = {**LONG, "prompt": prompt, "max_tokens": 24}
-        assert client.completions.create(**fields).choices[0].text == expected
-        assert stream(client, prompt, 24)[1] == expected
-        ids = {**fields, "prompt": tokenizer.encode(prompt)}
-        assert client.completions.create(**ids).choices[0].text == expected
+async def whole(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"text": "whole"})
 
 
-def test_a_chat_is_that_of_a_replica(router, client):
-    """Including the last event of a stream, which has the counts."""
-    lines = router.stderr().splitlines()
-    urls = [line.split()[-1] for line in lines if "] Staircase serves" in line]
-    fields = {**LONG, "messages": CHAT, "max_completion_tokens": 12, "stream": True}
-    fields["stream_options"], answers = {"include_usage": True}, []
-    for url in (router.url, *urls):
-        with client_of(url) as other:
-            *chunks, last = other.chat.completions.create(**fields)
-            answers.append((joined(chunks), last.usage.completion_tokens))
-    assert len(answers) == 3 and len(set(answers)) == 1 and answers[0][0]
+async def stream(request: web.Request, end: bytes = b"data: [DONE]\n\n") -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for data in (b'data: {"first": 1}\n\nda', b'ta: {"second": 2}\n\n', end):
+        await response.write(data)
+    return response
 
 
-def test_a_conversation_stays_where_its_blocks_are(router, client):
-    begun = "".join(f"{name} saw a fox. " for name in ("Anna", "Ben", "Cleo", "Dora") * 6)
-    before, replicas = read_metrics(router), set()
-    for turn in range(4):
-        begun += f"On day {turn} the river was quiet and the fox slept in the sun. "
-        replicas.add(stream(client, begun, 4)[0])
-    assert len(replicas) == 1
-    name = f'vllm:prefix_cache_hits_total{{replica="{replicas.pop()}"}}'
-    assert read_metrics(router)[name] - before[name] > 3 * 90  # tokens
+async def cut(request: web.Request) -> web.StreamResponse:
+    """Dies in the middle of its third event."""
+    await stream(request, b'data: {"thi')
+    await asyncio.sleep(0.05)
+    return await dies(request)
 
 
-def test_the_page_shows_a_replica(router):
-    assert "<title>" in httpx2.get(f"{router.url}/", trust_env=False).text
-    with httpx2.stream("GET", f"{router.url}/live", trust_env=False) as answer:
-        line = next(line for line in answer.iter_lines() if line)
-    frame = json.loads(line.removeprefix("data: "))
-    assert frame["alive"] and frame["blocks"] > 0
+async def dies(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
 
 
-def test_wrong_requests_get_the_replicas_own_words(client):
-    with pytest.raises(openai.NotFoundError, match="does not exist"):
-        client.completions.create(model="another", prompt="a")
-    with pytest.raises(openai.BadRequestError, match="prompt"):
-        client.completions.create(model="stories", prompt="")
+async def held(request: web.Request) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_clients_that_leave_leave_nothing(router, client, count):
-    def leave(number: int) -> None:
-        prompt = PROMPTS[number % 3] + " and" * number
-        fields = {**LONG, "prompt": prompt, "max_tokens": 900}
-        if number % 4 == 3:  # before there is an answer
-            with pytest.raises(openai.APITimeoutError):
-                client.with_options(timeout=0.2).completions.create(**fields)
-            return
-        with client.completions.create(**fields, stream=True) as answer:
-            for _ in range(number % 4):
-                next(answer)
+async def full(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"error": "no room"}, status=503, headers={"Retry-After": "7"})
 
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(leave, range(count)))
-    until(lambda: idle(router))
+
+async def wrong(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"error": "max_tokens"}, status=400)
+
+
+@dataclass
+class Routed:
+    """A router that answers at `url`."""
+
+    url: str
+    router: Router
+    http: aiohttp.ClientSession
+
+    def prefer(self, server: Replica) -> None:
+        """Make the prompt of ASK cached at this server alone."""
+        routing = self.router.routing
+        for known in routing.replicas.values():
+            known.tree.clear()
+        prompt = read(json.dumps(ASK).encode(), "", routing)
+        routing.replicas[server.url].remember(prompt.digests)
+
+    async def ask(self, fields: Any = ASK, **headers: str) -> tuple[int, str, Any]:
+        async with self.http.post(self.url + PATH, json=fields, headers=headers) as response:
+            events = response.content_type == "text/event-stream"
+            body = await response.text() if events else await response.json()
+            return response.status, response.headers.get("x-replica", ""), body
+
+    @property
+    def idle(self) -> bool:
+        return not any(r.requests or r.tokens for r in self.router.routing.replicas.values())
+
+
+@asynccontextmanager
+async def routed(*servers: Replica, timeout: float = 30.0) -> AsyncIterator[Routed]:
+    urls = [server.url for server in servers]
+
+    async def find() -> list[str]:
+        return urls
+
+    app = create_app(find, timeout)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        async with aiohttp.ClientSession() as http:
+            yield Routed(url, app.state.router, http)
+        server.should_exit = True
+        await serving
+        await asyncio.sleep(0.01)  # transports close
+
+
+@asynccontextmanager
+async def two(first: Any, second: Any, **options: Any) -> AsyncIterator[tuple[Any, Any, Routed]]:
+    """Two servers behind a router that prefers the first one for ASK."""
+    async with (
+        replica(first) as preferred,
+        replica(second) as other,
+        routed(preferred, other, **options) as client,
+    ):
+        client.prefer(preferred)
+        yield preferred, other, client
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+async def test_answers_are_passed_on_with_the_headers_that_matter():
+    async with replica(whole) as server, routed(server) as client:
+        sent = {"authorization": "Bearer k", "traceparent": "00-4bf9", "x-request-id": "mine"}
+        assert await client.ask(**sent, Cookie="secret") == (200, server.url, {"text": "whole"})
+        assert server.headers.items() > sent.items()
+        assert server.headers["host"] in server.url and "cookie" not in server.headers
+        server.answer = stream
+        _, _, text = await client.ask(STREAM)
+        assert text == 'data: {"first": 1}\n\ndata: {"second": 2}\n\ndata: [DONE]\n\n'
+        server.answer = whole
+        for path in ("/health", "/ready", "/v1/models"):
+            async with client.http.head(client.url + path) as head:
+                assert head.status == 200
+            async with client.http.get(client.url + path) as got:
+                length = head.headers["content-length"]
+                assert got.status == 200 and got.headers["content-length"] == length != "0"
+        assert client.idle
+
+
+@pytest.mark.parametrize("fields", [ASK, STREAM], ids=["whole", "stream"])
+async def test_a_dead_replica_costs_one_request_a_second_try_and_the_others_nothing(fields):
+    """It is chosen for its cache once, not again and again until a health check notices."""
+    async with two(dies, stream if "stream" in fields else whole) as (dead, other, client):
+        for _ in range(3):
+            status, name, _ = await client.ask(fields)
+            assert (status, name) == (200, other.url)
+            dead.ready = 503
+        assert (dead.requests, other.requests) == (1, 3) and client.idle
+        assert client.router.budget == router.MOST_BUDGET  # a death needs none
+        assert not client.router.routing.replicas[dead.url].tree
+
+
+async def test_what_was_shown_is_never_tried_again():
+    """And an event that was cut in two is not shown."""
+    async with two(cut, stream) as (bad, other, client):
+        status, _, text = await client.ask(STREAM)
+        first, second, error, done = (event[6:] for event in text.strip().split("\n\n"))
+        assert status == 200 and json.loads(first) == {"first": 1} and done == "[DONE]"
+        assert json.loads(error)["error"]["code"] == 503
+        assert (bad.requests, other.requests) == (1, 0) and client.idle
+
+
+async def test_a_wrong_request_is_no_fault_of_the_replica():
+    async with two(wrong, whole) as (server, other, client):
+        for _ in range(5):
+            assert (await client.ask())[0] == 400
+        assert (server.requests, other.requests) == (5, 0)
+        assert client.router.budget == router.MOST_BUDGET
+
+
+async def test_a_full_replica_is_passed_over_and_retries_have_a_budget(monkeypatch):
+    """A fleet that fails does not get twice the load: one retry for ten requests."""
+    monkeypatch.setattr(router, "CHECK", 60.0)
+    async with two(full, whole) as (server, other, client):
+        assert await client.ask() == (200, other.url, {"text": "whole"})
+        assert client.router.budget == router.MOST_BUDGET - 1
+        other.answer = full
+        client.router.budget, before = 0.0, server.requests + other.requests
+        for _ in range(30):
+            await client.router.look()  # both are ready again
+            assert (await client.ask())[0] == 503
+        assert server.requests + other.requests - before in (32, 33)
+
+
+async def test_no_replica_is_503_until_one_lives():
+    async with replica(whole) as server, routed(server) as client:
+        server.ready = 503
+        await client.router.look()
+        status, _, body = await client.ask()
+        assert status == 503 == body["error"]["code"] and "try again" in body["error"]["message"]
+        async with client.http.get(client.url + "/ready") as response:
+            assert response.status == 503
+        server.ready = 200
+        await client.router.look()
+        assert (await client.ask())[0] == 200
+
+
+@pytest.mark.parametrize("fields", [ASK, STREAM], ids=["whole", "stream"])
+async def test_one_deadline_for_all_tries(fields):
+    async with two(held, held, timeout=0.2) as (server, other, client):
+        status, _, body = await client.ask(fields)
+        assert status == 504 and "fewer tokens" in body["error"]["message"]
+        await until(lambda: not server.running + other.running and client.idle)
+
+
+async def test_a_stream_that_stands_still_is_given_up(monkeypatch):
+    monkeypatch.setattr(router, "SILENCE", 0.2)
+    async with two(held, stream) as (server, other, client):
+        assert (await client.ask(STREAM))[:2] == (200, other.url)
+        await until(lambda: not server.running)
+
+
+@pytest.mark.parametrize("fields", [ASK, STREAM], ids=["whole", "stream"])
+async def test_a_client_that_leaves_leaves_nothing(fields):
+    async with two(held, held) as (server, other, client):
+        asking = asyncio.create_task(client.ask(fields))
+        await until(lambda: server.running)
+        asking.cancel()
+        await until(lambda: not server.running and client.idle)
+        assert not other.requests
 
 
 @pytest.mark.parametrize(
-    ("kills", "replicas"), [(1, 2), pytest.param(100, 12, marks=pytest.mark.slow)]
+    "body", ["", "[]", "null", '"x"', '{"prompt": {"a": 1}}', '{"max_tokens": "x"}', "[" * 9999]
 )
-def test_a_kill_loses_only_what_was_running_there(router, client, kills, replicas):
-    """Each stream there ends with its answer or an error; streams on other replicas are whole. With
-    many kills there are more replicas, some of which start while others run."""
-    prompts = [bench.prompt(number) for number in range(8)]
-    expected = [stream(client, prompt, bench.TOKENS)[1] for prompt in prompts]
-    arguments = ("--replicas", str(replicas), *SERVERS)
-    with nullcontext(router) if kills == 1 else bench.router(*arguments) as server:
-        count = 0
-        for streams in bench.deaths(server, kills):
-            assert any(ended.there for ended in streams)
-            for ended, text in zip(streams, expected, strict=True):
-                if ended.there and ended.how == "error":
-                    assert text.startswith(ended.text)
-                else:
-                    assert (ended.how, ended.text) == ("whole", text)
-            count += 1
-        assert count == kills
-        until(lambda: all_ready(server, replicas) and idle(server, replicas))
+async def test_a_body_that_cannot_be_read_goes_to_a_replica_which_refuses_it(body):
+    async with replica(wrong) as server, routed(server) as client:
+        async with client.http.post(client.url + PATH, data=body) as response:
+            assert response.status == 400
+        assert server.requests == 1 and client.idle
 
 
-@pytest.mark.slow
-def test_a_replica_that_hangs_is_started_again(router, client):
-    hangs = children(router)[0]
-    hangs.suspend()
-    texts = [stream(client, prompt, 4)[1] for prompt in PROMPTS * 2]  # some wait for its end
-    until(lambda: not hangs.is_running() and all_ready(router))
-    assert any(texts) and stream(client, PROMPTS[0], 4)[1]
+async def test_a_body_that_is_too_large_is_refused(monkeypatch):
+    monkeypatch.setattr(router, "LARGEST_BODY", 10)
+    async with replica(whole) as server, routed(server) as client:
+        assert (await client.ask())[0] == 413 and not server.requests
 
 
-def update(router: OwnServer) -> httpx2.Response:
-    url, key = f"{router.url}/admin/update", {"x-admin-key": KEY}
-    return httpx2.post(url, json={}, headers=key, timeout=HANG, trust_env=False)
+def test_prompts_that_begin_alike_share_digests():
+    routing = Routing()
+
+    def digests(tenant: str = "", **fields: Any) -> list[bytes]:
+        return list(read(json.dumps(fields).encode(), tenant, routing).digests)
+
+    text = "Once upon a time there lived a fox. " * 8
+    chat = [{"role": "user", "content": text}]
+    for short, long in (
+        ({"prompt": text}, {"prompt": text + "It slept."}),
+        ({"prompt": [*range(200)]}, {"prompt": [*range(300)]}),
+        ({"messages": chat}, {"messages": [*chat, {"role": "assistant", "content": "Yes."}]}),
+    ):
+        first, second = digests(**short), digests(**long)
+        assert 3 <= len(first) <= len(second) and first[:-1] == second[: len(first) - 1]
+        assert not {*first} & {*digests("Bearer other", **short)}
+        assert not {*first} & {*digests(**short, model="other")}
 
 
-def test_an_update_that_fails_changes_nothing(router, client, folder):
-    old, away = children(router), folder.with_name("away")
-    folder.rename(away)
-    answer = update(router)
-    away.rename(folder)
-    assert answer.status_code == 400 and "did not start" in answer.json()["error"]["message"]
-    assert children(router) == old and all_ready(router)
-    assert stream(client, PROMPTS[0], 4)[1]
+def test_the_official_client_through_the_router_to_real_servers():
+    """A conversation stays where its blocks are, and its answers are those of one server."""
+    with ExitStack() as stack:
+        options = ["--kv-memory", "8MiB", "--threads", "1"]
+        servers = [stack.enter_context(own_server(options, quiet=True)) for _ in range(2)]
+
+        async def conversation() -> None:
+            async with routed(*(Replica(whole, url=server.url) for server in servers)) as front:
+                text, names = "Once upon a time there was a small fox called Pim. " * 4, set()
+                for _ in range(3):
+                    asked: dict[str, Any] = {"model": "stories", "prompt": text, "temperature": 0}
+                    answers = []
+                    for url in (front.url, servers[0].url):
+                        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="a") as client:
+                            raw = await client.completions.with_raw_response.create(**asked)
+                        answers.append(raw.parse().choices[0].text)
+                        names.add(raw.headers.get("x-replica"))
+                    assert answers[0] == answers[1]
+                    text += answers[0]
+                assert len(names - {None}) == 1 and front.idle
+
+        asyncio.run(conversation())
 
 
-def test_an_update_fails_no_request(router, client):
-    """New processes start before the old ones end, and the old ones end by themselves."""
-    old, names = children(router), set(about(router))
-    over, outcomes = threading.Event(), Counter[Any]()
-
-    def ask(number: int) -> None:
-        while not over.wait(0.1):  # the new processes need the processor too
-            try:
-                text = stream(client, PROMPTS[number], 30)[1]
-                outcomes["whole" if text else "cut"] += 1
-            except openai.APIError as error:
-                outcomes[str(error)] += 1
-
-    with ThreadPoolExecutor(3) as pool:
-        asking = [pool.submit(ask, number) for number in range(3)]
-        try:
-            answer = update(router)
-        finally:
-            over.set()
-        for future in asking:
-            future.result()
-    assert answer.json() == {"updated": 2}
-    assert outcomes.keys() == {"whole"} and outcomes["whole"] > 3
-    assert not any(process.is_running() for process in old) and len(children(router)) == 2
-    assert not names & set(about(router)) and all_ready(router)
-
-
-def test_replicas_end_with_a_router_that_is_killed(router):
-    running = children(router)
-    router.process.kill()
-    _, alive = psutil.wait_procs(running, HANG)
-    assert len(running) == 2 and not alive
+def test_wrong_options_are_refused_in_a_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(UserError, match="choose another --port"):
+            main(["--backend", "http://127.0.0.1:9", "--port", port])
+    for words in ([], ["--backend", "nowhere"]):
+        with pytest.raises(UserError, match="--backend"):
+            main(words)

@@ -2,31 +2,29 @@
 `serve deploy stage12_distributed/serve.yaml`.
 
 Ray places the servers, restarts them, replaces them in an update, and runs more of them under load.
-As in the router, `routing.py` decides which server gets a request, and answers come by plain HTTP.
-`Front` is that router as an application of Ray Serve: behind Ray's own proxy, and on a port of its
-own, where tokens do not pass through Ray at all.
+`routing.py` decides which server gets a request, and answers come by plain HTTP: `Front` is the
+router of router.py as an application of Ray Serve, behind Ray's own proxy. It asks Ray for the
+servers' addresses, and their tokens do not pass through Ray's objects.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
+import sys
 import threading
 from collections.abc import Collection
 from typing import Any
 
+import aiohttp
+
 from shared import cli
 from shared.errors import UserError
-from shared.server import STOPPING
-from stage06_serving import logs
-from stage06_serving.__main__ import Server, configure, listen
-from stage06_serving.settings import parse
+from shared.paths import ROOT
+from shared.server import STARTING, STOPPING, free_ports
 
-from .app import create_app
-from .client import session, whole
-from .metrics import LARGEST, total
-from .process import close, launch
-from .replicas import Options
+from .router import CHECK, create_app
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is loaded: it reports by default
 try:
@@ -42,7 +40,6 @@ HOST = "STAIRCASE_NODE"  # variable: the address of every node; by default Ray k
 MEMORY = 100_000_000  # bytes for Ray's objects: there are none; its default is 30 % of the memory
 LISTED = 2.0  # seconds in which all engines must name their addresses
 GRACE = 45.0  # seconds for answers in flight when a server is replaced or no longer needed
-IN_FLIGHT = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 DEFAULTS: dict[str, Any] = {
     "max_ongoing_requests": 4096,  # the servers have queues; Ray's 5 would leave batches empty
     "graceful_shutdown_timeout_s": 75.0,  # longer than GRACE; Ray's 20 would cut answers off
@@ -71,9 +68,21 @@ class Engine:
     first; without the surge, Ray would first remove an old one."""
 
     async def __init__(self, arguments: list[str]) -> None:  # type: ignore[misc]
-        options = ["--grace", str(GRACE), *arguments]
-        self.process, self.showing, url = await launch("engine", options, address())
-        self.url = await url
+        (port,) = free_ports(1)
+        self.url, self.http = f"http://{address()}:{port}", aiohttp.ClientSession()
+        words = ["-m", "stage06_serving", "--host", address(), "--port", str(port), *arguments]
+        self.process = await asyncio.create_subprocess_exec(sys.executable, *words, cwd=ROOT)
+        async with asyncio.timeout(STARTING):
+            while not await self.ready():
+                await self.check_health()
+                await asyncio.sleep(CHECK)
+
+    async def ready(self) -> bool:
+        try:
+            async with self.http.get(f"{self.url}/ready") as response:
+                return bool(response.status == 200)
+        except aiohttp.ClientError:
+            return False
 
     async def where(self) -> str:
         return self.url
@@ -85,45 +94,37 @@ class Engine:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Ray calls this, for `scale`."""
-        key = {"Authorization": f"Bearer {next(iter(parse([]).keys), '')}"}
-        async with session() as client, client.get(f"{self.url}/metrics", headers=key) as answer:
-            page = (await whole(answer, LARGEST)).decode()
-        return {"in_flight": total(page, *IN_FLIGHT)}
+        key = {"Authorization": f"Bearer {os.environ.get('STAIRCASE_API_KEY', '')}"}
+        async with self.http.get(f"{self.url}/metrics", headers=key) as response:
+            page = await response.text()
+        counts = re.findall(r"^vllm:num_requests_(?:running|waiting)\S* (\S+)$", page, re.MULTILINE)
+        return {"in_flight": sum(map(float, counts))}
 
     async def __del__(self) -> None:
-        await close(self.process, GRACE + STOPPING)
+        """Ray calls this once no request should come: answers in flight are finished."""
+        self.process.terminate()
+        try:
+            await asyncio.wait_for(self.process.wait(), GRACE + STOPPING)
+        except TimeoutError:
+            self.process.kill()
 
 
 @serve.deployment(ray_actor_options={"num_cpus": 0}, **DEFAULTS)
 @serve.ingress()
 class Front:
-    """The router in front of all engines. port: of its own, on its node; 0 for none."""
+    """The router in front of all engines."""
 
-    def __init__(self, engines: Any, hosts: list[str], port: int) -> None:
-        self.engines, self.port = engines, port
-        logs.start(False)
-        keys = tuple(parse([]).keys)
-        options = Options(find=self.find, hosts=tuple(hosts), keys=keys, grace=GRACE)
-        self.router = create_app(options)
+    def __init__(self, engines: Any) -> None:
+        self.engines = engines
 
     def __serve_build_asgi_app__(self) -> Any:
-        return self.router
+        return create_app(self.find)
 
     async def find(self) -> Collection[str]:
-        """The addresses of all engines. The first call, in the lifespan that Ray runs, also opens
-        our own port."""
-        if self.port:
-            self.serving = asyncio.create_task(self.serve(self.port))
-            self.port = 0
+        """The addresses of all engines."""
         response = self.engines.broadcast("where")
         urls = await response.results_async(timeout_s=LISTED, return_exceptions=True)
         return [url for url in urls if isinstance(url, str)]
-
-    async def serve(self, port: int) -> None:
-        config = configure(self.router)
-        config.lifespan = "off"  # Ray runs it
-        server = Server(config, self.router, GRACE, lambda: None)
-        await server.serve([listen(address(), port)])
 
 
 def address() -> str:
@@ -133,18 +134,17 @@ def address() -> str:
 
 def build(arguments: dict[str, Any]) -> Any:
     """The application, for `serve.yaml` too. replicas: servers; scaling: Ray's autoscaling_config,
-    with a "max_replicas" above `replicas`; engine: the servers' options; hosts: names that a Host
-    header may have; port: of the front, past Ray's proxy."""
+    with a "max_replicas" above `replicas`; engine: the servers' options."""
     count = arguments.get("replicas", 2)
     scaling = {"min_replicas": count, "max_replicas": count, **SCALING}
     scaling |= arguments.get("scaling", {})
+    options = ["--grace", str(GRACE), *arguments.get("engine", [])]
     engine: Any = Engine  # Ray made deployments of both classes
     front: Any = Front
-    engines = engine.options(autoscaling_config=scaling).bind(arguments.get("engine", []))
-    return front.bind(engines, arguments.get("hosts", []), arguments.get("port", 0))
+    return front.bind(engine.options(autoscaling_config=scaling).bind(options))
 
 
-def make_parser() -> cli.Parser:
+def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(
         "stage12_distributed serve",
         "Starts Ray on this machine and, on Ray, servers of stage 06 behind the router.",
@@ -152,52 +152,33 @@ def make_parser() -> cli.Parser:
         "  python -m stage12_distributed serve --replicas 1 --max-replicas 4\n"
         "  serve deploy stage12_distributed/serve.yaml     the same on your own cluster",
     )
-    ports, count = cli.whole_number(1, 65_535), cli.whole_number(1, 64)
-    for option, kind, default, about in (
-        ("--replicas", count, 2, "servers to start"),
-        ("--port", ports, 8000, "port of the router itself, bypassing Ray's proxy"),
-        ("--ray-port", ports, 8001, "port of Ray's proxy, in front of the router"),
-    ):
-        parser.add_argument(option, type=kind, default=default, metavar="N", help=about)
-    parser.add_argument(
-        "--max-replicas",
-        type=count,
-        metavar="N",
-        help="servers that may run under load, at most; default: as many as --replicas",
-    )
-    parser.add_argument(
-        "server", nargs="*", metavar="-- OPTION", help="options of each server, none by default"
-    )
-    return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-    options = make_parser().parse_args(argv)
-    parse(options.server)
+    port, count = cli.whole_number(1, 65_535), cli.whole_number(1, 64)
+    about = "servers to start"
+    parser.add_argument("--replicas", type=count, default=2, metavar="N", help=about)
+    about = "servers that may run under load; default: as many as --replicas"
+    parser.add_argument("--max-replicas", type=count, metavar="N", help=about)
+    parser.add_argument("--port", type=port, default=8000, metavar="N", help="port to listen on")
+    about = "options of each server, none by default"
+    parser.add_argument("server", nargs="*", metavar="-- OPTION", help=about)
+    options = parser.parse_args(argv)
     most = options.max_replicas or options.replicas
     if most < options.replicas:
         raise UserError("--max-replicas is less than --replicas: raise it.")
+    os.environ[HOST] = "127.0.0.1"  # Ray's processes inherit it
     try:
-        start(options.replicas, options.port, options.ray_port, options.server, max_replicas=most)
+        ray.init(num_cpus=most, include_dashboard=False, object_store_memory=MEMORY)
+        serve.start(http_options={"host": "127.0.0.1", "port": options.port})
+        engine = ["--threads", "1", *options.server]
+        scaling = {"max_replicas": most}
+        settings = {"replicas": options.replicas, "scaling": scaling, "engine": engine}
+        serve.run(build(settings), name=NAME)
         print(f"Staircase serves on Ray at http://127.0.0.1:{options.port}", flush=True)
         threading.Event().wait()
     finally:
-        stop()
+        serve.shutdown()
+        ray.shutdown()
     return 0
 
 
-def start(replicas: int, port: int, ray_port: int, arguments: list[str], **scaling: Any) -> None:
-    """Start Ray for this machine alone, and the application on it. scaling: as for
-    `build`."""
-    os.environ[HOST] = "127.0.0.1"  # Ray's processes inherit it
-    cpus = scaling.get("max_replicas", replicas)
-    ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=MEMORY)
-    serve.start(http_options={"host": "127.0.0.1", "port": ray_port})
-    engine = ["--threads", "1", *arguments]
-    settings = {"replicas": replicas, "scaling": scaling, "port": port, "engine": engine}
-    serve.run(build(settings), name=NAME)
-
-
-def stop() -> None:
-    serve.shutdown()
-    ray.shutdown()
+if __name__ == "__main__":
+    cli.run(main)

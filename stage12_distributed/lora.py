@@ -33,7 +33,7 @@ from shared.errors import UserError
 from shared.files import read_json
 from stage04_continuous.plan import Plan
 
-from ..tensor.shard import Shard
+from .tensor.shard import Shard
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_RANK, MOST_ADAPTERS = 64, 32

@@ -69,17 +69,11 @@ class PassTime:
 
 
 class Meter:
-    """Observes an engine: `steps` has the amounts and seconds of its passes, for `PassTime.fit`.
+    """An observer of an engine: `steps` has the amounts and seconds of its passes."""
 
-    While the engine is busy, the time between two steps counts towards the second one: in it, a
-    server takes commands and hands out tokens.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    def __init__(self) -> None:
         self.steps: list[tuple[float, ...]] = []
-        self._ended: float | None = None  # the last step, unless the engine was idle after it
-        engine.observers.append(self)
+        self._ended = 0.0  # the last step: what happens between two steps counts towards the second
 
     def before(self, plan: Plan) -> None:
         """The time of a pass is known at its end."""
@@ -87,22 +81,22 @@ class Meter:
     def after(self, plan: Plan) -> None:
         now = time.perf_counter()
         if plan:
-            started = plan.started if self._ended is None else self._ended
-            self.steps.append((*amounts(plan), now - started))
-        self._ended = now if self.engine.requests else None
+            self.steps.append((*amounts(plan), now - max(plan.started, self._ended)))
+        self._ended = now
 
 
 def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, ignore_eos=True)
 
 
-def calibrate(engine: Any, tokens: int = 6, seed: int = 0) -> list[tuple[float, ...]]:
-    """Steps of a short run of stage 05's real engine: prompts of many lengths in CROWDS, and
-    answers of `tokens`. The engine warms up first."""
-    rng, config = random.Random(f"calibration {seed}"), engine.config
+def calibrate(engine: Any, tokens: int = 6) -> list[tuple[float, ...]]:
+    """Steps of a short run of the real engine: prompts of many lengths in CROWDS, and answers of
+    `tokens`. The engine warms up first."""
+    rng, config = random.Random("calibration"), engine.config
     longest, ids = config.n_positions - tokens - 1, range(min(VOCABULARY, config.vocab_size))
     engine.generate([[0] * 32] * 4, greedy(tokens))
-    meter = Meter(engine)
+    meter = Meter()
+    engine.observers.append(meter)
     for count in CROWDS:
         lengths = [min(longest, rng.choice(LENGTHS)) for _ in range(count)]
         prompts = [rng.choices(ids, k=length) for length in lengths]

@@ -1,5 +1,5 @@
-"""Which replica gets a request: the policy of the router, of the Ray application, and of the
-simulator. Plain Python: no HTTP, no tensors, no clock.
+"""Which replica gets a request: the policy of the router and of the simulator. Plain Python: no
+HTTP, no tensors, no clock.
 
 A replica that has computed the beginning of a prompt can skip it (stage 05's prefix cache). So a
 request costs a replica the tokens of its prompt that are not in that replica's cache, and waits
@@ -8,7 +8,7 @@ replica has cached; it remembers the digests of the blocks that were sent there.
 
     routing = Routing(block_size=16)
     routing.add("http://127.0.0.1:8001")
-    digests = routing.digests(prompt_ids, salt)            # once a request
+    digests = routing.digests(prompt_ids, salt)            # once per request
     route = routing.choose(digests, len(prompt_ids))       # None: no replica can take it
     routing.start(route)                                   # before anything else can choose
     ...                                                    # the request runs on route.replica
@@ -18,18 +18,17 @@ replica has cached; it remembers the digests of the blocks that were sent there.
 from __future__ import annotations
 
 import hashlib
-import math
 import random
+from array import array
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from stage05_paged.blocks import chain
-
 BLOCK_SIZE = 16  # tokens: the servers' default
 BLOCKS = 2048  # remembered for each replica, unless the caller knows its pool
 BOUND = 1.5  # a replica's share of the requests in flight, in shares of the mean
+SLACK = 4  # requests in flight that are never too many, whatever the mean
 
 
 @dataclass(eq=False)
@@ -40,8 +39,7 @@ class Replica:
     tree: the digests, the least recently used first.
     ready: whether it may be chosen. A replica that drains or fails its health checks keeps its load
         and its tree: its requests are still in flight.
-    requests, tokens: in flight, sent by this policy's user. Only `Routing` writes them.
-    queued: requests that the replica has reported as waiting, from any router or client.
+    requests, tokens: in flight. Only `Routing` writes them.
     """
 
     name: str
@@ -49,13 +47,7 @@ class Replica:
     ready: bool = True
     requests: int = 0
     tokens: int = 0
-    queued: int = 0
     tree: OrderedDict[bytes, None] = field(default_factory=OrderedDict, repr=False)
-
-    @property
-    def load(self) -> int:
-        """Requests ahead of a new one. Those in the queue may be some of those in flight."""
-        return max(self.requests, self.queued)
 
     def match(self, digests: Sequence[bytes]) -> int:
         """Number of blocks of the longest prefix that was sent here.
@@ -81,13 +73,15 @@ class Route:
     """A choice for one request.
 
     cached: tokens of the prompt that the replica should have.
-    tokens: that the request costs the replica: the rest of the prompt, and the answer.
+    tokens: that the request costs the replica: the rest of the prompt, and the answer. answer: the
+        latter alone.
     """
 
     replica: Replica
     digests: Sequence[bytes]
     cached: int
     tokens: int
+    answer: int = 0
     running: bool = False
 
 
@@ -95,15 +89,21 @@ class Routing:
     """Longest cached prefix against load. Not thread-safe: one event loop, or one simulated clock.
 
     block_size: of the replicas, in tokens.
-    bound: no replica gets more than `bound` times the mean number of requests in flight, rounded
-        up, however many blocks of the prompt it has: one hot prefix must not fill one replica.
+    bound, slack: a replica is too busy for another request once it has at least `bound` times the
+        mean number of requests in flight, and at least `slack`: one hot prefix must not fill one
+        replica. Without the slack, a single request in flight would be too many where
+        most replicas are idle, and the next one would miss the prefix that is there.
     seed: of the random choices.
     """
 
     def __init__(
-        self, block_size: int = BLOCK_SIZE, bound: float = BOUND, seed: int | None = None
+        self,
+        block_size: int = BLOCK_SIZE,
+        bound: float = BOUND,
+        slack: int = SLACK,
+        seed: int | None = None,
     ) -> None:
-        self.block_size, self.bound = block_size, bound
+        self.block_size, self.bound, self.slack = block_size, bound, slack
         self.random = random.Random(seed)
         self.replicas: dict[str, Replica] = {}  # by name
 
@@ -118,13 +118,14 @@ class Routing:
         self.replicas.pop(name, None)
 
     def digests(self, tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
-        """The digests of the prompt's full blocks, as the servers compute them.
+        """The digests of the prompt's full blocks, each of its tokens and all before it.
 
         salt: what separates requests that must not, or cannot, share blocks: tenant and adapter.
         """
         digests, parent, size = [], hashlib.sha256(salt).digest(), self.block_size
         for first in range(0, len(tokens) - size + 1, size):
-            parent = chain(parent, tokens[first : first + size])
+            block = array("q", tokens[first : first + size]).tobytes()
+            parent = hashlib.sha256(parent + block).digest()
             digests.append(parent)
         return digests
 
@@ -140,24 +141,27 @@ class Routing:
         tokens: of the prompt. answer: tokens that it may generate, as far as the caller knows.
         without: replicas that have failed this request.
 
-        The candidates are the replicas that have some of the prompt, and two of all at random:
-        several routers that each know only their own requests must not all see the same best one.
+        The candidates are the replicas that have some of the prompt, and two of all at random
+        (Mitzenmacher, "The power of two choices", 2001): several routers that each know only their
+        own requests must not all see the same best one. One that is too busy is left out, unless
+        all are.
         """
         able = [r for r in self.replicas.values() if r.ready and r not in without]
         if not able:
             return None
-        most = max(0, tokens - 1) // self.block_size  # blocks: the last token is always computed
-        cached = {replica: min(most, replica.match(digests)) * self.block_size for replica in able}
+        useful = max(0, tokens - 1) // self.block_size  # blocks: the last token is always computed
+        cached = {r: min(useful, r.match(digests)) * self.block_size for r in able}
         pair = self.random.sample(able, min(2, len(able)))
         candidates = dict.fromkeys([*(r for r in able if cached[r]), *pair])
-        mean = (sum(replica.load for replica in able) + 1) / len(able)
-        within = [r for r in candidates if r.load < math.ceil(self.bound * mean)]
+        mean = (sum(replica.requests for replica in able) + 1) / len(able)  # with the new one
+        most = max(self.slack, self.bound * mean)
+        within = [replica for replica in candidates if replica.requests < most]
 
         def cost(replica: Replica) -> tuple[int, float]:
             return tokens - cached[replica] + replica.tokens, self.random.random()  # ties
 
         best = min(within or candidates, key=cost)
-        return Route(best, digests, cached[best], tokens - cached[best] + answer)
+        return Route(best, digests, cached[best], tokens - cached[best] + answer, answer)
 
     def start(self, route: Route) -> None:
         """The request is sent: it counts as in flight, and its prompt as cached."""
@@ -165,6 +169,12 @@ class Routing:
         route.replica.requests += 1
         route.replica.tokens += route.tokens
         route.replica.remember(route.digests)
+
+    def begin(self, route: Route) -> None:
+        """The answer has begun: the prompt is computed, and only the answer is still ahead."""
+        if route.running:
+            route.replica.tokens -= route.tokens - route.answer
+            route.tokens = route.answer
 
     def finish(self, route: Route) -> None:
         """The request has ended, however it did. A second call changes nothing."""

@@ -1,1 +1,0 @@
-"""What the cases of benchmark.py run, and the command `disaggregated`."""

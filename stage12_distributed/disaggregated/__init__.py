@@ -1,1 +1,0 @@
-"""Prefill and decode in two processes, over one pool of blocks."""

@@ -1,1 +1,0 @@
-"""LoRA adapters: another pair of thin matrices for each row of a batch."""

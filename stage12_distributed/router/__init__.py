@@ -1,1 +1,0 @@
-"""The router: which replica gets a request, and what happens when that replica fails."""

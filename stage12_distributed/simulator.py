@@ -1,0 +1,403 @@
+"""A fleet in virtual time: `python -m stage12_distributed simulate`.
+
+Stage 05's scheduler and blocks and this stage's routing run unchanged. Only the passes are not
+computed: each takes a time fitted to passes of the real engine (passes.py). So one machine
+simulates a minute of a hundred replicas in a few seconds, with the same result each time.
+
+Not simulated: the network, HTTP, tokenizing, and differences between machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from shared import cli
+from shared.errors import UserError
+from stage01_forward.generation import Token
+from stage04_continuous.request import Request
+from stage05_paged.blocks import BlockPool
+from stage05_paged.scheduler import Scheduler
+
+from .passes import VOCABULARY, PassTime, calibrate, greedy
+from .routing import BOUND, SLACK, Replica, Route, Routing
+
+POLICIES = ("random", "load", "prefix")
+UNBOUND = math.inf  # as `Cell.bound`: the longest prefix, however busy its replica is
+TRAFFIC = ("prefix", "free", "hot")
+PREFIXES, SYSTEM, QUESTION, ANSWER = 64, 256, (8, 32), 50  # system prompts; tokens
+TURNS = 8  # of a chat
+LOADS, REPLICAS = (0.1, 0.4, 0.8), (2, 10, 100)  # of `bounds`
+CROWD = 100  # requests at once, to find what a replica answers a second
+NONE_READY = "no replica was ready"
+LOST = "its replica died after the first token, or two died"
+
+
+def simpy() -> Any:
+    """Raises UserError where SimPy is not installed."""
+    try:
+        return import_module("simpy")
+    except ImportError:
+        raise UserError(
+            "The simulator needs SimPy: run python -m pip install -r requirements-distributed.txt"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request: an answer of `max_tokens`, `at` seconds after the start."""
+
+    prompt: list[int]
+    max_tokens: int
+    at: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Replicas behind one router. Times are in seconds; a replica dies at each of `failures`, and
+    another one is there `starting` seconds later. bound, slack: see Routing."""
+
+    replicas: int = 1
+    policy: str = "prefix"
+    bound: float = BOUND
+    slack: int = SLACK
+    blocks: int = 512
+    sequences: int = 32
+    budget: int = 256
+    failures: tuple[float, ...] = ()
+    starting: float = 30.0
+
+
+class Server:
+    """A replica: stage 05's scheduler over a pool of its own, and a fitted time for each pass.
+    Times are those of SimPy's environment `env`."""
+
+    def __init__(self, env: Any, cell: Cell, pass_time: PassTime, rng: random.Random) -> None:
+        self.env, self.pass_time, self.rng = env, pass_time, rng
+        budget = max(cell.budget, cell.sequences)
+        self.scheduler = Scheduler(BlockPool(cell.blocks), cell.sequences, budget)
+        self.dead, self.busy = False, 0.0
+        self._ends: dict[Request, tuple[Any, Any, list[float]]] = {}
+        self._work = env.event()
+        env.process(self._run())
+
+    def submit(self, request: Request, times: list[float]) -> tuple[Any, Any]:
+        """The events that its first token comes and that it ends; both happen if the replica dies.
+        `times` collects the times of its tokens."""
+        self.scheduler.add(request)
+        if not self._work.triggered:
+            self._work.succeed()
+        first, end = self.env.event(), self.env.event()
+        self._ends[request] = first, end, times
+        return first, end
+
+    def kill(self) -> None:
+        self.dead = True
+        for first, end, times in self._ends.values():
+            if not times:
+                first.succeed()
+            end.succeed()
+
+    def _run(self) -> Iterator[Any]:
+        while True:
+            if not self.scheduler.unfinished:
+                self._work = self.env.event()
+                yield self._work
+            plan = self.scheduler.schedule()
+            seconds = self.pass_time.seconds(plan, self.rng)
+            yield self.env.timeout(seconds)
+            if self.dead:
+                return
+            self.busy += seconds
+            self.scheduler.advance(plan)
+            for request in [work.request for work in plan.work if work.rows]:
+                answer, (first, end, times) = request.output, self._ends[request]
+                last = len(answer.token_ids) + 1 == request.sampling.max_tokens
+                answer.append(Token(0, None, "length" if last else None))
+                times.append(self.env.now)
+                if len(times) == 1:
+                    first.succeed()
+                if last:
+                    self.scheduler.finish(request)
+                    del self._ends[request]
+                    end.succeed()
+
+
+@dataclass
+class SimRequest:
+    """A request: the times of its tokens, and why it was lost, if it was."""
+
+    ask: Ask
+    tokens: list[float] = field(default_factory=list)
+    error: str = ""
+    retried: bool = False
+
+
+class Fleet:
+    """A cell and its traffic, run to the end of the last request by `run`."""
+
+    def __init__(self, cell: Cell, pass_time: PassTime, asks: Sequence[Ask]) -> None:
+        self.cell, self.pass_time, self.rng = cell, pass_time, random.Random("fleet 0")
+        self.requests, self.left = [SimRequest(ask) for ask in asks], len(asks)
+        self.env = simpy().Environment()
+        self.over = self.env.event()
+        self.servers: dict[Replica, Server] = {}  # the dead ones too
+        self.routing = Routing(bound=cell.bound, slack=cell.slack, seed=0)
+        for _ in range(cell.replicas):
+            self._add()
+
+    def run(self) -> Fleet:
+        self.env.process(self._arrive())
+        self.env.process(self._fail())
+        self.env.run(self.over)
+        return self
+
+    def choose(
+        self, digests: Sequence[bytes], ask: Ask, without: Collection[Replica]
+    ) -> Route | None:
+        """Choose by the cell's policy."""
+        if self.cell.policy == "prefix":
+            return self.routing.choose(digests, len(ask.prompt), ask.max_tokens, without)
+        able = [r for r in self.routing.replicas.values() if r not in without]
+        if not able:
+            return None
+        if self.cell.policy == "random":
+            best = self.rng.choice(able)
+        else:
+            best = min(able, key=lambda replica: (replica.requests, self.rng.random()))
+        return Route(best, [], 0, len(ask.prompt) + ask.max_tokens)
+
+    def _add(self) -> None:
+        replica = self.routing.add(f"replica {len(self.servers) + 1}", self.cell.blocks)
+        self.servers[replica] = Server(self.env, self.cell, self.pass_time, self.rng)
+
+    def _arrive(self) -> Iterator[Any]:
+        for sim in self.requests:
+            if sim.ask.at > self.env.now:  # those of one moment come before any pass
+                yield self.env.timeout(sim.ask.at - self.env.now)
+            self.env.process(self._serve(sim))
+
+    def _serve(self, sim: SimRequest) -> Iterator[Any]:
+        """Run an answer on one replica; on a second one if the first dies before its first
+        token."""
+        tried, digests = list[Replica](), self.routing.digests(sim.ask.prompt)
+        while not sim.error:
+            route = self.choose(digests, sim.ask, tried)
+            if route is None:
+                sim.error = NONE_READY
+                break
+            self.routing.start(route)
+            request = Request(sim.ask.prompt, greedy(sim.ask.max_tokens))
+            first, end = self.servers[route.replica].submit(request, sim.tokens)
+            yield first
+            self.routing.begin(route)
+            yield end
+            self.routing.finish(route)
+            if request.output.finish_reason:
+                break
+            if sim.tokens or tried:
+                sim.error = LOST
+            tried, sim.retried = [route.replica], True
+        self.left -= 1
+        if not self.left:
+            self.over.succeed()
+
+    def _fail(self) -> Iterator[Any]:
+        for at in self.cell.failures:
+            yield self.env.timeout(at - self.env.now)
+            if self.routing.replicas:
+                replica = self.rng.choice(list(self.routing.replicas.values()))
+                self.routing.remove(replica.name)
+                self.servers[replica].kill()
+                self.env.process(self._begin())
+
+    def _begin(self) -> Iterator[Any]:
+        yield self.env.timeout(self.cell.starting)
+        self._add()
+
+    def summary(self) -> dict[str, float]:
+        """Latencies in seconds, without lost requests. hits: share of the prompts' tokens that were
+        found. balance: time that the busiest replica was busy, over the mean. tokens: per
+        second."""
+        ended, now = [sim for sim in self.requests if not sim.error], self.env.now
+        counts = [server.scheduler.counts for server in self.servers.values()]
+        busy = [server.busy for server in self.servers.values()]
+        summary = {
+            "requests": len(self.requests),
+            "lost": len(self.requests) - len(ended),
+            "retried": sum(sim.retried for sim in self.requests),
+            "hits": sum(c.hit_tokens for c in counts) / sum(c.lookup_tokens for c in counts),
+            "balance": max(busy) * len(busy) / sum(busy),
+            "tokens": sum(len(sim.tokens) for sim in self.requests) / now,
+        }
+        latencies = {
+            "ttft": [sim.tokens[0] - sim.ask.at for sim in ended],
+            "itl": [b - a for sim in ended for a, b in pairwise(sim.tokens)] or [0.0],
+            "e2e": [sim.tokens[-1] - sim.ask.at for sim in ended],
+        }
+        for name, values in latencies.items():
+            low, high = np.percentile(values, (50, 99)).tolist()
+            summary |= {f"{name}_p50": low, f"{name}_p99": high}
+        return summary
+
+
+# ---- traffic ------------------------------------------------------------------------------------
+
+
+def arrivals(rate: float, count: int) -> list[float]:
+    """Poisson arrivals at a mean `rate` a second."""
+    rng, now = random.Random("arrivals 0"), 0.0
+    return [now := now + rng.expovariate(rate) for _ in range(count)]
+
+
+def traffic(kind: str, starts: Sequence[float], answer: int = ANSWER) -> list[Ask]:
+    """Prompts that begin with SYSTEM tokens: "prefix" has one of PREFIXES, the n-th 1/n times as
+    often as the first; "hot" has one for all; "free" has a new one each. "chats": each is a chat of
+    TURNS turns, which repeats all that was said in it before."""
+    rng = random.Random("traffic 0")
+
+    def ids(count: int) -> list[int]:
+        return rng.choices(range(VOCABULARY), k=count)
+
+    known = [ids(SYSTEM) for _ in range(1 if kind == "hot" else PREFIXES)]
+    often, asks = [1 / (place + 1) for place in range(len(known))], []
+    chats = [ids(SYSTEM) for _ in range(-(-len(starts) // TURNS))]
+    turns = rng.sample(list(range(len(chats))) * TURNS, len(chats) * TURNS)
+    for place, at in enumerate(starts):
+        question = ids(rng.randint(*QUESTION))
+        if kind == "chats":
+            begin = chats[turns[place]]
+            chats[turns[place]] = begin + question + ids(answer)
+        else:
+            begin = ids(SYSTEM) if kind == "free" else rng.choices(known, often)[0]
+        asks.append(Ask(begin + question, answer, at))
+    return asks
+
+
+def one_big_cache(asks: Sequence[Ask]) -> float:
+    """Share of the prompts' tokens that a single cache without limit would have."""
+    routing, seen, hits = Routing(), set[bytes](), 0
+    for ask in asks:
+        digests = routing.digests(ask.prompt)
+        hits += sum(digest in seen for digest in digests) * routing.block_size
+        seen.update(digests)
+    return hits / sum(len(ask.prompt) for ask in asks)
+
+
+def capacity(cell: Cell, pass_time: PassTime) -> float:
+    """Requests a second that one replica answers when it always has enough to do."""
+    alone = Cell(blocks=cell.blocks, sequences=cell.sequences, budget=cell.budget)
+    return CROWD / Fleet(alone, pass_time, traffic("free", [0.0] * CROWD)).run().env.now
+
+
+Case = dict[str, Any]
+
+
+def scenarios(
+    cell: Cell, pass_time: PassTime, count: int, load: float = 0.7, deaths: int = 5
+) -> Iterator[Case]:
+    """Questions to a cell of replicas, each with `count` requests at a share `load` of its
+    capacity: all traffic by all policies, and deaths."""
+    starts = arrivals(load * cell.replicas * capacity(cell, pass_time), count)
+    cases = [("policies", kind, replace(cell, policy=p)) for kind in TRAFFIC for p in POLICIES]
+    last = starts[-1]
+    failures = tuple(last * (n + 1) / (deaths + 1) for n in range(deaths))
+    cases.append(("deaths", "prefix", replace(cell, failures=failures, starting=last / 20)))
+    for case, kind, varied in cases:
+        asks = traffic(kind, starts)
+        about: Case = {"case": case, "traffic": kind, "policy": varied.policy}
+        about |= {"load": load, "replicas": cell.replicas, "big": one_big_cache(asks)}
+        yield about | Fleet(varied, pass_time, asks).run().summary()
+
+
+def bounds(
+    cell: Cell,
+    pass_time: PassTime,
+    count: int,
+    loads: Sequence[float] = (),
+    replicas: Sequence[int] = (),
+) -> Iterator[Case]:
+    """What the bound costs and saves: chats, and `count` requests with shared prefixes, on few and
+    many replicas at low and high load; by the policy as it is, without its slack, without any
+    bound, and by the least load."""
+    rate = capacity(cell, pass_time)
+    policies = {
+        "bound and slack": replace(cell),
+        "bound alone": replace(cell, slack=0),
+        "no bound": replace(cell, bound=UNBOUND),
+        "least load": replace(cell, policy="load"),
+    }
+    for number in replicas or REPLICAS:
+        for load in loads or LOADS:
+            for kind in ("chats", "prefix"):
+                asks = traffic(kind, arrivals(load * number * rate, count))
+                for policy, varied in policies.items():
+                    about: Case = {"case": "bounds", "traffic": kind, "policy": policy}
+                    about |= {"load": load, "replicas": number, "big": one_big_cache(asks)}
+                    fleet = Fleet(replace(varied, replicas=number), pass_time, asks)
+                    yield about | fleet.run().summary()
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+COLUMNS = {
+    "load": ("load", "{:.0%}", 1.0),
+    "hits": ("hits", "{:.0%}", 1.0),
+    "max/mean": ("balance", "{:.2f}", 1.0),
+    "TTFT p50": ("ttft_p50", "{:,.0f} ms", 1e3),
+    "TTFT p99": ("ttft_p99", "{:,.0f} ms", 1e3),
+    "ITL p99": ("itl_p99", "{:,.0f} ms", 1e3),
+    "retried": ("retried", "{:.0f}", 1.0),
+    "lost": ("lost", "{:.0f}", 1.0),
+    "tok/s": ("tokens", "{:,.0f}", 1.0),
+}
+NAMES = ("case", "traffic", "policy", "replicas")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = cli.Parser(
+        "stage12_distributed simulate",
+        "Simulates replicas behind one router: the real scheduler, blocks and routing, and pass "
+        "times from a short run of the real engine here. A line for each policy and kind of "
+        "traffic, and one with deaths; with --bounds, lines for loads and numbers of replicas.",
+        "  python -m stage12_distributed simulate\n"
+        "  python -m stage12_distributed simulate --load 0.9 --model gpt2 --random-weights",
+    )
+    whole, number = cli.whole_number, cli.number
+    for name, kind, default, text in (
+        ("replicas", whole(1, 1000), 10, "replicas behind the router"),
+        ("requests", whole(50, 1_000_000), 500, "requests in each line"),
+        ("load", number(0, 2, above=True), 0.7, "offered, as a share of what they can answer"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=text)
+    about = "compare bounds of the load instead, at three loads, on 2, 10 and 100 replicas"
+    parser.add_argument("--bounds", action="store_true", help=about)
+    cli.add_model_options(parser)
+    options = parser.parse_args(argv)
+    simpy()  # before the model is loaded
+    pass_time = PassTime.fit(measured_steps(options))
+    cell, count = Cell(options.replicas), options.requests
+    if options.bounds:
+        cases = bounds(cell, pass_time, count)
+    else:
+        cases = scenarios(cell, pass_time, count, options.load)
+    print(" ".join(name.rjust(15) for name in (*NAMES, *COLUMNS)))
+    for case in cases:
+        line = [str(case[name]) for name in NAMES]
+        line += [form.format(case[key] * unit) for key, form, unit in COLUMNS.values()]
+        print(" ".join(text.rjust(15) for text in line), flush=True)
+    return 0
+
+
+def measured_steps(options: argparse.Namespace) -> list[tuple[float, ...]]:
+    from stage05_paged.engine import make
+
+    return calibrate(make(cli.load_model_from(options).model))
