@@ -30,7 +30,7 @@ from tokenizers import (
 from shared.errors import UserError
 from shared.measure import cache_folder
 
-KEPT: list[Any] = []  # temporary folders of this process
+TEMPORARY: list[Any] = []  # folders of this process
 CONTROL, USERS, UNUSED = 3, 4, 5  # types of tokens; ordinary ones are 1
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -54,9 +54,7 @@ CUTS: dict[str, list[pre_tokenizers.PreTokenizer]] = {  # by tokenizer.ggml.pre
     "qwen2": _split(r"\p{N}"),
 }
 NORMALIZERS = {"qwen2": normalizers.NFC()}
-WHOLE_WORDS = ("llama-bpe",)  # a word of the vocabulary is a token, whatever the merges make of it
-BEGINS = ("llama-bpe",)  # a text begins with a control token, unless the file has its own rule
-
+LLAMA3 = "llama-bpe"  # a word of the vocabulary is a token, whatever the merges make of it
 
 Error = Callable[[str], UserError]
 
@@ -64,12 +62,17 @@ Error = Callable[[str], UserError]
 def tokenizer_folder(metadata: Mapping[str, Any], error: Error) -> Path | None:
     """The folder with the tokenizer's files, made if it is not there; None if the file has no
     tokenizer. error: of the file. Raises UserError for a tokenizer that is not known here."""
-    if "tokenizer.ggml.model" not in metadata:
+    kind, cuts = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    if kind in (None, "none", "no_vocab"):
         return None
-    settings = json.dumps(_config(metadata, error))
+    if kind != "gpt2":
+        raise error(f"its tokenizer is of the kind {str(kind)[:40]!r}, not gpt2")
+    if cuts not in CUTS:
+        known = ", ".join(CUTS)
+        raise error(f"its tokenizer cuts text by the rules {str(cuts)[:40]!r}, not {known}")
     texts = {
-        "tokenizer.json": _tokenizer(metadata, error).to_str(),
-        "tokenizer_config.json": settings,
+        "tokenizer.json": _tokenizer(metadata, cuts, error).to_str(),
+        "tokenizer_config.json": json.dumps(_settings(metadata, error)),
     }
     folder = cache_folder() / "gguf" / hashlib.sha256(str(texts).encode()).hexdigest()[:32]
     if folder.is_dir():
@@ -79,61 +82,48 @@ def tokenizer_folder(metadata: Mapping[str, Any], error: Error) -> Path | None:
         written = tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True)
     except OSError:  # nowhere to write but here, for this process
         written = tempfile.TemporaryDirectory(prefix="staircase-")
-        KEPT.append(written)
+        TEMPORARY.append(written)
         folder = Path(written.name)
     for name, text in texts.items():
         (Path(written.name) / name).write_text(text, encoding="utf-8")
-    if written not in KEPT:
+    if written not in TEMPORARY:
         with contextlib.suppress(OSError):  # another process was faster
             Path(written.name).rename(folder)
         written.cleanup()
     return folder
 
 
-def _tokens(metadata: Mapping[str, Any], error: Error) -> tuple[list[str], list[int]]:
-    """The vocabulary, and the type of each token."""
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    types = metadata.get("tokenizer.ggml.token_type")
-    kinds = [1] * len(tokens or ()) if types is None else [int(kind) for kind in types]
-    if not isinstance(tokens, list) or len(kinds) != len(tokens):
+def _tokenizer(metadata: Mapping[str, Any], cuts: str, error: Error) -> Tokenizer:
+    tokens = metadata.get("tokenizer.ggml.tokens") or []
+    kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if len(kinds) != len(tokens):
         raise error("its tokenizer has no type for each token")
-    return tokens, kinds
-
-
-def _tokenizer(metadata: Mapping[str, Any], error: Error) -> Tokenizer:
-    kind, cuts = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre")
-    if kind != "gpt2":
-        raise error(f"its tokenizer is of the kind {str(kind)[:40]!r}, not gpt2")
-    if cuts not in CUTS:
-        known = ", ".join(CUTS)
-        raise error(f"its tokenizer cuts text by the rules {str(cuts)[:40]!r}, not {known}")
-    tokens, kinds = _tokens(metadata, error)
-    pairs = list(zip(tokens, kinds, strict=True))
-    vocabulary = {token: place for place, (token, kind) in enumerate(pairs) if kind != UNUSED}
+    rows = {token: row for row, token in enumerate(tokens) if kinds[row] != UNUSED}
     merges: Any = [tuple(str(m).split(" ")) for m in metadata.get("tokenizer.ggml.merges", ())]
     if any(len(merge) != 2 for merge in merges):
         raise error("its tokenizer has a merge that is not of two tokens")
     try:
-        model = models.BPE(vocabulary, merges, ignore_merges=cuts in WHOLE_WORDS)
+        tokenizer = Tokenizer(models.BPE(rows, merges, ignore_merges=cuts == LLAMA3))
     except Exception as why:  # `tokenizers` raises bare Exceptions
         raise error(f"its tokenizer is invalid ({why})") from None
-    tokenizer = Tokenizer(model)
     tokenizer.normalizer = NORMALIZERS.get(cuts)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(CUTS[cuts])
     tokenizer.decoder = decoders.ByteLevel()
-    added = {kind: [token for token, k in pairs if k == kind] for kind in (CONTROL, USERS)}
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in added[CONTROL]])
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added[USERS]])
-    if metadata.get("tokenizer.ggml.add_bos_token", cuts in BEGINS):
+    added: dict[int, list[AddedToken]] = {CONTROL: [], USERS: []}
+    for token, row in rows.items():
+        if kinds[row] in added:
+            added[kinds[row]].append(AddedToken(token, normalized=False))
+    tokenizer.add_special_tokens(added[CONTROL])
+    tokenizer.add_tokens(added[USERS])
+    if metadata.get("tokenizer.ggml.add_bos_token", cuts == LLAMA3):
         token = _named("bos", metadata, error)
-        special = [(token, vocabulary[token])]
         tokenizer.post_processor = processors.TemplateProcessing(
-            f"{token} $A", f"{token} $A $B", special
+            f"{token} $A", f"{token} $A $B", [(token, rows[token])]
         )
     return tokenizer
 
 
-def _config(metadata: Mapping[str, Any], error: Error) -> dict[str, Any]:
+def _settings(metadata: Mapping[str, Any], error: Error) -> dict[str, Any]:
     """tokenizer_config.json."""
     fields = {
         f"{kind}_token": _named(kind, metadata, error)
@@ -146,7 +136,8 @@ def _config(metadata: Mapping[str, Any], error: Error) -> dict[str, Any]:
 
 def _named(kind: str, metadata: Mapping[str, Any], error: Error) -> str:
     """The token that begins or ends a text: "bos" or "eos"."""
-    tokens, place = _tokens(metadata, error)[0], metadata.get(f"tokenizer.ggml.{kind}_token_id")
-    if type(place) is not int or not 0 <= place < len(tokens):
-        raise error(f"its tokenizer.ggml.{kind}_token_id is {place!r}, which is no token")
-    return tokens[place]
+    tokens = metadata.get("tokenizer.ggml.tokens") or []
+    row = metadata.get(f"tokenizer.ggml.{kind}_token_id")
+    if type(row) is not int or not 0 <= row < len(tokens):
+        raise error(f"its tokenizer.ggml.{kind}_token_id is {row!r}, which is no token")
+    return str(tokens[row])

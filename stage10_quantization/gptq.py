@@ -14,6 +14,7 @@ Each group takes its scale from the weights as they are when its first column is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,23 +23,22 @@ from tqdm import tqdm
 
 from shared.errors import UserError
 from shared.linear import convert
+from shared.stories import grammar
 from stage01_forward.attention import Recompute
 
 from .convert import FORMATS, Format, Quantize
-from .layers import QuantizedLinear, QuantizedMatrix
+from .layers import QuantizedLinear
+from .matrix import QuantizedMatrix
 from .rounding import codes_of, fit
 
 BLOCK = 128  # columns
 WINDOW = 512  # tokens
 
 
-def gptq(
-    weight: Tensor, hessian: Tensor, format: Format, act_order: bool = False, damp: float = 0.01
-) -> QuantizedMatrix:
+def gptq(weight: Tensor, hessian: Tensor, format: Format, damp: float = 0.01) -> QuantizedMatrix:
     """weight (N, K), hessian (K, K): X^T X of its inputs, times any factor -> codes and scales.
 
-    act_order: columns by falling diagonal of the Hessian; scales are then those of the weights as
-    they were. damp: share of the mean diagonal that is added to it; more if it is not enough.
+    damp: share of the mean diagonal that is added to it; more if it is not enough.
     """
     w, h = weight.float().clone(), hessian.double().clone()  # w changes as columns are rounded
     inputs = w.shape[1]
@@ -47,40 +47,34 @@ def gptq(
     dead = diagonal == 0  # inputs that are always 0
     diagonal[dead] = 1
     w[:, dead] = 0
-    order = diagonal.argsort(descending=True) if act_order else torch.arange(inputs)
-    upper = _upper(h, damp, order).to(w.dtype)
+    upper = _upper(h, damp).to(w.dtype)
 
-    kind = format.bits, format.minimum, format.dtype, format.zero
-    scale, minimum = fit(w.unflatten(1, (-1, group)), *kind)  # (N, G)
     codes = torch.empty_like(w, dtype=torch.int8)
-    w = w[:, order]
+    scales, minima = [], []
     for start in range(0, inputs, BLOCK):
         end = min(start + BLOCK, inputs)
         errors = torch.zeros(len(w), end - start)
         for j in range(start, end):
-            column = int(order[j])
-            g = column // group
-            if not act_order and j % group == 0:
-                scale[:, g], low = fit(w[:, j : j + group], *kind)
-                if minimum is not None and low is not None:
-                    minimum[:, g] = low
-            low = None if minimum is None else minimum[:, g]
-            code = codes_of(w[:, j : j + 1], scale[:, g], low, format.bits)  # (N, 1)
-            codes[:, column] = code[:, 0]
-            rounded = code[:, 0] * scale[:, g]
-            rounded = rounded if low is None else rounded + low
+            if j % group == 0:
+                kind = format.bits, format.minimum, format.dtype, format.zero
+                scale, minimum = fit(w[:, j : j + group], *kind)  # each (N,)
+                scales.append(scale)
+                minima.append(minimum)
+            codes[:, j : j + 1] = codes_of(w[:, j : j + 1], scale, minimum, format.bits)
+            rounded = codes[:, j] * scale
+            rounded = rounded if minimum is None else rounded + minimum
             error = (w[:, j] - rounded) / upper[j, j]
             w[:, j:end] -= error[:, None] * upper[j, j:end]
             errors[:, j - start] = error
         w[:, end:] -= errors @ upper[start:end, end:]
-    return QuantizedMatrix(codes, scale, minimum, format.bits)
+    low = torch.stack([m for m in minima if m is not None], 1) if format.minimum else None
+    return QuantizedMatrix(codes, torch.stack(scales, 1), low, format.bits)
 
 
-def _upper(hessian: Tensor, damp: float, order: Tensor) -> Tensor:
-    """The upper Cholesky factor (K, K) of the inverse of the damped `hessian`, in `order`."""
-    ordered = hessian[order][:, order]
+def _upper(hessian: Tensor, damp: float) -> Tensor:
+    """The upper Cholesky factor (K, K) of the inverse of the damped `hessian`."""
     while True:
-        damped = ordered + damp * ordered.diagonal().mean() * torch.eye(len(ordered)).double()
+        damped = hessian + damp * hessian.diagonal().mean() * torch.eye(len(hessian)).double()
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
             return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
@@ -89,14 +83,10 @@ def _upper(hessian: Tensor, damp: float, order: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def calibrate(
-    model: Any,
-    windows: Sequence[Tensor],
-    weights: str | Format = "int4",
-    activations: str = "int8",
-    **how,
+    model: Any, windows: Sequence[Tensor], weights: str | Format = "int4", activations: str = "int8"
 ) -> None:
     """Quantize all layers of `model` in place, in its order: each layer is calibrated on what the
-    quantized layers before it make of the token ids `windows`, each (T,). how: act_order, damp.
+    quantized layers before it make of the token ids `windows`, each (T,).
 
     Raises UserError for weights that do not fit, before any is changed.
     """
@@ -119,7 +109,7 @@ def calibrate(
                     f"The inputs of {name} are not finite on the calibration text: check the "
                     "checkpoint, or quantize without calibration."
                 )
-            matrix = gptq(layers[name].weight, hessian, format, **how)
+            matrix = gptq(layers[name].weight, hessian, format)
             bias = layers[name].bias
             model.set_submodule(name, QuantizedLinear(matrix, bias, activations))
             bar.update()
@@ -162,10 +152,26 @@ def _hessians(
 
 def windows_of(ids: Sequence[int], count: int, size: int = WINDOW) -> list[Tensor]:
     """The first `count` windows of `size` tokens. Raises UserError if there are fewer."""
-    whole = len(ids) // size
-    if whole < count:
+    if len(ids) < count * size:
         raise UserError(
             f"The calibration text has {len(ids)} tokens, but {count} windows of {size} need "
             f"{count * size}: give a longer text, or ask for fewer windows."
         )
     return list(torch.tensor(ids[: count * size]).split(size))
+
+
+def text_ids(tokenizer: Any, end: int, tokens: int, file: str | None, seed: str) -> list[int]:
+    """Ids of a text file, at most `tokens`; without one, of stories with an end of text before
+    each. Raises UserError for a file that cannot be read."""
+    if file is not None:
+        try:
+            return list(tokenizer.encode(Path(file).read_text(encoding="utf-8"))[:tokens])
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{file} cannot be read ({error}): give the name of a text file in UTF-8."
+            ) from None
+    ids: list[int] = []
+    stories = grammar.stories(seed)
+    while len(ids) < tokens:
+        ids += [end, *tokenizer.encode(next(stories).text)]
+    return ids[:tokens]

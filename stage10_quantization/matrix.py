@@ -1,7 +1,7 @@
 """A matrix of whole numbers with scales.
 
-It is what all of this stage exchanges: `numpy_quant`, `gptq` and the readers of files make it,
-`QuantizedLinear` and the kernels multiply by it, the writers store it.
+It is what all of this stage exchanges: `rounding`, `gptq` and the readers of files make it,
+`QuantizedLinear` and the kernels multiply by it, `folder` stores it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from shared.errors import UserError
+
+PROJECTIONS = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in GPT-2's folders
 
 
 @dataclass(frozen=True)

@@ -1,31 +1,24 @@
-"""`python -m stage10_quantization quantize`: write a model with weights in whole numbers."""
+"""`python -m stage10_quantization quantize`: write a folder with weights in whole numbers."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from tqdm import tqdm
 
 from shared import cli
 from shared.config import Config
 from shared.errors import UserError
 from shared.files import read_json
-from shared.tokenizer import has_tokenizer
 
 from .files import OPTION
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .layers import QuantizedMatrix
+    from .matrix import QuantizedMatrix
 
-    Tensors = Iterator[tuple[str, Tensor | QuantizedMatrix]]
-
-METHODS = ("round", "gptq", "smoothquant+round", "smoothquant+gptq")
-GGUF, CONFIG = ".gguf", "config.json"
+CONFIG = "config.json"
 TOKENIZER = (  # what else belongs to a model in a folder
     "tokenizer.json",
     "tokenizer_config.json",
@@ -36,8 +29,8 @@ TOKENIZER = (  # what else belongs to a model in a folder
 )
 ABOUT = """Stage 10, quantization: write a model with weights in whole numbers.
 
-The result is a folder of safetensors as compressed-tensors names them, or a .gguf file, whichever
---out names. Every command opens it with --model."""
+The result is a folder of safetensors with the names of compressed-tensors. Every command opens it
+with --model."""
 
 
 def make_parser() -> cli.Parser:
@@ -46,27 +39,24 @@ def make_parser() -> cli.Parser:
         module,
         ABOUT,
         f"  python -m {module} --weights int8 --out stories-int8\n"
-        f"  python -m {module} --model FOLDER --weights int4 --method gptq --out model.gguf",
+        f"  python -m {module} --model FOLDER --weights int4 --method gptq --out model-int4",
     )
     parser.add_argument(
         "--weights",
         choices=("int8", "int8-g32", "int4"),
         required=True,
         help="int8 with a scale for each row, int8-g32 with one for each 32 columns, or int4 with "
-        "a scale and a minimum for each 32; embedding and head are int8-g32 in all",
+        "a scale and a zero for each 32; embedding and head are int8-g32 in all",
     )
     parser.add_argument(
         "--method",
-        choices=METHODS,
+        choices=("round", "gptq"),
         default="round",
-        help="round takes the nearest code of each weight; gptq makes up for each error in the "
-        "columns to come; smoothquant first moves outliers from activations into weights; all but "
-        "round read a text",
+        help="round takes the nearest code of each weight; gptq reads a text, and makes up for "
+        "each error in the columns to come",
     )
     parser.add_argument(
-        "--text",
-        metavar="FILE",
-        help="the text that gptq and smoothquant read, UTF-8; default: stories",
+        "--text", metavar="FILE", help="the text that gptq reads, UTF-8; default: stories"
     )
     parser.add_argument(
         "--windows",
@@ -75,26 +65,15 @@ def make_parser() -> cli.Parser:
         metavar="N",
         help="how much of the text to read, in windows of at most 512 tokens",
     )
-    parser.add_argument(
-        "--out", required=True, type=place, metavar="NAME", help="a new folder, or NAME.gguf"
-    )
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="a new folder")
     cli.add_model_options(parser)
     return parser
 
 
-def place(name: str) -> Path:
-    """Where to write. Raises UserError if something is there already."""
-    path = Path(name).expanduser()
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise UserError(f"--out {name} exists already: choose another name, or remove it.")
-    return path
-
-
 def main(argv: list[str] | None = None) -> int:
-    parser = make_parser()
-    options = parser.parse_args(argv)
+    options = make_parser().parse_args(argv)
     if options.text is not None and options.method == "round":
-        raise UserError("--method round reads no text: leave --text out, or choose another method.")
+        raise UserError("--method round reads no text: leave --text out, or add --method gptq.")
     if options.dtype not in ("auto", "float32"):
         raise UserError("The weights are rounded from float32: leave --dtype out.")
     quantize(options)
@@ -105,29 +84,23 @@ def quantize(options: argparse.Namespace) -> None:
     from shared.linear import convert
 
     from .convert import FORMATS, INT4_ZERO, Quantize
-    from .gptq import calibrate, windows_of
-    from .quality import WINDOW, text_ids
-    from .smoothquant import smooth
+    from .folder import check_place, write_folder
+    from .gptq import WINDOW, calibrate, text_ids, windows_of
 
+    check_place(options.out)
     plain = {"linear": "plain", "dtype": "float32", "weights": "float32"}
     loaded = cli.load_model_from(argparse.Namespace(**{**vars(options), **plain}))
-    model, config = loaded.model, loaded.config
-    steps, format = options.method.split("+"), FORMATS[options.weights]
-    if format.minimum and options.out.suffix != GGUF:
-        format = INT4_ZERO
-    windows: list[Tensor] = []
-    if steps != ["round"]:
+    model, config, folder = loaded.model, loaded.config, loaded.folder
+    format = INT4_ZERO if options.weights == "int4" else FORMATS[options.weights]
+    if options.method == "gptq":
         size, end = min(WINDOW, config.n_positions), next(iter(config.eos_ids), 0)
         ids = text_ids(loaded.tokenizer, end, options.windows * size, options.text, "calibration")
-        windows = windows_of(ids, options.windows, size)
-    if "smoothquant" in steps:
-        smooth(model, windows)
-    if "gptq" in steps:
-        calibrate(model, windows, format)
+        calibrate(model, windows_of(ids, options.windows, size), format)
     else:
         convert(model, Quantize(format), {})
-    names = tqdm(config.shapes(), desc="writing", unit="tensor", disable=None)
-    write(options, loaded, ((name, tensor_of(model, name)) for name in names))
+    tensors = ((name, tensor_of(model, name)) for name in config.shapes())
+    copies = [folder / name for name in TOKENIZER if (folder / name).exists()] if folder else []
+    write_folder(options.out, fields_of(config, folder), tensors, copies, options.weights == "int4")
 
 
 def tensor_of(model: Any, name: str) -> Tensor | QuantizedMatrix:
@@ -139,22 +112,6 @@ def tensor_of(model: Any, name: str) -> Tensor | QuantizedMatrix:
         return matrix
     tensor: Tensor = getattr(module, kind)
     return tensor.detach()
-
-
-def write(options: argparse.Namespace, loaded: cli.Loaded, tensors: Tensors) -> None:
-    """Write the model as a folder or a GGUF file, with its tokenizer. Raises UserError."""
-    from .formats.folder_writer import write_folder
-    from .formats.gguf_vocabulary import tokenizer_metadata
-    from .formats.gguf_writer import write_gguf
-
-    config, folder, path = loaded.config, loaded.folder, options.out
-    if path.suffix == GGUF:
-        known = folder if has_tokenizer(folder) else None
-        tokenizer = tokenizer_metadata(known, config) if known else None
-        write_gguf(path, config, tensors, tokenizer)
-        return
-    copies = [folder / name for name in TOKENIZER if (folder / name).exists()] if folder else []
-    write_folder(path, fields_of(config, folder), tensors, copies, options.weights == "int4")
 
 
 def fields_of(config: Config, folder: Path | None) -> dict[str, Any]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import sys
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,102 +15,48 @@ from shared.checkpoint import Checkpoint, Opened
 from shared.config import Config
 
 from .convert import FORMATS, Quantize
-from .formats.folder import FolderModel
-from .formats.gguf_model import PROJECTIONS, GGUFModel
-from .gguf_tokenizer import tokenizer_folder
-from .layers import QuantizedEmbedding, QuantizedLinear, QuantizedMatrix
+from .folder import FolderModel
+from .layers import QuantizedEmbedding, QuantizedLinear
+from .matrix import PROJECTIONS, QuantizedMatrix
 
 POSITIONS = "wpe.weight"  # GPT-2's: a table that is added, and never a matrix of whole numbers
 
 
 class Model(Protocol):
-    """A model in files, one tensor at a time. names: those of config.shapes. in_rows: whether
-    `read` takes the `rows` (R,) of a QuantizedMatrix that are wanted, and unpacks no others."""
+    """A model in files, one tensor at a time, under the names of config.shapes."""
 
     config: Config
-    names: list[str]
-    in_rows: bool
 
     def is_quantized(self, name: str) -> bool: ...
 
-    def read(self, name: str, rows: Tensor | None = None) -> Tensor | QuantizedMatrix: ...
+    def read(self, name: str, rows: Tensor | None = None) -> Tensor | QuantizedMatrix:
+        """The tensor, or of a QuantizedMatrix its `rows` (R,) alone."""
 
 
 class FileMatrix:
-    """A QuantizedMatrix in a file. The kernels lay it out some rows at a time, and then nothing
-    else needs it in memory. What needs all of it keeps it, until `forget`."""
+    """A QuantizedMatrix in a file. Rows are read when they are wanted: the kernels lay out some at
+    a time, and then nothing else needs it in memory. For all else the whole stays there."""
 
     def __init__(self, model: Model, name: str) -> None:
-        self._model, self._name = model, name
-        self._kept: QuantizedMatrix | None = None
+        self.model, self.name = model, name
         shape = model.config.shapes()[name]
         self.shape = shape[::-1] if name.endswith(PROJECTIONS) else shape
 
-    def _read(self, rows: Tensor | None = None) -> QuantizedMatrix:
-        matrix = self._model.read(self._name, rows)
+    def rows(self, index: Tensor) -> QuantizedMatrix:
+        matrix = self.model.read(self.name, index)
         assert isinstance(matrix, QuantizedMatrix)
         return matrix
 
     @property
-    def bytes(self) -> int:  # of one row: whether a layer is a `Linear` asks for it
-        return self._read(torch.tensor([0])).bytes * self.shape[0]
+    def bytes(self) -> int:
+        return self.rows(torch.tensor([0])).bytes * self.shape[0]
 
-    def rows(self, index: Tensor) -> QuantizedMatrix:
-        if self._kept is None and self._model.in_rows:
-            return self._read(index)
-        return self.keep().rows(index)
-
-    def keep(self) -> QuantizedMatrix:
-        if self._kept is None:
-            self._kept = self._read()
-        return self._kept
-
-    def forget(self) -> None:
-        self._kept = None
+    @cached_property
+    def whole(self) -> Any:
+        return self.model.read(self.name)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._kept or self._read(), name)
-
-
-class StoredLinear(QuantizedLinear):
-    """A layer over a FileMatrix. The slow product keeps it in memory."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        keep(self.matrix)
-        return super().forward(x)
-
-    def product(self, layers: Sequence[Any], *arguments: Any) -> Any:
-        slow: Any = super()
-        product = slow.product(layers, *arguments)
-        for layer in layers:
-            if isinstance(layer.matrix, FileMatrix):
-                layer.matrix.forget()
-        trim()
-        return product
-
-
-def trim() -> None:
-    """Give memory that is free back to the system: glibc keeps what lies between blocks in use,
-    which would be as much as the model once all its layers are laid out."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def keep(matrix: Any) -> None:
-    """Keep a matrix that is in a file in memory."""
-    if isinstance(matrix, FileMatrix):
-        matrix.keep()
-
-
-class StoredTable(QuantizedEmbedding):
-    """A table over a FileMatrix, which it keeps in memory unless the kernels have laid it out."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        keep(self.matrix)
-        return super().forward(ids)
-
-    def head(self) -> QuantizedLinear:
-        return StoredLinear(self.matrix, None, self.activations)
+        return getattr(self.whole, name)
 
 
 class Stored:
@@ -142,20 +86,19 @@ class Stored:
             tensors[name] = tensor
         return tensors
 
-    def matrix(self, name: str) -> Any:
-        return FileMatrix(self.model, f"{name}.weight")
-
     def layer(self, name: str, plain: nn.Linear, tensors: Mapping[str, Tensor]) -> nn.Module:
         if not tensors:
             return plain
-        return StoredLinear(self.matrix(name), plain.bias, self.activations)
+        matrix: Any = FileMatrix(self.model, f"{name}.weight")
+        return QuantizedLinear(matrix, plain.bias, self.activations)
 
     def embedding(
         self, name: str, plain: nn.Embedding, tensors: Mapping[str, Tensor]
     ) -> nn.Embedding | QuantizedEmbedding:
         if not tensors:
             return plain
-        return StoredTable(self.matrix(name), plain.weight.dtype, self.activations)
+        matrix: Any = FileMatrix(self.model, f"{name}.weight")
+        return QuantizedEmbedding(matrix, plain.weight.dtype, self.activations)
 
 
 def change(checkpoint: Checkpoint, weights: str) -> None:
@@ -176,10 +119,14 @@ def notice(text: str) -> None:
 
 
 def open_file(path: Path) -> Opened:
-    """The model in a GGUF file, whose activations stay floats. Raises UserError."""
+    """The model in a GGUF file, whose activations stay floats. Without a tokenizer in the file, one
+    beside it counts. Raises UserError."""
+    from .gguf_file import GGUFModel
+    from .gguf_tokenizer import tokenizer_folder
+
     model = GGUFModel(path)
     metadata = model.metadata
-    folder = tokenizer_folder(metadata, model.file.error)
+    folder = tokenizer_folder(metadata, model.error) or path.parent
     if license := metadata.get("general.license"):
         maker = metadata.get("general.organization")
         notice(f"{path.name}{f', by {maker}' if maker else ''}: license {license}")
@@ -190,16 +137,12 @@ def open_file(path: Path) -> Opened:
 
 
 def open_folder(path: Path) -> Opened:
-    """The quantized model in a folder. Raises UserError."""
+    """The quantized model in a folder, whose activations are rounded to int8 only if all groups of
+    its quantization_config say so. Raises UserError."""
     model = FolderModel(path)
-    files = sorted(path.glob("*.safetensors"))
-    stored = Stored(model, activations_of(model.options))
-    return Opened(model.config, stored.tensors(), path, files, stored)
-
-
-def activations_of(options: Mapping[str, Any]) -> str:
-    """How layers read their input: rounded to int8 only if the quantization_config says so."""
-    groups = options.get("config_groups")
+    groups = model.options.get("config_groups")
     schemes = list(groups.values()) if isinstance(groups, dict) else []
     rounded = [isinstance(scheme, dict) and scheme.get("input_activations") for scheme in schemes]
-    return "int8" if rounded and all(rounded) else "float"
+    stored = Stored(model, "int8" if rounded and all(rounded) else "float")
+    files = sorted(path.glob("*.safetensors"))
+    return Opened(model.config, stored.tensors(), path, files, stored)

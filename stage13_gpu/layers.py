@@ -99,7 +99,7 @@ class GpuMatrix:
 
     @classmethod
     def of(cls, matrix: Any, device: torch.device) -> GpuMatrix:
-        matrix = matrix.keep() if isinstance(matrix, FileMatrix) else matrix
+        matrix = matrix.whole if isinstance(matrix, FileMatrix) else matrix
         codes, sides = matrix.codes.to(device), [matrix.scale]
         if matrix.minimum is not None:
             sides.append(matrix.minimum)

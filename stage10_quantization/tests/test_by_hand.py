@@ -1,4 +1,4 @@
-"""Definitions, written out number by number."""
+"""The product by its definition, number by number."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from stage10_quantization.formats import blocks
 from stage10_quantization.layers import QuantizedMatrix, multiply
 
 
@@ -41,26 +40,3 @@ def test_a_product_is_that_of_its_definition(group, minimum):
                 if low is not None:
                     y = f32(y + f32(low[n, g] * f32(f32(sum(rounded)) * x_scale)))
             assert got[r, n] == y
-
-
-def test_blocks_of_q4_k_by_their_definition():
-    block = np.random.default_rng(0).integers(0, 256, (50, 144), dtype=np.uint8)
-    block[:, [1, 3]] &= 0x3B  # finite, and not below 0
-    codes, scale, minimum = blocks.q4_k(block)
-    assert minimum is not None
-    assert codes.shape == (50, 256) and codes.dtype == np.int8
-    assert scale.shape == minimum.shape == (50, 8) and scale.dtype == minimum.dtype == np.float32
-    for b, row in enumerate(block):
-        d, dmin = (np.frombuffer(row[i : i + 2].tobytes(), "<f2")[0] for i in (0, 2))
-        packed, nibbles = [int(byte) for byte in row[4:16]], row[16:]
-        for j in range(8):
-            if j < 4:
-                s, m = packed[j] % 64, packed[j + 4] % 64
-            else:
-                s = packed[j + 4] % 16 + 16 * (packed[j - 4] // 64)
-                m = packed[j + 4] // 16 + 16 * (packed[j] // 64)
-            assert scale[b, j] == np.float32(d) * np.float32(s)
-            assert minimum[b, j] == -(np.float32(dmin) * np.float32(m))
-            for i in range(32):
-                byte = int(nibbles[32 * (j // 2) + i])
-                assert codes[b, 32 * j + i] == (byte // 16 if j % 2 else byte % 16)

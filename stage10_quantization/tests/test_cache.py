@@ -18,13 +18,14 @@ from stage08_llama.config import LlamaConfig
 from stage09_kernels import cache as floats
 from stage09_kernels import library
 from stage09_kernels.tests.test_kernels import in_all_ways
-from stage09_kernels.tests.test_naive import at_every_level, attentions, bits, cases, near
+from stage09_kernels.tests.test_naive import EMULATED, at_every_level, attentions, bits, cases, near
 from stage10_quantization.cache import FAST, NAIVE, SCALE, Int8Cache, Int8KernelCache, quantize
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 compiled = pytest.mark.skipif(not library.compilers(), reason="no C compiler (cc, gcc, clang)")
 TYPES = ((F32, F32), (BF16, F32), (F64, F64))
-every_level = pytest.mark.parametrize(("level", "weights", "real"), at_every_level(TYPES))
+LEVELS = [level for level in at_every_level(TYPES) if EMULATED not in level.values]
+every_level = pytest.mark.parametrize(("level", "weights", "real"), LEVELS)
 KERNELS = {floats.NAIVE: NAIVE, floats.FAST: FAST}
 TINY = 2.0**-130  # subnormal in bfloat16 and float32
 # A vector, its scale, and its codes.

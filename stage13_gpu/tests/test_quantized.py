@@ -25,7 +25,7 @@ from stage10_quantization import quantize
 from stage10_quantization.convert import Format, Quantize
 from stage10_quantization.layers import QuantizedEmbedding, QuantizedLinear
 from stage10_quantization.stored import FileMatrix
-from stage10_quantization.tests.formats import test_folder
+from stage10_quantization.tests import test_folder
 from stage13_gpu.cache import GpuCache
 from stage13_gpu.launch import DEVICE
 from stage13_gpu.layers import GpuMatrix, KernelLinear, Products
@@ -158,7 +158,7 @@ def first_logits(folder):
 
 
 @pytest.mark.parametrize("options", [test_folder.GPTQ, test_folder.AWQ])
-@pytest.mark.parametrize("fields", [None, test_folder.GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("fields", [None, test_folder.SMALL], ids=["llama", "gpt2"])
 def test_folders_of_gptq_and_awq(tmp_path, options, fields):
     test_folder.write(tmp_path, options, fields)
     want, got, model = first_logits(tmp_path)

@@ -1,0 +1,426 @@
+"""Folders of Hugging Face whose config.json has a quantization_config: GPTQ, AWQ, and
+compressed-tensors, the format that this stage also writes.
+
+Each stores a matrix (N, K) in several tensors, `parts`, called by the end of their names: weights
+are scale * (code - zero), with a scale and a zero for each of G groups of neighbouring columns.
+`Unfit` is raised with the reason if the tensors do not fit.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shared.checkpoint import DTYPES, WEIGHTS, read_tensors
+from shared.config import read_config
+from shared.errors import UserError
+from shared.files import read_json
+
+from .matrix import PROJECTIONS, QuantizedMatrix
+
+Parts = Mapping[str, Tensor]
+Options = Mapping[str, Any]  # quantization_config
+Matrix = QuantizedMatrix | Tensor
+OPTION = "quantization_config"
+KEPT = 3  # matrices: queries, keys and values are laid out as one
+FORMATS = ("pack-quantized", "int-quantized")  # of compressed-tensors
+UNREAD = ("kv_cache_scheme", "sparsity_config", "transform_config")
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # column n of eight is in this nibble
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+INDEX = (torch.int32, torch.int64)
+
+
+class Unfit(Exception):
+    """Why tensors are no matrix."""
+
+
+# ---- matrices -----------------------------------------------------------------------------------
+
+
+def part(parts: Parts, kind: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> Tensor:
+    """The tensor of this kind, in float32 unless `dtypes` are given. Raises Unfit if it is missing
+    or has another shape or dtype, or numbers that are not finite."""
+    tensor = parts.get(kind)
+    if tensor is None:
+        raise Unfit(f"{kind} is missing")
+    if tuple(tensor.shape) != shape:
+        raise Unfit(f"{kind} has the shape {tuple(tensor.shape)} instead of {shape}")
+    if tensor.dtype not in (dtypes or FLOATS):
+        raise Unfit(f"{kind} is {str(tensor.dtype).removeprefix('torch.')}")
+    if tensor.is_floating_point() and not tensor.isfinite().all():
+        raise Unfit(f"{kind} has a value that is not finite")
+    return tensor if dtypes else tensor.float()
+
+
+def fields(words: Tensor, bits: int) -> Tensor:
+    """Words (R, W) int32 -> (R, 32 W / bits) uint8, the lowest bits first."""
+    octets = words.flatten().view(torch.uint8).view(len(words), -1)
+    return octets if bits == 8 else torch.stack([octets & 15, octets >> 4], -1).flatten(1)
+
+
+def words(codes: Tensor, bits: int) -> Tensor:
+    """The reverse: codes (R, C) uint8 -> int32 (R, C bits / 32, rounded up)."""
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (32 // bits)))
+    octets = codes if bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
+    return octets.flatten().view(torch.int32).view(len(codes), -1)
+
+
+def matrix_of(
+    codes: Tensor, scale: Tensor, zeros: Tensor, bits: int, groups: Tensor | None = None
+) -> Matrix:
+    """scale * (code - zero): codes (N, K) uint8 from 0 on, scale (N, G) float32, zeros (N, G).
+    groups: (K,), the group of each column. The result is in float32 if they are not neighbours in
+    order, or codes of 8 bits have zeros. Raises Unfit."""
+    middle, zero, count = 2 ** (bits - 1), zeros.float(), scale.shape[1]
+    neighbours = torch.arange(codes.shape[1]) // (codes.shape[1] // count)
+    if groups is not None and (groups.min() < 0 or groups.max() >= count):
+        raise Unfit(f"g_idx has groups that are not among the {count}")
+    if groups is None or torch.equal(groups, neighbours):
+        if (zeros == middle).all():  # codes have a sign
+            return QuantizedMatrix((codes - middle).view(torch.int8), scale, None, bits)  # wraps
+        if bits < 8:
+            return QuantizedMatrix(codes.view(torch.int8), scale, -(scale * zero), bits)
+        groups = neighbours
+    return (codes.float() - zero[:, groups]) * scale[:, groups]
+
+
+def group_count(options: Options, columns: int) -> int:
+    """The number of groups from the option `group_size`, -1 or null for one. Raises Unfit."""
+    size = options.get("group_size")
+    size = columns if size in (-1, None) else size
+    if type(size) is not int or size < 1 or columns % size:
+        raise Unfit(f"its {columns} columns are no groups of {size!r}")
+    return columns // size
+
+
+def bits_of(bits: object) -> int:
+    if bits not in (4, 8) or type(bits) is not int:
+        raise Unfit(f"codes of {bits!r} bits are not read, only 4 or 8")
+    return bits
+
+
+def gptq(parts: Parts, shape: tuple[int, int], options: Options, less: int) -> Matrix:
+    """qweight int32 (K b / 32, N) and qzeros (G, N b / 32), packed downwards and along a row,
+    scales (G, N), g_idx (K,). less: what the file's version subtracts from each zero, modulo
+    2^b."""
+    rows, columns = shape
+    bits = bits_of(options.get("bits"))
+    count, per_word = group_count(options, columns), 32 // bits
+    codes = part(parts, "qweight", (columns // per_word, rows), torch.int32)
+    zeros = part(parts, "qzeros", (count, rows // per_word), torch.int32)
+    zeros = fields(zeros, bits).t() + less & 2**bits - 1  # (N, G)
+    scale = part(parts, "scales", (count, rows)).t().contiguous()
+    groups = part(parts, "g_idx", (columns,), *INDEX).long() if "g_idx" in parts else None
+    return matrix_of(fields(codes.t(), bits), scale, zeros, bits, groups)
+
+
+def gptq_version(zeros: Iterable[Tensor], options: Options) -> int:
+    """What a GPTQ file subtracts from its zeros: 1 in the first version, 0 in the second. It does
+    not follow from the file's name for it: symmetric files, whose zeros are all the middle, tell by
+    them, others by `checkpoint_format`. Raises Unfit."""
+    bits = bits_of(options.get("bits"))
+    kinds = {kind for tensor in zeros for kind in fields(tensor, bits).unique().tolist()}
+    middle = 2 ** (bits - 1)
+    if kinds in ({middle - 1}, {middle}):
+        return middle - min(kinds)
+    if options.get("sym") is True:
+        raise Unfit(f"its zeros are {sorted(kinds)[:3]}, but sym is true: neither version")
+    return int(options.get("checkpoint_format") != "gptq_v2")
+
+
+def awq(parts: Parts, shape: tuple[int, int], options: Options) -> Matrix:
+    """qweight int32 (K, N / 8) and qzeros (G, N / 8), both packed along a row in AWQ_ORDER,
+    scales (G, N)."""
+    rows, columns = shape
+    if str(options.get("version", "gemm")).lower() != "gemm":
+        raise Unfit(f"its packing version is {options['version']!r}, not 'gemm'")
+    if bits_of(options.get("bits")) != 4:
+        raise Unfit("codes of 8 bits are not read, only 4")
+    count = group_count(options, columns)
+
+    def unpacked(kind: str, lines: int) -> Tensor:
+        eights = fields(part(parts, kind, (lines, rows // 8), torch.int32), 4).unflatten(1, (-1, 8))
+        return eights[:, :, AWQ_ORDER].flatten(1).t().contiguous()  # (N, lines)
+
+    scale = part(parts, "scales", (count, rows)).t().contiguous()
+    return matrix_of(unpacked("qweight", columns), scale, unpacked("qzeros", count), 4)
+
+
+def compressed(parts: Parts, shape: tuple[int, int], options: Options) -> Matrix:
+    """weight_packed int32 (N, K b / 32), of codes + 2^(b-1), or weight int8 (N, K); weight_scale
+    (N, G), (N, 1) or (1,); weight_zero_point, packed downwards beside weight_packed, else int8
+    (N, G); weight_g_idx (K,), if columns are in any order."""
+    rows, columns = shape
+    scale = parts.get("weight_scale", torch.empty(0))
+    count = scale.shape[1] if scale.ndim == 2 else 1
+    if count < 1 or columns % count:
+        raise Unfit(f"weight_scale has {count} groups for {columns} columns")
+    scale = part(parts, "weight_scale", (rows, count) if scale.ndim == 2 else (1,))
+    scale, bits = scale.expand(rows, count).contiguous(), 8
+    zeros = torch.full((rows, count), 128, dtype=torch.uint8)
+    if "weight_packed" in parts:
+        packed = parts["weight_packed"]
+        bits = bits_of(32 * packed.shape[-1] // columns if packed.ndim == 2 else 0)
+        if bits not in stated_bits(options):
+            raise Unfit(f"weight_packed holds codes of {bits} bits, which no config_groups names")
+        packed = part(parts, "weight_packed", (rows, columns * bits // 32), torch.int32)
+        stated = part(parts, "weight_shape", (2,), *INDEX).tolist()
+        if stated != [rows, columns]:
+            raise Unfit(f"weight_shape is {stated} instead of {[rows, columns]}")
+        codes, zeros = fields(packed, bits), zeros // 2 ** (8 - bits)
+        if "weight_zero_point" in parts:
+            size = -(-rows * bits // 32), count
+            points = part(parts, "weight_zero_point", size, torch.int32)
+            zeros = fields(points.t(), bits).t()[:rows]
+    else:
+        codes = part(parts, "weight", shape, torch.int8).view(torch.uint8) ^ 128
+        if "weight_zero_point" in parts:
+            points = parts["weight_zero_point"]
+            size = (rows, count) if points.ndim == 2 else (1,)
+            points = part(parts, "weight_zero_point", size, torch.int8)
+            zeros = points.view(torch.uint8).expand(rows, count) ^ 128
+    index = part(parts, "weight_g_idx", (columns,), *INDEX) if "weight_g_idx" in parts else None
+    return matrix_of(codes, scale, zeros, bits, None if index is None else index.long())
+
+
+def stated_bits(options: Options) -> set[object]:
+    """num_bits of all weights in config_groups."""
+    schemes = options.get("config_groups")
+    schemes = schemes.values() if isinstance(schemes, dict) else ()
+    weights = [scheme.get("weights") for scheme in schemes if isinstance(scheme, dict)]
+    return {entry.get("num_bits") for entry in weights if isinstance(entry, dict)}
+
+
+METHODS: dict[str, tuple[Callable[..., Matrix], set[str]]] = {  # and the kinds of tensors it knows
+    "gptq": (gptq, {"qweight", "qzeros", "scales", "g_idx"}),
+    "awq": (awq, {"qweight", "qzeros", "scales"}),
+    "compressed-tensors": (
+        compressed,
+        {f"weight{kind}" for kind in ("", "_packed", "_scale", "_shape", "_zero_point", "_g_idx")},
+    ),
+}
+
+
+# ---- folders ------------------------------------------------------------------------------------
+
+
+class FolderModel:
+    """A model in a folder, a `stored.Model`. config: as without a quantization. The files are
+    mapped, and the matrices read last are kept, because rows of them may be wanted."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises UserError for a method that is not read, and for tensors that are missing or
+        unexpected."""
+        self.folder = Path(folder)
+        self.options: dict[str, Any] = read_json(self.folder / "config.json").get(OPTION)
+        if not isinstance(self.options, dict):
+            raise self.error(f"its {OPTION} is not an object")
+        self.method = str(self.options.get("quant_method"))
+        self._check_method()
+        self.config = read_config(self.folder, ignored=(OPTION,))
+        shapes = self.config.shapes()
+        self.whole = lru_cache(KEPT)(self._whole)
+        self._parts: dict[str, dict[str, Tensor]] = {name: {} for name in shapes}
+        for stored, tensor in read_tensors(self.folder).items():
+            name = self.config.tensor_name(stored)
+            if name is None or name == "lm_head.weight" and self.config.tied:
+                continue
+            if name in shapes and not name.endswith(".weight"):
+                self._parts[name][""] = tensor
+                continue
+            layer, _, kind = name.rpartition(".")
+            if f"{layer}.weight" not in shapes:
+                raise self.error(f"the tensor {stored} is none of the model")
+            self._parts[f"{layer}.weight"][kind] = tensor
+        for name, parts in self._parts.items():
+            if not parts:
+                raise self.error(f"it has no tensor for {name}")
+        self.unpack, self.kinds = METHODS[self.method]
+        if self.method == "gptq":
+            zeros = [parts["qzeros"] for parts in self._parts.values() if "qzeros" in parts]
+            try:
+                self.unpack = partial(gptq, less=gptq_version(zeros, self.options))
+            except Unfit as error:
+                raise self.error(str(error)) from None
+
+    def error(self, reason: str) -> UserError:
+        return UserError(
+            f"{self.folder} cannot be opened as a quantized model: {reason}; download it again, or "
+            "choose another model."
+        )
+
+    def _check_method(self) -> None:
+        """Raises UserError for what is not read."""
+        if self.method not in METHODS:
+            known = ", ".join(METHODS)
+            raise self.error(f"its quant_method is {self.method[:40]!r}, and only {known} are read")
+        if self.method != "compressed-tensors":
+            return
+        if (form := str(self.options.get("format"))) not in FORMATS:
+            raise self.error(
+                f"its format is {form[:40]!r}, and only {' and '.join(FORMATS)} are read"
+            )
+        for name in UNREAD:
+            if self.options.get(name):
+                raise self.error(f"it has a {name}, which is not read")
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether `read` returns a QuantizedMatrix."""
+        return isinstance(self.read(name), QuantizedMatrix)
+
+    def read(self, name: str, rows: Tensor | None = None) -> Matrix:
+        """A tensor of config.shapes by its name: floats in that shape, of the file's dtype or
+        unpacked to float32; or a QuantizedMatrix (out, in), GPT-2's projections too, and of it
+        the `rows` (R,) alone. Raises UserError if the stored tensors do not fit."""
+        matrix = self.whole(name)
+        if rows is not None and isinstance(matrix, QuantizedMatrix):
+            return matrix.rows(rows)
+        return matrix
+
+    def _whole(self, name: str) -> Matrix:
+        shape, parts = self.config.shapes()[name], self._parts[name]
+        plain = parts.get("", parts.get("weight"))
+        if len(parts) == 1 and plain is not None and plain.dtype in DTYPES:
+            if tuple(plain.shape) != shape:
+                raise self.error(f"{name} has the shape {tuple(plain.shape)} instead of {shape}")
+            return plain
+        if len(shape) != 2:
+            raise self.error(f"{name} is stored as {', '.join(sorted(parts))}")
+        transposed = name.endswith(PROJECTIONS)  # GPT-2 alone has these names
+        try:
+            if unknown := sorted(parts.keys() - self.kinds):
+                raise Unfit(f"{unknown[0]} is not read")
+            matrix = self.unpack(parts, shape[::-1] if transposed else shape, self.options)
+        except Unfit as error:
+            layer = name.removesuffix(".weight")
+            raise self.error(f"the tensors of {layer} are no {self.method}: {error}") from None
+        return matrix.t() if transposed and isinstance(matrix, Tensor) else matrix
+
+
+# ---- writing ------------------------------------------------------------------------------------
+
+
+def check_place(folder: Path) -> None:
+    """Raise UserError unless `folder` can be a new one."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder} exists already: choose another name, or remove it.")
+
+
+Scheme = tuple[int, int, bool]  # bits, columns of a group or 0 for a whole row, symmetric
+
+
+def write_folder(
+    folder: str | Path,
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, Tensor | QuantizedMatrix]],
+    copies: Sequence[Path] = (),
+    packed: bool = True,
+) -> None:
+    """Write a checkpoint folder, whole or not at all, with compressed-tensors' names: codes of 4
+    bits are `pack-quantized`, eight in an int32; those of 8 bits are `int-quantized`, or packed
+    beside others, because a folder has one format.
+
+    config: the fields of config.json, without a quantization. tensors: all of config.shapes, as
+    `FolderModel.read` returns them. copies: files to put beside them, the tokenizer's. packed:
+    False if all codes have 8 bits. Raises UserError for a minimum that is no multiple of its scale,
+    and if the folder has files or cannot be written."""
+    folder = Path(folder)
+    check_place(folder)
+    prefix = "" if config.get("model_type", "gpt2") == "gpt2" else "model."
+    stored: dict[str, Tensor] = {}
+    layers: dict[Scheme, list[str]] = {}
+    for name, tensor in tensors:
+        name = name if name.startswith("lm_head.") else prefix + name
+        if isinstance(tensor, Tensor):
+            stored[name] = tensor.contiguous()
+            continue
+        stored |= parts_of(name, tensor, packed)
+        group = tensor.group if tensor.scale.shape[1] > 1 else 0
+        scheme = (tensor.bits, group, tensor.minimum is None)
+        layers.setdefault(scheme, []).append(name.removesuffix(".weight"))
+    described = dict(config) | ({OPTION: quantization(layers, packed)} if layers else {})
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as room:
+            new = Path(room) / folder.name
+            new.mkdir()
+            save_file(stored, new / WEIGHTS, {"format": "pt"})
+            for path in copies:
+                shutil.copy(path, new)
+            (new / "config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
+            new.replace(folder)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"{folder} cannot be written ({reason}): choose another place.") from None
+
+
+def parts_of(name: str, matrix: QuantizedMatrix, packed: bool) -> dict[str, Tensor]:
+    """The tensors of a matrix (N, K), by name."""
+    bits, layer = matrix.bits, name.removesuffix("weight")
+    if bits not in (4, 8) or bits < 8 and (not packed or matrix.codes.shape[1] % 8):
+        raise UserError(
+            f"{name} has {matrix.codes.shape[1]} columns of {bits} bits: a folder holds 8 bits, or "
+            "4 in columns that are a multiple of 8; choose int8."
+        )
+    stored = {f"{layer}weight_scale": narrowest(matrix.scale)}
+    codes = matrix.codes.view(torch.uint8)
+    if matrix.minimum is not None:  # minimum = -scale * zero
+        zeros = torch.where(matrix.scale == 0, 0, -matrix.minimum / matrix.scale).round()
+        exact = torch.equal(-(matrix.scale * zeros), matrix.minimum + 0)
+        if not exact or zeros.min() < 0 or zeros.max() >= 2**bits:
+            raise UserError(
+                f"{name} has minima that are no whole multiples of its scales, which a folder "
+                "cannot hold: quantize with zero points."
+            )
+        downwards = zeros.to(torch.uint8).t().contiguous()  # (G, N)
+        stored[f"{layer}weight_zero_point"] = words(downwards, bits).t().contiguous()
+    else:
+        codes = codes + 2 ** (bits - 1)  # wraps around
+    if packed:
+        stored[f"{layer}weight_packed"] = words(codes, bits)
+        stored[f"{layer}weight_shape"] = torch.tensor(matrix.codes.shape)
+    else:
+        stored[f"{layer}weight"] = matrix.codes
+    return stored
+
+
+def narrowest(scale: Tensor) -> Tensor:
+    """In float16 or bfloat16 if that is exact."""
+    narrow = (scale.to(dtype) for dtype in (torch.float16, torch.bfloat16))
+    return next((values for values in narrow if torch.equal(values.float(), scale)), scale)
+
+
+def quantization(layers: Mapping[Scheme, Sequence[str]], packed: bool) -> dict[str, Any]:
+    """The quantization_config: layers by scheme."""
+    form = "pack-quantized" if packed else "int-quantized"
+    groups = {}
+    for number, ((bits, group, symmetric), names) in enumerate(layers.items()):
+        kind: dict[str, Any] = {"num_bits": bits, "type": "int", "symmetric": symmetric}
+        size = {"strategy": "group", "group_size": group}
+        inputs = kind | {"num_bits": 8, "symmetric": True, "dynamic": True}
+        groups[f"group_{number}"] = {
+            "targets": list(names),
+            "weights": kind | (size if group else {"strategy": "channel"}) | {"dynamic": False},
+            "input_activations": (
+                None if packed else inputs | (size if group else {"strategy": "token"})
+            ),
+            "output_activations": None,
+            "format": form,
+        }
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": form,
+        "config_groups": groups,
+        "ignore": [],
+        "kv_cache_scheme": None,
+    }

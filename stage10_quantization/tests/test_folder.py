@@ -1,0 +1,360 @@
+"""Folders with a quantization_config: as GPTQ and AWQ publish their layouts, which the packers of
+this file write as hexadecimal digits; as the package compressed-tensors packs; and as we write."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shared import registry
+from shared.checkpoint import random_tensors
+from shared.errors import UserError
+from shared.models import STORIES
+from stage08_llama.config import LlamaConfig, to_fields
+from stage10_quantization.convert import INT4_ZERO, INT8, INT8_GROUPS
+from stage10_quantization.folder import METHODS, FolderModel, Unfit, write_folder
+from stage10_quantization.matrix import PROJECTIONS, QuantizedMatrix
+
+LLAMA = LlamaConfig(64, 32, 64, 2, 2, 1, n_inner=96, tied=False)
+
+
+def config_of(fields):
+    return registry.load(registry.CONFIGS[fields["model_type"]])(fields, "out", "")
+
+
+FIELDS = {"llama": to_fields(LLAMA), "gpt2": json.loads((STORIES / "config.json").read_text())}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm"}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+COMPRESSED |= {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}}}
+LAYER = "layers.1.mlp.up_proj"
+
+
+def words(rows, bits=4):
+    """Each row of codes (R, C) packed along itself, the first in the lowest bits: int32."""
+    size, digits = 32 // bits, bits // 4
+    numbers = [
+        [
+            int("".join(f"{code:0{digits}x}" for code in row[i : i + size][::-1]), 16)
+            for i in range(0, len(row), size)
+        ]
+        for row in rows.tolist()
+    ]
+    return torch.from_numpy(np.array(numbers, np.uint32).view(np.int32))
+
+
+def draw(seed, rows, columns, count, bits=4, zero=None):
+    """Codes (N, K), scales and zeros (N, G)."""
+    random = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 2**bits, (rows, columns), generator=random)
+    scale = (torch.randn(rows, count, generator=random) / 100).half()
+    zeros = torch.randint(0, 2**bits, (rows, count), generator=random)
+    return codes, scale, zeros if zero is None else torch.full_like(zeros, zero)
+
+
+def expected(codes, scale, zeros, index=None):
+    if index is None:
+        index = torch.arange(codes.shape[1]) // (codes.shape[1] // scale.shape[1])
+    return ((codes - zeros[:, index]) * scale.double()[:, index]).float()
+
+
+def values(matrix):
+    return matrix.dequantized() if isinstance(matrix, QuantizedMatrix) else matrix
+
+
+def gptq_parts(codes, scale, zeros, bits=4, less=1):
+    return {
+        "qweight": words(codes, bits).t().contiguous(),
+        "qzeros": words(((zeros - less) % 2**bits).t(), bits),
+        "scales": scale.t().contiguous(),
+    }
+
+
+def awq_parts(codes, scale, zeros):
+    def packed(lines):  # (R, C) -> (R, C / 8), columns of eight in the order of AWQ's nibbles
+        return words(lines.unflatten(1, (-1, 8))[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1))
+
+    return {"qweight": packed(codes.t()), "qzeros": packed(zeros.t()), "scales": scale.t()}
+
+
+def packed_parts(codes, scale, zeros):
+    size = torch.tensor(codes.shape)
+    return {"weight_packed": words(codes), "weight_scale": scale, "weight_shape": size}
+
+
+PACKERS = {"gptq": gptq_parts, "awq": awq_parts, "compressed-tensors": packed_parts}
+
+
+def write(folder, options, fields=None, zero=None, first=None, changes=(), **how):
+    """A model whose projections are quantized; returns its tensors in float32. zero: of all groups;
+    first: of those of the first layer. changes: to the tensors of the file, None removes one. how:
+    of the packer."""
+    fields, method = fields or FIELDS["llama"], options["quant_method"]
+    (folder / "config.json").write_text(json.dumps(fields | {"quantization_config": options}))
+    config = config_of(fields)
+    tensors, stored = random_tensors(config), {}
+    for name, tensor in list(tensors.items()):
+        conv = name.endswith(PROJECTIONS)
+        if not (conv or name.endswith("_proj.weight")):
+            stored[name] = tensor
+            continue
+        rows, columns = (tensor.t() if conv else tensor).shape
+        point = 8 if method == "compressed-tensors" else first or zero
+        bits, first = options.get("bits", 4), None
+        codes, scale, zeros = draw(len(stored), rows, columns, columns // 8, bits, point)
+        parts = PACKERS[method](codes, scale, zeros, **how)
+        matrix = expected(codes, scale, zeros)
+        tensors[name] = matrix.t() if conv else matrix
+        stored |= {f"{name.removesuffix('.weight')}.{kind}": part for kind, part in parts.items()}
+    stored = {
+        name: tensor for name, tensor in (stored | dict(changes)).items() if tensor is not None
+    }
+    prefix = "model." if isinstance(config, LlamaConfig) else ""
+    spelled = {
+        n if n.startswith("lm_head") else prefix + n: t.contiguous() for n, t in stored.items()
+    }
+    save_file(spelled, folder / "model.safetensors")
+    return tensors
+
+
+def assert_read(folder, tensors):
+    model, count = FolderModel(folder), 0
+    assert list(tensors) == list(model.config.shapes())
+    for name, want in tensors.items():
+        tensor = model.read(name)
+        count += isinstance(tensor, QuantizedMatrix)
+        assert isinstance(tensor, QuantizedMatrix) == model.is_quantized(name)
+        if isinstance(tensor, QuantizedMatrix):
+            some = model.read(name, torch.tensor([3, 1]))
+            assert torch.equal(values(some), values(tensor)[[3, 1]])
+            tensor = values(tensor).t() if name.endswith(PROJECTIONS) else values(tensor)
+        assert torch.equal(tensor, want), name
+    return count
+
+
+SMALL = {"model_type": "gpt2", "vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 1}
+SMALL |= {"n_head": 2}
+
+
+@pytest.mark.parametrize("options", [GPTQ, AWQ, COMPRESSED], ids=lambda kind: kind["quant_method"])
+@pytest.mark.parametrize("fields", [None, SMALL], ids=["llama", "gpt2"])
+def test_a_model(tmp_path, options, fields):
+    assert assert_read(tmp_path, write(tmp_path, options, fields)) == (4 if fields else 14)
+
+
+@pytest.mark.parametrize("less", [0, 1])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_version_of_a_gptq_file_is_that_of_all_its_zeros(tmp_path, bits, less):
+    """Symmetric files lie about it, so their zeros count; others are what they state, also where
+    all zeros of a layer happen to look like those of a symmetric file."""
+    options = GPTQ | {"bits": bits}
+    lie, truth = ("gptq", "gptq_v2")[less], ("gptq_v2", "gptq")[less]
+    symmetric = options | {"sym": True, "checkpoint_format": lie}
+    tensors = write(tmp_path, symmetric, zero=2 ** (bits - 1), bits=bits, less=less)
+    assert assert_read(tmp_path, tensors) == 14
+    stated = options | {"checkpoint_format": truth}
+    other = 2 ** (bits - 1) - 1 + 2 * less  # stored, it is the middle of the other version
+    tensors = write(tmp_path, stated, first=other, bits=bits, less=less)
+    assert_read(tmp_path, tensors)
+
+
+def test_columns_of_gptq_in_any_order():
+    codes, scale, zeros = draw(5, 16, 32, 4)
+    index = torch.arange(32).view(4, 8).t().flatten() // 8
+    parts = gptq_parts(codes, scale, zeros) | {"g_idx": index.int()}
+    unpack, options = METHODS["gptq"][0], {"bits": 4, "group_size": 8}
+    assert torch.equal(unpack(parts, (16, 32), options, 1), expected(codes, scale, zeros, index))
+    ordered = parts | {"g_idx": torch.arange(32) // 8}
+    assert isinstance(unpack(ordered, (16, 32), options, 1), QuantizedMatrix)
+    for wrong in (4, -1):
+        with pytest.raises(Unfit, match="g_idx has groups that are not among the 4"):
+            unpack(parts | {"g_idx": torch.full((32,), wrong)}, (16, 32), options, 1)
+
+
+def test_gptq_adds_one_within_a_field():
+    """A zero of 0 is stored as 15; one more must not reach the field beside it."""
+    codes, scale, zeros = draw(0, 16, 8, 1)
+    zeros[::3] = 0
+    parts, options = gptq_parts(codes, scale, zeros), {"bits": 4, "group_size": 8}
+    ours = METHODS["gptq"][0](parts, (16, 8), options, 1)
+    assert torch.equal(values(ours), expected(codes, scale, zeros))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("rows, columns, count", [(16, 64, 2), (9, 32, 1)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_as_compressed_tensors_packs(bits, rows, columns, count, symmetric):
+    """Its own compressor packs, and its own decompressor dequantizes."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    weights = QuantizationArgs(
+        num_bits=bits,
+        type="int",
+        symmetric=symmetric,
+        strategy="group",
+        group_size=columns // count,
+    )
+    plan = QuantizationScheme(targets=["Linear"], weights=weights)
+    codes, scale, zeros = draw(0, rows, columns, count, bits)
+    middle = 2 ** (bits - 1)
+    scale, zeros = scale.float().abs(), torch.zeros_like(zeros) if symmetric else zeros - middle
+    state = {"weight": expected(codes - middle, scale, zeros), "weight_scale": scale}
+    if not symmetric:
+        state["weight_zero_point"] = zeros.to(torch.int8)
+    parts = PackedQuantizationCompressor.compress(state, plan)
+    options = {"config_groups": {"group_0": {"weights": {"num_bits": bits}}}}
+    ours = METHODS["compressed-tensors"][0](parts, (rows, columns), options)
+    theirs = PackedQuantizationCompressor.decompress(parts, plan)["weight"]
+    assert isinstance(ours, QuantizedMatrix) == (symmetric or bits == 4)
+    torch.testing.assert_close(values(ours), theirs, rtol=1e-6, atol=1e-7)
+    assert not symmetric or torch.equal(values(ours), theirs)
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor", "group"])
+def test_int8_of_compressed_tensors(strategy):
+    codes = torch.arange(-128, 128).view(4, 64).to(torch.int8)
+    shape = {"channel": (4, 1), "tensor": (1,), "group": (4, 2)}[strategy]
+    scale = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    ours = METHODS["compressed-tensors"][0]({"weight": codes, "weight_scale": scale}, (4, 64), {})
+    wide = scale.expand(4, 1) if strategy == "tensor" else scale
+    assert torch.equal(values(ours), codes * wide.repeat_interleave(64 // wide.shape[1], 1))
+
+
+def refused(folder):
+    with pytest.raises(UserError) as caught:
+        model = FolderModel(folder)
+        for name in model.config.shapes():
+            model.read(name)
+    text = str(caught.value)
+    assert text.startswith(f"{folder} cannot be opened as a quantized model: ")
+    assert text.endswith(".") and "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    "options, changes, reason",
+    [
+        (GPTQ | {"quant_method": "fp8"}, {}, "its quant_method is 'fp8', and only gptq, awq"),
+        (GPTQ | {"quant_method": None}, {}, "its quant_method is 'None', and only gptq, awq"),
+        (COMPRESSED | {"format": "marlin-24"}, {}, "its format is 'marlin-24', and only pack-"),
+        (COMPRESSED | {"transform_config": {"a": 1}}, {}, "it has a transform_config"),
+        (AWQ | {"version": "gemv"}, {}, "its packing version is 'gemv'"),
+        (AWQ | {"bits": 8}, {}, "codes of 8 bits are not read, only 4"),
+        (GPTQ | {"bits": 3}, {}, "codes of 3 bits are not read, only 4 or 8"),
+        (GPTQ | {"sym": True}, {}, "but sym is true: neither version"),
+        (GPTQ | {"group_size": 7}, {}, "64 columns are no groups of 7"),
+        (GPTQ, {f"{LAYER}.scales": None}, f"{LAYER} are no gptq: scales is missing"),
+        (GPTQ, {f"{LAYER}.scales": torch.full((8, 96), torch.nan)}, "a value that is not finite"),
+        (GPTQ, {f"{LAYER}.scales": torch.ones(8, 96).int()}, "scales is int32"),
+        (GPTQ, {f"{LAYER}.qweight": torch.ones(8, 12).int()}, "qweight has the shape (8, 12)"),
+        (GPTQ, {f"{LAYER}.bias": torch.ones(96)}, "bias is not read"),
+        (GPTQ, {"norm.weight": torch.ones(4)}, "norm.weight has the shape (4,) instead of (64,)"),
+        (GPTQ, {"norm.weight": None}, "it has no tensor for norm.weight"),
+        (GPTQ, {"other.qweight": torch.ones(4)}, "the tensor model.other.qweight is none of the"),
+        (COMPRESSED, {f"{LAYER}.weight_scale": torch.ones(96, 3)}, "weight_scale has 3 groups"),
+        (COMPRESSED, {f"{LAYER}.weight_shape": torch.tensor([9, 17])}, "weight_shape is [9, 17]"),
+        (COMPRESSED, {f"{LAYER}.weight_packed": torch.ones(96, 16).int()}, "codes of 8 bits"),
+    ],
+)  # fmt: skip
+def test_what_is_not_read_is_refused_by_name(tmp_path, options, changes, reason):
+    known = options if options["quant_method"] in METHODS else GPTQ
+    write(tmp_path, {"bits": 4} | known | {"bits": 4}, changes=changes)
+    fields = FIELDS["llama"] | {"quantization_config": options}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert reason in refused(tmp_path)
+
+
+# ---- writing ----
+
+
+def quantized(config, *formats):
+    """Tensors as `FolderModel.read` returns them, the projections in `formats` by turns."""
+    tensors, turns = {}, itertools.cycle(formats)
+    for name, tensor in random_tensors(config).items():
+        weight = tensor.t().contiguous() if name.endswith(PROJECTIONS) else tensor
+        projection = name.endswith(("proj.weight", "c_attn.weight", "c_fc.weight"))
+        tensors[name] = next(turns).quantized(name, weight) if projection else tensor
+    return tensors
+
+
+INT4_SIGNED = replace(INT4_ZERO, zero=False, minimum=False)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["int4", "int8"])
+@pytest.mark.parametrize("family", FIELDS)
+def test_a_folder_is_read_as_it_was_written(tmp_path, family, packed):
+    fields, out = FIELDS[family], tmp_path / "out"
+    formats = (INT4_ZERO, INT8, INT4_SIGNED) if packed else (INT8, INT8_GROUPS)
+    tensors = quantized(config_of(fields), *formats)
+    write_folder(out, fields, tensors.items(), [STORIES / "vocab.json"], packed)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert {p.name for p in out.iterdir()} == {"config.json", "model.safetensors", "vocab.json"}
+    model = FolderModel(out)
+    assert model.config == config_of(fields)
+    for name, tensor in tensors.items():
+        ours = model.read(name)
+        if isinstance(tensor, QuantizedMatrix):
+            assert isinstance(ours, QuantizedMatrix) and ours.bits == tensor.bits
+            assert torch.equal(ours.codes, tensor.codes) and torch.equal(ours.scale, tensor.scale)
+        assert torch.equal(values(ours), values(tensor))
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    inputs = [scheme["input_activations"] for scheme in config["config_groups"].values()]
+    sizes = {kind.get("group_size") for kind in inputs if kind}  # by the token, or as the weights
+    assert sizes == (set() if packed else {None, 32})
+
+
+def test_compressed_tensors_reads_what_was_written(tmp_path):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    tensors = quantized(LLAMA, INT4_ZERO, INT8, INT4_SIGNED)
+    write_folder(tmp_path / "out", FIELDS["llama"], tensors.items())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    schemes = QuantizationConfig.model_validate(config).config_groups.values()
+    stored, compared = load_file(tmp_path / "out" / "model.safetensors"), 0
+    for scheme in schemes:
+        for layer in scheme.targets:
+            parts = {
+                k.removeprefix(f"{layer}."): t
+                for k, t in stored.items()
+                if k.startswith(f"{layer}.")
+            }
+            theirs = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
+            ours = tensors[layer.removeprefix("model.") + ".weight"]
+            torch.testing.assert_close(theirs.float(), values(ours), rtol=1e-3, atol=1e-4)
+            compared += 1
+    assert compared == 14
+
+
+def test_what_a_folder_cannot_hold_is_refused_and_nothing_is_half_written(tmp_path):
+    tensors = random_tensors(LLAMA)
+    name = "layers.0.self_attn.q_proj.weight"
+    between = replace(INT4_ZERO, zero=False).quantized(name, tensors[name])
+    six = QuantizedMatrix(torch.zeros(2, 64, dtype=torch.int8), torch.ones(2, 1), None, 6)
+    for matrix, reason in (
+        (between, f"model.{name} has minima that are no whole multiples"),
+        (six, f"model.{name} has 64 columns of 6 bits"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            write_folder(tmp_path / "out", FIELDS["llama"], [(name, matrix)])
+
+    def interrupted():
+        yield from list(tensors.items())[:9]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_folder(tmp_path / "out", FIELDS["llama"], interrupted())
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    for place, reason in (("file", "exists already"), ("file/out", "cannot be written")):
+        with pytest.raises(UserError, match=reason):
+            write_folder(tmp_path / place, FIELDS["llama"], tensors.items())
