@@ -29,6 +29,7 @@ settings.register_profile("any", settings.get_profile("staircase"), phases=phase
 settings.load_profile("staircase")
 
 
+@pytest.hookimpl(optionalhook=True)  # `python -m exercises` runs tests without xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Two processes for the run of everything; none for a part of it, which takes less time than a
     process that imports PyTorch."""

@@ -1,0 +1,103 @@
+"""The command line: python -m exercises."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from shared.errors import UserError
+
+from . import museum, student, tasks
+
+EXAMPLES = """examples:
+  git switch -c mine
+  python -m exercises start stage02 1
+  python -m exercises check
+  python -m exercises museum plant 1
+  python -m exercises grade hand-ins/ --stage stage02 --out grades"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit status: 0, 1 if a check or a proof fails, 2 for what the user can mend."""
+    parser = argparse.ArgumentParser(
+        prog="python -m exercises",
+        description="The tasks of the stages: start, check and grade them; and a museum of bugs.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, about: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=about, description=about)
+
+    command("list", "the tasks").add_argument("stage", nargs="?")
+    one = command("start", "empty the functions of one task, on your own branch")
+    one.add_argument("stage", help="stage04_continuous, stage04 or 4")
+    one.add_argument("task", type=int)
+    for name, about in (
+        ("check", "run a task's tests on your code; default: the task started last"),
+        ("hint", "show a task, and one more hint each time"),
+    ):
+        one = command(name, about)
+        one.add_argument("stage", nargs="?")
+        one.add_argument("task", nargs="?", type=int)
+    command("status", "which tasks have passed")
+    one = command("grade", "grade what was handed in: folders, zip files, patches")
+    one.add_argument(
+        "hand_ins",
+        nargs="+",
+        metavar="FOLDER",
+        help="or FILE.zip or FILE.patch, or a folder that holds a class of them",
+    )
+    one.add_argument("--stage", nargs="+", default=[], help="default: all that have tasks")
+    one.add_argument("--out", default="grades", help="folder for the results (default: grades)")
+    one.add_argument("--jobs", type=int, default=1, help="hand-ins side by side (default: 1)")
+    one.add_argument("--memory", type=int, default=4096, metavar="MIB", help="default: 4096")
+    one.add_argument(
+        "--unconfined",
+        action="store_true",
+        help="without a container: for code that you trust, or in a container of your own",
+    )
+    one = command("prove", "for authors: are all tasks and edits good? takes minutes")
+    one.add_argument("stage", nargs="*", help="default: all")
+    one.add_argument("--jobs", type=int, default=2, help="processes side by side (default: 2)")
+    one.add_argument("--only", default="", metavar="TEXT", help="entries whose name has this text")
+    one = command("museum", "find bugs that real projects shipped")
+    one.add_argument("action", choices=museum.ACTIONS)
+    one.add_argument("number", nargs="?", type=int)
+    options = parser.parse_args(arguments)
+    try:
+        return _do(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _do(options: argparse.Namespace) -> int:
+    if options.command == "list":
+        student.listed(options.stage)
+    elif options.command == "start":
+        student.start(tasks.find_stage(options.stage), options.task)
+    elif options.command == "check":
+        return student.check(student.chosen(options.stage, options.task))
+    elif options.command == "hint":
+        student.hint(student.chosen(options.stage, options.task))
+    elif options.command == "status":
+        student.status()
+    elif options.command == "grade":
+        from . import grade
+
+        return grade.main(options)
+    elif options.command == "prove":
+        from . import prove
+
+        return prove.main(options)
+    else:
+        return museum.main(options.action, options.number)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
