@@ -280,8 +280,6 @@ stage07_loadtest --rates -1
 stage07_loadtest --trace no-such-file
 stage07_loadtest --out README.md
 reports.tour --max-tokens 0
-shared.course.exercise start stage99
-shared.course.museum.__main__ plant 99
 reports --fast
 stage01_forward.perplexity no-such-file
 """

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from shared.course.museum.inside import Asking, Inside
 from stage06_serving import writer
 
 from .asking import events, exchange, posted
+from .in_process import Asking, Inside
 from .tools import Passes, until
 
 PATH, CHATS = "/v1/completions", "/v1/chat/completions"

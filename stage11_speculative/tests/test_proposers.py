@@ -13,20 +13,12 @@ from shared import measure
 from stage04_continuous.request import Request
 from stage04_continuous.tests.oracle import ask, assert_answered, finish, greedy
 from stage05_paged.tests.engines import engine_of
-from stage11_speculative import drivers, lengths
+from stage11_speculative import lengths
 from stage11_speculative.engine import with_drafts
 from stage11_speculative.lengths import PATIENCE, PRIOR, Adaptive, PassTimes, measure_passes
 from stage11_speculative.suffix import Automaton, Suffix
 
 from .guesses import Guess
-
-
-def test_n_grams_that_are_not_kept_are_named(monkeypatch):
-    """By the driver that grades them: a bare KeyError tells a student nothing."""
-    monkeypatch.setattr(drivers.NGram, "_of", lambda *_: [])
-    with pytest.raises(LookupError, match="`ends` must have a dictionary"):
-        drivers.n_grams(random.Random(1))
-
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
 

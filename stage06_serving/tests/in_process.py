@@ -1,5 +1,5 @@
-"""A server of stage 06 and its clients in one process, without a socket, for symptoms and for tests
-of a copy: a server in another process would run the reference.
+"""A server of stage 06 and its clients in one process, without a socket, for the tests
+of the writer.
 """
 
 from __future__ import annotations

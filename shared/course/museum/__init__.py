@@ -1,2 +1,0 @@
-"""The museum of bugs that real projects shipped, planted in the student's own copy:
-`python -m shared.course.museum list`."""
