@@ -19,8 +19,7 @@ def entries() -> dict[str, str]:
 
 
 def engines() -> dict[str, Callable[..., Any]]:
-    """Their `make`. Stages are imported only here, because `--mine` first lays a student's copy
-    over a stage."""
+    """Their `make`. Stages are imported only here."""
     return {stage: registry.load(entry) for stage, entry in entries().items()}
 
 
