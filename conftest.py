@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
+from shared import models
 from shared.checkpoint import PRESETS, Checkpoint, Config
-from shared.course import stages
 from shared.parity import random_prompt
 from shared.testing import random_checkpoint
 
@@ -54,7 +54,7 @@ def tiny() -> Checkpoint:
 @pytest.fixture(scope="session")
 def tiny_model(tiny: Checkpoint) -> Any:
     """`tiny` in float64, where all stages must agree to the last token."""
-    return stages.load_model(tiny, dtype=torch.float64)
+    return models.load_model(tiny, dtype=torch.float64)
 
 
 @pytest.fixture(scope="session")

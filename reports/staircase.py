@@ -27,11 +27,11 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from reports import stages
 from shared import charts, cli, measure
 from shared.bench import kit
 from shared.bench.rows import Column, Results, Row, median, tables
 from shared.checkpoint import PRESETS
-from shared.course import stages
 from shared.errors import UserError
 from shared.parity import random_prompt
 from shared.paths import discover

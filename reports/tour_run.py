@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from reports import stages
 from shared import cli, parity, paths
-from shared.course import stages
 from shared.errors import UserError
 from shared.server import MODULE as SERVER
 from shared.server import own_server

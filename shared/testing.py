@@ -1,4 +1,4 @@
-"""Models, folders and processes for the tests of all stages."""
+"""Models, engines, folders and processes for the tests of all stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from . import paths
+from . import paths, registry
 from .checkpoint import PRESETS, Checkpoint, Config, random_tensors
 from .tokenizer import byte_alphabet
 
@@ -27,6 +27,22 @@ SHAPES = {  # tokens, positions, width, layers, heads
 # The config.json of `make_folder`.
 FIELDS: dict[str, Any] = {"model_type": "gpt2", "vocab_size": 300, "n_positions": 48, "n_embd": 16}
 FIELDS |= {"n_layer": 2, "n_head": 2, "eos_token_id": 256}
+
+
+def engines() -> dict[str, Any]:
+    """The `make` of each stage with an engine of its own, by the name of its package."""
+    entries = (entry for name, entry in registry.ENGINES.items() if name != "speculative")
+    return {entry.partition(".")[0]: registry.load(entry) for entry in entries}
+
+
+def oracle(model: Any) -> Any:
+    """The first stage's engine, which recomputes everything: its tokens are right by definition."""
+    return registry.load(registry.ENGINES["forward"])(model)
+
+
+def sampling_params() -> Any:
+    """The class SamplingParams, which the first stage defines and all others take."""
+    return registry.load("stage01_forward.params:SamplingParams")
 
 
 def random_checkpoint(config: Config, seed: int = 0, spread: float = 4.0) -> Checkpoint:

@@ -24,14 +24,13 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from reports.staircase import ask_all
-from shared import charts, cli, measure
+from shared import charts, cli, measure, testing
 from shared.bench import kit
 from shared.bench.claims import Claim, closing
 from shared.bench.forecast import static_costs
 from shared.bench.kit import Output, Subject
 from shared.bench.rows import Results, median, tables
 from shared.checkpoint import PRESETS, Config
-from shared.course import stages
 from shared.server import own_server
 
 from . import charts as curves
@@ -212,7 +211,7 @@ def run(plan: Any) -> dict[str, Any]:
         bench.begin("stage 01, without a server")
         subject = cache(lambda dtype: Subject(kit.shape(plan.models[0]), getattr(torch, dtype)))
         first = subject(plan.dtypes[0])
-        engine, prompts = stages.oracle(first.model), first.prompts([LENGTHS["short"]] * 2)
+        engine, prompts = testing.oracle(first.model), first.prompts([LENGTHS["short"]] * 2)
         engine.generate(prompts[:1], kit.greedy(WARM))
         seconds = measure.seconds(lambda: engine.generate(prompts, kit.greedy(ANSWER)))
         for server in plan.users:

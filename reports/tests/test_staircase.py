@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from reports import staircase
+from reports import stages, staircase
 from reports.staircase import BATCH, FIRST, FULL, MODULE, ONE_BY_ONE, Run
 from shared import measure
 from shared.bench.tests.tools import LIMITS, check_drawn, lines
-from shared.course import stages
 from shared.errors import UserError
 from stage07_loadtest import mock
 from stage07_loadtest.mock import Behaviour

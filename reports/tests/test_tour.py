@@ -11,12 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from reports import staircase
+from reports import stages, staircase
 from reports import tour as door
 from reports import tour_run as tour
 from shared import cli, paths, registry
 from shared.checkpoint import Checkpoint, Config
-from shared.course import stages
 from shared.testing import random_checkpoint
 from shared.tokenizer import ByteTokenizer
 

@@ -22,9 +22,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from shared import checkpoint, models
+from shared import checkpoint, models, testing
 from shared.checkpoint import PRESETS, WEIGHTS, Config, check_vocabulary, load
-from shared.course import stages
 from shared.errors import UserError
 from shared.models import STORIES
 from shared.peers import transformers_greedy, transformers_model
@@ -150,8 +149,8 @@ def test_tensors_beside_the_weights_go_to_the_layer_that_declares_them(folder):
     assert torch.equal(layer.weight.t(), tensors["h.1.mlp.c_fc.weight"])
     assert isinstance(model.lm_head, torch.nn.Linear)
     assert not [name for name, tensor in model.state_dict().items() if tensor.is_meta]
-    params = stages.sampling_params()(max_tokens=20)
-    one, other = (stages.oracle(m).generate([PROMPT], params) for m in (model, plain))
+    params = testing.sampling_params()(max_tokens=20)
+    one, other = (testing.oracle(m).generate([PROMPT], params) for m in (model, plain))
     assert one[0].token_ids == other[0].token_ids
     del tensors["h.1.mlp.c_fc.scale"]
     save_file(tensors, folder / WEIGHTS)
@@ -197,8 +196,8 @@ PROMPT = [5, 9, 2]
 
 def answer(folder: Path) -> list[int]:
     """The greedy answer, the same of each stage's engine."""
-    model, params = stages.load_model(load(str(folder))), stages.sampling_params()(max_tokens=40)
-    engines = [make(model) for make in stages.engines().values()]
+    model, params = models.load_model(load(str(folder))), testing.sampling_params()(max_tokens=40)
+    engines = [make(model) for make in testing.engines().values()]
     first, *others = [engine.generate([PROMPT], params)[0].token_ids for engine in engines]
     assert all(other == first for other in others)
     return first

@@ -22,12 +22,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shared import cli, linear, paths, program
-from shared.course import stages
+from shared import cli, linear, paths, program, testing
 from shared.errors import UserError
 from shared.testing import FIELDS, make_folder, python
 
-MAINS = {name: importlib.import_module(f"{name}.__main__").main for name in stages.engines()}
+MAINS = {name: importlib.import_module(f"{name}.__main__").main for name in testing.engines()}
 Run = Callable[..., tuple[int, str, str]]
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shared import linear
-from shared.course import stages
+from shared import linear, models, testing
 from shared.errors import UserError
 from shared.parity import random_prompt
 from shared.testing import SHAPES, random_checkpoint
@@ -217,12 +216,12 @@ def test_without_a_winner_auto_packs_and_reports_it(monkeypatch, tiny):
 
 def test_every_engine_runs_layers_of_another_format():
     """The tokens are those of the dequantized weights, and each layer packs itself."""
-    models = []
+    both = []
     for conversion in (Int8(), Dequantized()):
         checkpoint = random_checkpoint(SHAPES["wide"], spread=24.0)
         checkpoint.conversion = conversion
-        models.append(stages.load_model(checkpoint, dtype=torch.float64))
-    model, plain = models
+        both.append(models.load_model(checkpoint, dtype=torch.float64))
+    model, plain = both
     layers = [layer for layer in model.modules() if isinstance(layer, Int8Linear)]
     assert len(layers) == 4 * model.config.n_layer + 1
     assert isinstance(layers[0], linear.Linear) and not isinstance(nn.Linear(1, 1), linear.Linear)
@@ -231,7 +230,7 @@ def test_every_engine_runs_layers_of_another_format():
     linear.optimize(model)
     assert all(layer.packed for layer in model.modules() if isinstance(layer, Int8Linear))
     prompts = [random_prompt(length, model.config, "int8") for length in (3, 17, 30)]
-    params = stages.sampling_params()(max_tokens=20)
-    want = [output.token_ids for output in stages.oracle(plain).generate(prompts, params)]
-    for name, make in stages.engines().items():
+    params = testing.sampling_params()(max_tokens=20)
+    want = [output.token_ids for output in testing.oracle(plain).generate(prompts, params)]
+    for name, make in testing.engines().items():
         assert [o.token_ids for o in make(model).generate(prompts, params)] == want, name

@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from shared import checkpoint, models, parity
+from shared import checkpoint, models, parity, testing
 from shared.bench.kit import prove_answer
-from shared.course import stages
 from shared.peers import transformers_greedy
 from shared.testing import random_checkpoint, wide_norm
 from shared.tokenizer import load_tokenizer
 from stage04_continuous.tests.oracle import oracle_of
 
-ENGINES, PARAMS = stages.engines(), stages.sampling_params()
+ENGINES, PARAMS = testing.engines(), testing.sampling_params()
 NAMES = [entry.name for entry in parity.scenarios(parity.Config(101, 64, 24, 3, 2))]
 WHOLE = {"tokens": 64, "near_ties": 0, "widest_gap": 0.0}
 later_stages = pytest.mark.parametrize("stage", list(ENGINES)[1:])
@@ -37,7 +36,7 @@ def family(request, tiny_model):
     sizes: Any = {"vocab_size": 101, "n_positions": 64, "n_embd": 24, "n_layer": 3, "n_inner": 40}
     sizes |= {"n_head": 6, "n_kv_head": 2, "head_dim": 8, "eos_ids": ()}
     shape = replace(models.presets()[request.param], **sizes)
-    model = stages.load_model(random_checkpoint(shape, spread=16.0), dtype=torch.float64)
+    model = models.load_model(random_checkpoint(shape, spread=16.0), dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(model.norm), "forward", wide_norm)
         yield model
@@ -78,7 +77,7 @@ def requests(tiny_model):
     rng = random.Random(0)
     prompts = [[rng.randrange(101) for _ in range(rng.randint(1, 9))] for _ in range(150)]
     params = [random_params(rng) for _ in prompts]
-    return prompts, params, stages.oracle(tiny_model).generate(prompts, params)
+    return prompts, params, testing.oracle(tiny_model).generate(prompts, params)
 
 
 @later_stages
@@ -92,7 +91,7 @@ def test_a_seed_gives_the_same_tokens_in_every_engine(stage, requests, tiny_mode
 def longer():
     """A model in float64 with room for prompts of 30 tokens and answers of 64."""
     config = parity.Config(101, 96, 24, 2, 2, name="longer")
-    return stages.load_model(random_checkpoint(config), dtype=torch.float64)
+    return models.load_model(random_checkpoint(config), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
@@ -109,7 +108,7 @@ def test_many_prompts_by_64_tokens_in_float64(stage, count, longer, prompts):
 
 @pytest.fixture(scope="module")
 def narrow(tiny):
-    return stages.load_model(tiny, dtype=torch.float32)
+    return models.load_model(tiny, dtype=torch.float32)
 
 
 @later_stages
@@ -122,12 +121,12 @@ def test_float32_differs_only_at_near_ties(stage, narrow):
 @pytest.fixture(scope="module")
 def answer(tiny_model):
     """answer(max_tokens): the oracle's answer to one prompt."""
-    oracle, likeliest = stages.oracle(tiny_model), parity.LIKELIEST
+    oracle, likeliest = testing.oracle(tiny_model), parity.LIKELIEST
     return lambda most: oracle.generate([[1, 2]], PARAMS(max_tokens=most, logprobs=likeliest))
 
 
 def test_one_wrong_token_and_an_early_end_are_refused(tiny_model, answer):
-    oracle = stages.oracle(tiny_model)
+    oracle = testing.oracle(tiny_model)
 
     def one_wrong(prompts, sampling):
         outputs = oracle.generate(prompts, sampling)
@@ -171,8 +170,8 @@ def test_a_near_tie_is_counted_and_a_clear_choice_is_refused(answer):
 @pytest.mark.gpu
 @pytest.mark.parametrize("stage", list(ENGINES))
 def test_every_stage_on_cuda_gives_the_tokens_of_the_cpu(stage, tiny, tiny_model):
-    model = stages.load_model(tiny, device="cuda", dtype=torch.float64)
-    proof = parity.prove(ENGINES[stage](model), stages.oracle(tiny_model), PARAMS)
+    model = models.load_model(tiny, device="cuda", dtype=torch.float64)
+    proof = parity.prove(ENGINES[stage](model), testing.oracle(tiny_model), PARAMS)
     assert proof.near_ties == []
 
 
@@ -185,7 +184,7 @@ def test_real_gpt2_gives_the_tokens_of_transformers(stage):
     folder = os.environ["STAIRCASE_GPT2"]
     loaded = checkpoint.load(folder)
     ids = load_tokenizer(loaded.folder).encode("The meaning of life is")
-    engine = ENGINES[stage](stages.load_model(loaded, dtype=torch.float64))
+    engine = ENGINES[stage](models.load_model(loaded, dtype=torch.float64))
     (output,) = engine.generate([ids], PARAMS(max_tokens=24, ignore_eos=True))
     theirs = AutoModelForCausalLM.from_pretrained(folder).double().eval()
     assert output.token_ids == transformers_greedy(theirs, ids, 24)

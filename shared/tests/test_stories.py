@@ -13,8 +13,7 @@ import pytest
 import torch
 import transformers
 
-from shared import chat_template, checkpoint, models
-from shared.course import stages
+from shared import chat_template, checkpoint, models, testing
 from shared.errors import UserError
 from shared.json_tokenizer import JsonTokenizer
 from shared.models import STORIES
@@ -158,10 +157,10 @@ def test_transformers_gives_the_same_tokens():
     theirs = transformers.AutoModelForCausalLM.from_pretrained(STORIES).double().eval()
     ours = Tokenizer.from_folder(STORIES)
     loaded = checkpoint.load("stories")
-    engine = stages.oracle(stages.load_model(loaded, dtype=torch.float64))
+    engine = testing.oracle(models.load_model(loaded, dtype=torch.float64))
     ids = transformers.AutoTokenizer.from_pretrained(STORIES).encode("Once upon a time")
     assert ours.encode("Once upon a time") == ids
-    (output,) = engine.generate([ids], stages.sampling_params()(max_tokens=30))
+    (output,) = engine.generate([ids], testing.sampling_params()(max_tokens=30))
     assert output.token_ids == transformers_greedy(theirs, ids, 30)
 
 
@@ -202,8 +201,8 @@ def test_what_a_model_writes_keeps_to_the_grammar(chat, name):
         tokenizer, given = Tokenizer.from_folder(folder), {}
         prompts = [[tokenizer.eos_id]] * 8
     loaded = models.load(name, dtype=torch.float32)
-    engine = stages.engines()["stage09_kernels"](models.load_model(loaded))
-    params = stages.sampling_params()
+    engine = testing.engines()["stage09_kernels"](models.load_model(loaded))
+    params = testing.sampling_params()
     each = [params(max_tokens=600, temperature=0.8, seed=seed, **given) for seed in range(8)]
     outputs = engine.generate(prompts, each)
     assert {output.finish_reason for output in outputs} == {"stop"}

@@ -10,9 +10,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared import checkpoint
+from shared import checkpoint, models
 from shared.checkpoint import PRESETS
-from shared.course import stages
 from shared.linear import optimize
 from stage01_forward.generation import Row
 from stage01_forward.params import SamplingParams
@@ -39,7 +38,7 @@ def attention():
 
 @torch.inference_mode()
 def test_forward_pass(benchmark, attention):
-    model = stages.load_model(checkpoint.load("stories"))
+    model = models.load_model(checkpoint.load("stories"))
     optimize(model)
     ids, positions = torch.arange(ROWS), attention.positions
     logits = benchmark(lambda: model.logits(model(ids, positions, attention.attend)))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared import models
+from shared import models, testing
 from shared.checkpoint import without_weights
-from shared.course import stages
 from stage08_llama.config import LlamaConfig
 from stage08_llama.model import Attention, RepeatedHeads, RMSNorm
 from stage08_llama.rope import KINDS, Rope, frequencies, rotate, rotation
@@ -103,7 +102,7 @@ def test_repeated_heads_are_an_oracle_of_every_engine(tmp_path):
     assert before.config.kv_bytes_per_token(torch.float32) == 2 * model.config.kv_bytes_per_token(
         torch.float32
     )
-    prompts, params = [[5], [1, 2, 3, 4], [9] * 30], stages.sampling_params()(max_tokens=20)
-    for make in stages.engines().values():
+    prompts, params = [[5], [1, 2, 3, 4], [9] * 30], testing.sampling_params()(max_tokens=20)
+    for make in testing.engines().values():
         want = [output.token_ids for output in make(before).generate(prompts, params)]
         assert [output.token_ids for output in make(model).generate(prompts, params)] == want

@@ -8,8 +8,7 @@ import json
 import pytest
 import torch
 
-from shared import models
-from shared.course import stages
+from shared import models, testing
 from shared.peers import transformers_greedy
 from stage01_forward.attention import Recompute
 from stage08_llama.config import LlamaConfig
@@ -53,14 +52,14 @@ def test_logits_are_those_of_transformers(pair):
 @pytest.mark.parametrize("pair", SERVED, indirect=True)
 def test_every_engine_gives_the_tokens_of_transformers(pair):
     _, folder, theirs = pair
-    model, params = load(folder), stages.sampling_params()(max_tokens=14)
+    model, params = load(folder), testing.sampling_params()(max_tokens=14)
     context = model.config.n_positions
     prompts = [[7], [3, 1, 4, 1, 5], list(range(2, 40))]
     prompts = [prompt for prompt in prompts if len(prompt) < context]
     want = [transformers_greedy(theirs, prompt, 14) for prompt in prompts]
     assert len({token for answer in want for token in answer}) > 6
     want = [answer[: context - len(prompt)] for prompt, answer in zip(prompts, want, strict=True)]
-    for name, make in stages.engines().items():
+    for name, make in testing.engines().items():
         assert [o.token_ids for o in make(model).generate(prompts, params)] == want, name
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from shared import testing
 from shared.config import Config
-from shared.course import stages
 from shared.models import load_model
 from shared.parity import prove, random_prompt
 from shared.testing import random_checkpoint, wide_norm
@@ -54,12 +54,12 @@ PAIRS = [  # all by -m slow: the layers of both families are the same
 @pytest.mark.parametrize("config, conversion", PAIRS)
 def test_every_engine_has_the_tokens_of_the_slow_one(config, conversion):
     model = model_of(config, conversion, torch.float64)
-    slow = stages.oracle(model)
+    slow = testing.oracle(model)
     prompts = [random_prompt(length, config, "quantized") for length in (3, 17, 30)]
-    params = stages.sampling_params()(max_tokens=20)
+    params = testing.sampling_params()(max_tokens=20)
     want = [output.token_ids for output in slow.generate(prompts, params)]
     assert len({*want[0], *want[1], *want[2]}) > 10
-    for name, make in stages.engines().items():
+    for name, make in testing.engines().items():
         assert [o.token_ids for o in make(model).generate(prompts, params)] == want, name
 
 
@@ -86,7 +86,7 @@ class TestPaged(Again, paged.TestPaged):
     def test_all_scenarios_on_the_kernels(self):
         model: Any = oracle.the_model()
         engine: Any = make_kernels(model, insist=True)
-        parity = prove(engine, oracle.oracle_of(model), stages.sampling_params())
+        parity = prove(engine, oracle.oracle_of(model), testing.sampling_params())
         assert parity.tokens > 100 and not parity.near_ties
 
 
@@ -100,7 +100,7 @@ def test_quantized_weights_with_keys_and_values_in_int8(config, weights, monkeyp
     monkeypatch.setattr(naive, "Recompute", lambda: Rounded(Recompute()))
     model = model_of(config, (weights, "int8"), torch.float64)
     prompts = [random_prompt(length, config, "both") for length in (30, 17, 30, 9)]
-    params = stages.sampling_params()(max_tokens=14)
+    params = testing.sampling_params()(max_tokens=14)
     want = [o.token_ids for o in naive.Engine(model).generate(prompts, params)]
     engine: Any = make_kernels(
         model,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from .. import models, registry
+from shared import models, registry
 
 
 def entries() -> dict[str, str]:
