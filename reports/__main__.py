@@ -1,57 +1,69 @@
-"""Runs every benchmark on this machine and redraws the reports: `python -m
-reports`.
+"""Measures everything on this machine and redraws the reports: `python -m reports`.
 
-Every stage's benchmark and the staircase run one after another, each in its own process. Nothing
-else should run meanwhile. With --device cuda or mps only the staircase runs, because the benchmarks
-of the stages measure the processor.
+Every stage's benchmark, the staircase and the peers that are installed run one after another, each
+in a process of its own. What was measured at this commit already is left out, so an interrupted run
+goes on where it ended. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import time
 
 from tqdm import tqdm
 
-from shared import cli, paths
+from shared import cli, kit, measure, paths
+
+from . import draw
+
+FULL = 60.0  # minutes that a whole run takes, at most
 
 
-def commands(quick: bool, device: str) -> list[list[str]]:
-    """The commands to run, in order, as the words after `python`."""
-    files = [(name, stem) for name in paths.discover() for stem in ("benchmark", "losses")]
-    programs = [
-        ["-m", f"{name}.{stem}"]
-        for name, stem in files
-        if device == "cpu" and (paths.ROOT / name / f"{stem}.py").exists()
-    ]
-    programs.append(["-m", "reports.staircase", "--device", device])
-    if quick:
-        return [[*words, "--quick"] for words in programs]
-    return [*programs, ["-m", "reports.draw"]]
+def programs() -> dict[str, str]:
+    """The modules to run, by the names of their results."""
+    stages = {name: f"{name}.benchmark" for name in paths.discover()}
+    return {"staircase": "reports.staircase", **stages, "peers": "reports.peers"}
+
+
+def measured(name: str) -> bool:
+    """Whether this machine has results of this commit."""
+    path = measure.results_file(name)
+    commit, _ = measure.git_state()
+    return path.exists() and json.loads(path.read_bytes()).get("commit") == commit
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(
         "reports",
-        "Measures every stage and the staircase on this machine, and redraws the reports. It "
-        "takes two hours and more on two cores; leave the machine alone meanwhile.",
-        "  python -m reports --quick\n  python -m reports --device cuda",
+        "Measures every stage, the staircase and the installed peers, and redraws the reports.",
+        "  python -m reports                  within an hour on two cores\n"
+        "  python -m reports --budget 30      fewer repeats\n"
+        "  python -m reports --only stage02_kv_cache --again",
     )
-    about = "small grids, in about a quarter of an hour; nothing is kept"
-    parser.add_argument("--quick", action="store_true", help=about)
-    devices = ("cpu", "cuda", "mps")
-    parser.add_argument("--device", choices=devices, default="cpu", help="what to compute on")
+    about = f"minutes; under {FULL:.0f} the repeats become fewer, but not fewer than three"
+    parser.add_argument("--budget", type=float, default=FULL, help=about)
+    parser.add_argument("--only", choices=programs(), help="measure this alone")
+    parser.add_argument("--again", action="store_true", help="also what was measured already")
     options = parser.parse_args(argv)
-    cli.choose_device(options.device)
-    failed = 0
-    for command in tqdm(commands(options.quick, options.device), unit="benchmark"):
-        words = " ".join(["python", *command])
-        print(f"\n=== {words}", flush=True)
-        run = [sys.executable, *command]
-        if subprocess.run(run, cwd=paths.ROOT, stdin=subprocess.DEVNULL).returncode:
-            print(f"failed: {words}", file=sys.stderr)
-            failed = 1  # the others' results are still worth having
-    return failed
+    kit.clean_commit()
+    effort = str(min(1.0, options.budget / FULL))
+    wanted = [options.only] if options.only else list(programs())
+    failed = []
+    with tqdm(wanted, unit="benchmark") as bar:
+        for name in bar:
+            bar.set_postfix_str(name)
+            if measured(name) and not options.again:
+                continue
+            run, started = [sys.executable, "-m", programs()[name], "--effort", effort], time.time()
+            if subprocess.run(run, cwd=paths.ROOT, stdin=subprocess.DEVNULL).returncode:
+                failed.append(name)  # the others' results are still worth having
+            tqdm.write(f"{name}: {(time.time() - started) / 60:.1f} minutes")
+    for name in failed:
+        print(f"failed: python -m {programs()[name]}", file=sys.stderr)
+    default = measure.slug(measure.machine())
+    return draw.report(paths.ROOT, "" if failed or options.only else default) or len(failed)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ WORDS = {
     "benchmark": ("--quick", "--device", "cpu", "cuda"),
     "crosscheck": ("--quick",),
     "losses": ("--quick",),
-    "report": ("--check",),
+    "draw": ("--check",),
 }
 
 

@@ -22,6 +22,7 @@ ENGINES = {
     "kernels": "stage09_kernels.engine:make",
     "speculative": "stage11_speculative.engine:make",
 }
+SAMPLING = "stage01_forward.params:SamplingParams"  # what every engine's generate takes
 CONFIGS = {  # model_type in config.json -> reader(fields, name of the model, source) -> Config
     "gpt2": "shared.config:Config.from_dict",
     "llama": "stage08_llama.config:llama",

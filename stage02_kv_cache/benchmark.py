@@ -2,166 +2,146 @@
 `python -m stage02_kv_cache.benchmark`.
 
 The naive engine takes minutes for a thousand tokens, but the time of its steps grows smoothly. So
-only every 50th step of a long answer is run and timed, and those between are interpolated.
+of a long answer only every hundredth naive step is run and timed, and those between are
+interpolated. Every answer is proved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from shared import charts, cli, measure
-from shared.bench import kit, rows
-from shared.bench.claims import Claim, closing, faster, speed
-from shared.bench.kit import Case, Group, Subject
-from shared.bench.rows import Results, Row, first, median
+from shared import charts, cli, kit
+from shared.kit import Results, Row, Subject
 from shared.roofline import forward_cost, naive_costs, static_costs
 from stage01_forward.engine import Engine as NaiveEngine
-from stage01_forward.generation import Output
 
 from .engine import Engine
 
+STAGE = "stage02_kv_cache"
 NAIVE, CACHED = "naive", "cached"
+PROMPT, STRIDE = 5, 100  # tokens; STRIDE: between two naive steps that are run
+COUNTS = (200, 500, 1000)  # new tokens
 
 
-FULL = kit.plan(
-    models=("gpt2", "stories"), dtypes=kit.BOTH, repeats={NAIVE: 1, CACHED: 2},
-    growth=(200, 500, 1000), stride=50,  # new tokens after a prompt of 5; between naive steps
-    prompts=(64, 256, 512), answer=25,
-    null_prompts=(5, 64, 512), null_repeats=3,  # for a single new token
-    profiled=(1, 64, 16),
-)  # fmt: skip
+def measure(bench: kit.Bench) -> None:
+    pairs = ("gpt2", "float32"), ("gpt2", "bfloat16"), ("stories", "float32")
+    for subject in bench.subjects(*pairs):
+        engines = {NAIVE: NaiveEngine(subject.model), CACHED: Engine(subject.model)}
+        growth(bench, subject, *engines.values(), *bench.sizes(COUNTS[0], COUNTS[-1])[-1:])
+        for prompt, answer in bench.sizes((5, 1), (512, 1), (512, 25)):
+            bench.answers("prompts", subject, engines, [(prompt, answer)])
 
 
-def engines(subject: Subject) -> dict[str, NaiveEngine | Engine]:
-    return {NAIVE: NaiveEngine(subject.model), CACHED: Engine(subject.model)}
-
-
-def growth(subject: Subject, plan: Any) -> Iterator[Group]:
+def growth(bench: kit.Bench, subject: Subject, naive: Any, cached: Any, count: int) -> None:
     """Seconds of every cached step of a long answer, and of some naive steps."""
-    naive, cached = NaiveEngine(subject.model), Engine(subject.model)
-    (prompt,), most = subject.prompts([5], "growth"), max(plan.growth)
-    places = [*range(0, most, plan.stride), most - 1]  # tokens generated before the step
-    cached.generate([prompt], kit.greedy(2))  # warms up
-    outputs: list[Output] = []
+    (prompt, *longer), places = subject.prompts([PROMPT]), [*range(0, count, STRIDE), count - 1]
+    longer = subject.prompts([PROMPT + done for done in places], "longer")
+    answers: list[list[int]] = []
 
-    def run_cached() -> list[float]:
-        outputs.extend(cached.generate([prompt], kit.greedy(most)))
-        return [step.seconds for step in cached.steps]
+    def run_cached() -> dict[str, Any]:
+        answers.append(cached.generate([prompt], kit.greedy(count))[0].token_ids)
+        return {"steps": [step.seconds for step in cached.steps]}
 
-    def run_naive() -> Iterator[float]:
-        for done in places:
-            naive.generate([prompt + outputs[0].token_ids[:done]], kit.greedy(1))
-            yield naive.steps[0].seconds
+    def run_naive() -> dict[str, Any]:
+        naive.generate(longer, kit.greedy(1))
+        return {"steps": [step.seconds for step in naive.steps]}
 
-    # Every run generates the same tokens as the first.
-    ways = {CACHED: run_cached, NAIVE: lambda: list(run_naive())}
-    steps = measure.turns(ways, plan.repeats, warmup=0)
-    about = {"prompt": len(prompt), "counts": list(plan.growth), "places": places, "steps": steps}
-    yield about | {"proof": [subject.prove([output]) for output in outputs][-1]}
+    ways, about = {CACHED: run_cached, NAIVE: run_naive}, {"prompt": PROMPT, "places": places}
+    proof = lambda: subject.prove([prompt] * len(answers), answers)  # noqa: E731
+    bench.row("growth", ways, 2, 0, proof, **subject.about, **about)
 
 
-def prompts(subject: Subject, plan: Any) -> Iterator[Group]:
-    for length in plan.prompts:
-        yield kit.compare(subject, engines(subject), [(length, plan.answer)], plan.repeats)[0]
+# ---- tables and chart ---------------------------------------------------------------------------
 
 
-def null(subject: Subject, plan: Any) -> Iterator[Group]:
-    """A single token: the cache holds nothing yet that could help."""
-    for length in plan.null_prompts:
-        yield kit.compare(subject, engines(subject), [(length, 1)], plan.null_repeats)[0]
+def answers(results: Results) -> Iterator[tuple[Row, int, int, float, float]]:
+    """Of every answer: its row, tokens of prompt and answer, seconds of either engine. Naive steps
+    that were not run are interpolated."""
+    for row in results.rows("growth"):
+        cached, naive = (np.median(row["steps"][name], axis=0) for name in (CACHED, NAIVE))
+        naive = np.interp(range(len(cached)), row["places"], naive)
+        for count in [count for count in COUNTS if count <= len(cached)]:
+            yield row, PROMPT, count, naive[:count].sum(), cached[:count].sum()
+    for row in results.rows("prompts"):
+        yield row, *row.lengths[0], row.median(NAIVE), row.median(CACHED)
 
 
-def predicted(row: Row) -> float:
-    costs = naive_costs if row.variant == NAIVE else static_costs
-    return row.least(costs(row.config, row.kind, row.lengths))
+def predicted(row: Row, prompt: int, count: int) -> tuple[float, float]:
+    """Least seconds of an answer, naive and cached."""
+    naive, cached = (
+        row.least(costs(row.config, row.kind, [(prompt, count)]))
+        for costs in (naive_costs, static_costs)
+    )
+    return naive, cached
 
 
-def counted(results: Results, **where: str) -> Iterator[Row]:
-    """The first tokens of each long answer; naive steps that were not run are interpolated."""
-    for row in results.groups("growth", **where):
-        for count in row["counts"]:
-            naive = [
-                np.interp(range(count), row["places"], run).sum() for run in row["steps"][NAIVE]
-            ]
-            taken = {NAIVE: naive, CACHED: [sum(run[:count]) for run in row["steps"][CACHED]]}
-            more = {"lengths": [[row["prompt"], count, 1]], "seconds": taken}
-            yield Row(results, {**row.group, **more})
+def gain(row: Row, prompt: int, count: int) -> float:
+    naive, cached = predicted(row, prompt, count)
+    return naive / cached
 
 
-def claims(results: Results) -> Iterator[Claim]:
+def tables(results: Results) -> kit.Tables:
+    lines = [
+        {
+            "model": row["model"], "dtype": row["dtype"], "prompt": prompt, "new tokens": count,
+            "naive, tok/s": f"{count / naive:,.1f}", "cached, tok/s": f"{count / cached:,.1f}",
+            "gain": f"{naive / cached:.2f}x", "predicted": f"{gain(row, prompt, count):.2f}x",
+            "same tokens": row.proof,
+        }
+        for row, prompt, count, naive, cached in answers(results)
+    ]  # fmt: skip
+    return {"answers": lines, "claims": claims(results)}
+
+
+def claims(results: Results) -> Iterator[dict[str, str]]:
     """What the lesson predicts, for GPT-2 in float32."""
-    where = {"model": results["growth"][0]["model"], "dtype": "float32"}
-    alike = "the naive engine's long passes come nearer to their limit than single rows"
-    answers = [(row, alike) for row in counted(results, **where)]
-    null = results.groups("null", **where)[0], "the control: both do the same work"
-    for row, why in (*answers, null):
-        tokens = f"{row.tokens:,} tokens" if row.tokens > 1 else "a single token"
-        yield faster(f"gain over {tokens}", row, (NAIVE, CACHED), predicted, why)
-    cached, why = answers[-1][0].of(CACHED), "a product of one row does not reach the bandwidth"
-    yield speed("decoding with the cache", cached, predicted, why)
+    hand = {200: 7.23, 500: 17.5, 1000: 34.6, 1: 1.0}
+    for row, prompt, count, naive, cached in answers(results):
+        if (row["model"], row["dtype"], prompt) != ("gpt2", "float32", PROMPT):
+            continue
+        what = f"gain over {count:,} tokens" if count > 1 else "the control: a single token"
+        why = "long naive passes come nearer to their limit than single rows"
+        why = why if count > 1 else "both do the same work"
+        yield kit.claim(what, hand[count], gain(row, prompt, count), naive / cached, "x", why)
+        if count == COUNTS[-1]:
+            here, why = count / predicted(row, prompt, count)[1], "a row reads below the bandwidth"
+            yield kit.claim("decoding with the cache", 75.3, here, count / cached, "tok/s", why)
 
 
-COLUMNS: dict[str, rows.Column] = {
-    "new tokens": "tokens",
-    "gain (predicted)": rows.gain(NAIVE, predicted, CACHED),
-}
-PROMPTS = "model | dtype | prompt | naive, ms | cached, ms | gain (predicted) | same tokens"
-TABLES = rows.tables(
-    COLUMNS,
-    f"""
-    growth < counted: model | dtype | new tokens | naive, tok/s | cached, tok/s
-      | gain (predicted) | same tokens
-    prompts: {PROMPTS}
-    null: {PROMPTS}
-    """,
-    counted=counted,
-    profile=rows.operators,
-    claims=closing(claims),
-)
-
-
-def growth_chart(results: Results) -> Figure:
+def chart(results: Results) -> Figure:
     """Time of a step by its place in the answer; cached: the median of the steps around it."""
-    (row, *_) = first("growth")(results)
-    steps, places = row["steps"], row["places"]
-    around = [slice(max(place - 12, 1), place + 13) for place in places]
-    past = [row["prompt"] + place for place in places]
-    seconds = {
-        NAIVE: [median(run[at] for run in steps[NAIVE]) for at in range(len(places))],
-        CACHED: [median(s for run in steps[CACHED] for s in run[near]) for near in around],
-        "limit, naive": [row.least([forward_cost(row.config, row.kind, n)]) for n in past],
-        "limit, cached": [row.least([forward_cost(row.config, row.kind, 1, n)]) for n in past],
+    (row, *_) = results.rows("growth")
+    places = row["places"]
+    cached = np.median(row["steps"][CACHED], axis=0)
+    drawn = {
+        NAIVE: np.median(row["steps"][NAIVE], axis=0),
+        CACHED: [np.median(cached[max(place - 12, 1) : place + 13]) for place in places],
+        "limit, naive": [row.least(forward_cost(row.config, row.kind, PROMPT + n)) for n in places],
+        "limit, cached": [
+            row.least(forward_cost(row.config, row.kind, 1, PROMPT + n)) for n in places
+        ],
     }
     return charts.lines(
         "Without the cache each token costs more than the one before",
-        "tokens already generated (GPT-2 124M shape, float32)",
-        "milliseconds for the next token",
-        places,
-        {name: [1e3 * s for s in times] for name, times in seconds.items()},
+        "tokens already generated (GPT-2 124M shape, float32)", "milliseconds for the next token",
+        places, {name: [1e3 * float(s) for s in times] for name, times in drawn.items()},
         dashed=("limit, naive", "limit, cached"),
-    )
+    )  # fmt: skip
 
 
 def headline(results: Results) -> str:
-    row = list(counted(results, model=results["growth"][0]["model"], dtype="float32"))[-1]
-    gain = row.gain(NAIVE, CACHED)
-    return f"{gain:.1f}x the naive engine over {row.tokens} tokens (GPT-2 124M shape, float32)"
+    for _, _, count, naive, cached in answers(results):
+        if count == COUNTS[-1]:
+            return f"{naive / cached:.0f}x the naive engine over {count:,} tokens"
+    return kit.UNMEASURED
 
 
-PROFILED = {"Before, the naive engine": NaiveEngine, "After, with the cache": Engine}
-WORK = kit.cases(
-    Case(growth, models=None),
-    Case(prompts, models=None),
-    Case(null),
-    Case(kit.profile(PROFILED), dtypes=1),
-)
-CHARTS = {"growth": growth_chart}
-BENCHMARK = kit.Benchmark("stage02_kv_cache", __doc__, FULL, WORK, TABLES, CHARTS, headline)
-main = BENCHMARK.main
+main = partial(kit.main, STAGE, __doc__, measure, tables)
 
 if __name__ == "__main__":
     cli.run(main)

@@ -1,216 +1,177 @@
 """What a batch buys, where it buys nothing, and what its padding costs:
-`python -m stage03_batching.benchmark`."""
+`python -m stage03_batching.benchmark`. Every answer that is timed is proved."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
+from statistics import median
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from shared import charts, cli, measure
-from shared.bench import kit, rows
-from shared.bench.claims import Claim, closing, faster
-from shared.bench.kit import Case, Group, Lengths, Runs, Subject
-from shared.bench.rows import Results, Row, median, ms
-from shared.measure import Summary
+from shared import charts, cli, kit
+from shared.kit import Results, Row, Subject
 from shared.roofline import Cost, forward_cost, static_costs
 from stage02_kv_cache.engine import Engine as SingleEngine
 
 from .engine import Engine
 
+STAGE = "stage03_batching"
 SINGLE, BATCH = "single", "batch"
+PROMPT, ANSWER, ROWS = 64, 32, 32  # tokens, and sequences where they are compared
+SHORT, LONG_ANSWER, LONG_PROMPT = 16, 256, 512  # tokens of all rows but one, and of that one
 
 
-FULL = kit.plan(
-    models=("gpt2",), dtypes=kit.BOTH, repeats=2,
-    prompt=64, answer=32, batches=(1, 2, 4, 8, 16, 32, 64),
-    # Once, and with few tokens: its prompts alone take 10 seconds, and their proof as long.
-    wide=128, wide_answer=8,
-    single=((1, 3), (32, 2)),  # sequences, repeats: the null control, and the win
-    waste_rows=32, short=16, long_answer=256, long_prompt=512,  # all rows short but one
-    profiled=(32, 8, 64),  # nearly all decode
-)  # fmt: skip
+def measure(bench: kit.Bench) -> None:
+    for subject in bench.subjects(("gpt2", "float32"), ("gpt2", "bfloat16")):
+        for rows in bench.sizes(1, 2, 4, 8, 16, 32, 64, 128):
+            equal = [(PROMPT, ANSWER if rows < 128 else 8)] * rows  # wide prompts take seconds
+            run(bench, subject, "scaling", equal, 2)
+        for rows in bench.sizes(1, ROWS):
+            single = {SINGLE: SingleEngine(subject.model)}
+            run(bench, subject, "single", [(PROMPT, ANSWER)] * rows, 3 if rows == 1 else 1, single)
+        if subject.about["dtype"] == "float32":
+            for what, long in bench.sizes(("answer", LONG_ANSWER), ("prompt", LONG_PROMPT)):
+                equal = [(SHORT * (ROWS - 1) + long + row) // ROWS for row in range(ROWS)]
+                for kind, counts in (("equal", equal), ("one long", [SHORT] * (ROWS - 1) + [long])):
+                    pairs = [(SHORT, n) if what == "answer" else (n, SHORT) for n in counts]
+                    run(bench, subject, "waste", pairs, 1, what=what, kind=kind)
 
 
-def alternated(
-    subject: Subject, workloads: Mapping[str, Lengths], repeats: int, **fields: Any
-) -> Iterator[Group]:
-    """Run several workloads in turn, each as one batch, and note the seconds of every pass."""
-    engine = Engine(subject.model, max_batch=max(map(len, workloads.values())))
-    runs = {
-        name: Runs(engine, subject.prompts(prompt for prompt, _ in pairs), [n for _, n in pairs])
-        for name, pairs in workloads.items()
-    }
-    seconds = measure.alternate(runs, repeats, warmup=0)
-    for name, run in runs.items():
-        about = {"case": name, "lengths": kit.packed(workloads[name]), "seconds": seconds[name]}
-        group, last = fields | about | run.fields(subject), run.steps[-1]
-        group["useful"] = sum(step.prefill_tokens + step.decode_tokens for step in last)
-        group["wasted"] = sum(step.wasted_tokens for step in last)
-        group["decode"] = [[step.seconds for step in steps[1:]] for steps in run.steps]
-        yield group
+def run(
+    bench: kit.Bench,
+    subject: Subject,
+    case: str,
+    lengths: Any,
+    repeats: int,
+    others: Any = (),
+    **about: Any,
+) -> None:
+    engines = dict(others) | {BATCH: Engine(subject.model, max_batch=len(lengths))}
+    bench.answers(case, subject, engines, lengths, repeats, steps, **about)
 
 
-def scaling(subject: Subject, plan: Any) -> Iterator[Group]:
-    """Batches of equal rows."""
-    equal = {str(size): [(plan.prompt, plan.answer)] * size for size in plan.batches}
-    wide = {str(plan.wide): [(plan.prompt, plan.wide_answer)] * plan.wide}
-    yield from alternated(subject, equal, plan.repeats)
-    yield from alternated(subject, wide, 1)
+def steps(engine: Any) -> dict[str, Any]:
+    """Of a run: seconds of a decode step, and the tokens that all steps computed."""
+    seconds = [step.seconds for step in engine.steps if not step.prefill_tokens]
+    useful = sum(step.prefill_tokens + step.decode_tokens for step in engine.steps)
+    wasted = sum(step.wasted_tokens for step in engine.steps)
+    return {"decode": median(seconds or [0.0]), "useful": useful, "wasted": wasted}
 
 
-def single(subject: Subject, plan: Any) -> Iterator[Group]:
-    """Equal prompts: one after the other in stage 02, and as one batch."""
-    for size, repeats in plan.single:
-        engines = {SINGLE: SingleEngine(subject.model), BATCH: Engine(subject.model)}
-        lengths = [(plan.prompt, plan.answer)] * size
-        often = {SINGLE: max(1, repeats - 1), BATCH: repeats}
-        yield kit.compare(subject, engines, lengths, often)[0]
-
-
-def waste(subject: Subject, plan: Any) -> Iterator[Group]:
-    """One row longer than the others, and the same number of tokens spread evenly over the rows."""
-    size, short = plan.waste_rows, plan.short
-    for what, longest in (("answer", plan.long_answer), ("prompt", plan.long_prompt)):
-        total = short * (size - 1) + longest
-        counts = {
-            f"equal {what}s": [(total + row) // size for row in range(size)],
-            f"one long {what}": [*[short] * (size - 1), longest],
-        }
-        workloads = {name: [(short, n) for n in lengths] for name, lengths in counts.items()}
-        if what == "prompt":
-            workloads = {name: [(n, short) for n in lengths] for name, lengths in counts.items()}
-        yield from alternated(subject, workloads, 1, pair=f"{what}s")
-
-
-def step(row: Row) -> Summary:
-    """Milliseconds of a decode step: the median of all, and the range of the repeats' medians."""
-    medians = [1e3 * median(run) for run in row["decode"]]
-    return Summary(1e3 * median(sum(row["decode"], [])), min(medians), max(medians))
+# ---- tables and chart ---------------------------------------------------------------------------
 
 
 def cost(row: Row) -> Cost:
-    """The cost of a decode step halfway through a batch of equal rows."""
+    """Of a decode step halfway through a batch of equal rows."""
     ((prompt, answer), *_) = row.lengths
-    return forward_cost(row.config, row.kind, 1, prompt + (answer - 2) // 2, rows=row.requests)
+    return forward_cost(row.config, row.kind, 1, prompt + (answer - 2) // 2, rows=len(row.lengths))
 
 
 def decode(row: Row) -> float:
     """Tokens per second of the decode steps."""
-    return row.requests / step(row).median * 1e3
+    return len(row.lengths) / row.median(BATCH, "decode")
 
 
 def limit(row: Row) -> float:
-    """Most tokens per second of a decode step."""
-    return row.requests / row.least([cost(row)])
+    return len(row.lengths) / row.least(cost(row))
 
 
 def predicted(row: Row) -> float:
-    """Least seconds, one after the other or as one batch."""
-    size = 1 if row.variant == SINGLE else row.requests
-    return row.least(static_costs(row.config, row.kind, row.lengths, size))
+    """The gain of a batch over one after the other."""
+    one, all_rows = (
+        row.least(static_costs(row.config, row.kind, row.lengths, size))
+        for size in (1, len(row.lengths))
+    )
+    return one / all_rows
 
 
-def against_equal(row: Row) -> tuple[float, float]:
-    """Tokens per second over those of equal rows: measured, and predicted."""
-    base, _ = row.results.groups("waste", pair=row["pair"], dtype=row["dtype"])
-    share = (row.tokens / predicted(row)) / (base.tokens / predicted(base))
-    return row.rate.median / base.rate.median, share
+def wasted(row: Row) -> str:
+    done, vain = row.median(BATCH, "useful"), row.median(BATCH, "wasted")
+    return f"{done + vain:,.0f} ({vain / (done + vain):.0%})"
 
 
-def claims(results: Results) -> Iterator[Claim]:
+def uneven(results: Results) -> Iterator[tuple[Row, float, float]]:
+    """Each batch with a long row, and its tok/s over equal rows: measured, and predicted."""
+    for row in results.rows("waste", kind="one long"):
+        for equal in results.rows("waste", kind="equal", what=row["what"]):
+            more = row.tokens / equal.tokens
+            least, base = (
+                r.least(static_costs(r.config, r.kind, r.lengths, ROWS)) for r in (row, equal)
+            )
+            yield row, more * equal.median(BATCH) / row.median(BATCH), more * base / least
+
+
+def tables(results: Results) -> kit.Tables:
+    scaling = [
+        {
+            "dtype": row["dtype"], "rows": len(row.lengths), "decode, tok/s": f"{decode(row):,.1f}",
+            "limit": f"{limit(row):,.0f}", "step, ms": f"{1e3 * row.median(BATCH, 'decode'):.1f}",
+            "bound by": cost(row).bound(row.limits, row.kind), "same tokens": row.proof,
+        }
+        for row in results.rows("scaling")
+    ]  # fmt: skip
+    single = [
+        {
+            "dtype": row["dtype"], "sequences": len(row.lengths),
+            "one by one (stage 02), ms": row.ms(SINGLE), "as a batch, ms": row.ms(BATCH),
+            "gain": f"{row.gain(SINGLE, BATCH):.2f}x", "predicted": f"{predicted(row):.2f}x",
+            "same tokens": row.proof,
+        }
+        for row in results.rows("single")
+    ]  # fmt: skip
+    waste = [
+        {
+            "rows": f"{ROWS}, {row['kind']} {row['what']}", "tokens computed (wasted)": wasted(row),
+            "tok/s": row.rate(BATCH), "over equal rows": f"{over:.2f}x",
+            "predicted": f"{least:.2f}x", "same tokens": row.proof,
+        }
+        for row, over, least in uneven(results)
+    ]  # fmt: skip
+    return {"scaling": scaling, "single": single, "waste": waste, "claims": claims(results)}
+
+
+def claims(results: Results) -> Iterator[dict[str, str]]:
     """What the lesson predicts."""
-    few = "a product of few rows reaches neither the bandwidth nor the peak"
-    for dtype in results.plan["dtypes"]:
-        sizes = {row.requests: row for row in results.groups("scaling", dtype=dtype)}
-        single, many = sizes[1], sizes[sorted(sizes)[len(sizes) // 2 - 1]]
-        what = f"{many.requests} rows, tok/s over one row, {dtype}"
-        yield Claim(what, limit(many) / limit(single), decode(many) / decode(single), "x", few)
-    most = max(results.groups("scaling", dtype="float32"), key=lambda row: row.requests)
-    what, why = f"decoding {most.requests} rows", "the products reach half of the peak"
-    yield Claim(what, limit(most), decode(most), "tok/s", why)
-    both = "one row stays below the bandwidth, and a batch further below the peak"
-    for row in results.groups("single", dtype="float32"):
-        why = both if row.requests > 1 else "the control: the same work"
-        what = f"gain of a batch of {row.requests}"
-        yield faster(what, row, (SINGLE, BATCH), predicted, why)
-    for pair, why in (
-        ("answers", "attention over many columns reads at far less than the bandwidth"),
-        ("prompts", "nearly all the work is a prefill, which is near its limit"),
-    ):
-        _, row = results.groups("waste", pair=pair)
-        measured, limits = against_equal(row)
-        yield Claim(f"{row['case']}, over equal rows", limits, measured, "x", why)
+    few = "products of few rows reach neither the bandwidth nor the peak"
+    for dtype in ("float32", "bfloat16"):
+        rows = {len(row.lengths): row for row in results.rows("scaling", dtype=dtype)}
+        if {1, 8} <= rows.keys():
+            here, measured = limit(rows[8]) / limit(rows[1]), decode(rows[8]) / decode(rows[1])
+            yield kit.claim(f"8 rows, tok/s over one row, {dtype}", 7.4, here, measured, "x", few)
+        if 128 in rows and dtype == "float32":
+            what, why = "decoding 128 rows", "products stay below the peak"
+            yield kit.claim(what, 801, limit(rows[128]), decode(rows[128]), "tok/s", why)
+    for row in results.rows("single", dtype="float32"):
+        hand, why = (1.0, "the control: the same work") if len(row.lengths) == 1 else (4.71, few)
+        what = f"gain of a batch of {len(row.lengths)}"
+        yield kit.claim(what, hand, predicted(row), row.gain(SINGLE, BATCH), "x", why)
+    for row, over, least in uneven(results):
+        hand = {"answer": 0.17, "prompt": 0.10}[row["what"]]
+        yield kit.claim(f"one long {row['what']}, over equal rows", hand, least, over)
 
 
-COLUMNS: dict[str, rows.Column] = {
-    "batch": "requests",
-    "sequences": "requests",
-    "decode, tok/s (limit)": lambda row: f"{decode(row):,.1f} ({limit(row):,.0f})",
-    "step, ms": lambda row: step(row).show(),
-    "bound by": lambda row: cost(row).bound(row.limits, row.kind),
-    "MBU": lambda row: f"{cost(row).bytes / step(row).median * 1e3 / row.bandwidth:.0%}",
-    "MFU": lambda row: f"{cost(row).flops / step(row).median * 1e3 / row.peak:.0%}",
-    "one after the other (stage 02), ms": ms(SINGLE),
-    "as a batch, ms": ms(BATCH),
-    "gain (predicted)": rows.gain(SINGLE, predicted, BATCH),
-    "rows": lambda row: f"{row.requests}, {row['case']}",
-    "steps": "passes",
-    "tokens computed (wasted)": lambda row: (
-        f"{row['useful'] + row['wasted']:,} ({row['wasted'] / (row['useful'] + row['wasted']):.0%})"
-    ),
-    "over equal rows (predicted)": lambda row: "{:.2f}x ({:.2f}x)".format(*against_equal(row)),
-}
-TABLES = rows.tables(
-    COLUMNS,
-    """
-    scaling: dtype | batch | decode, tok/s (limit) | step, ms | bound by | MBU | MFU
-      | cache, MB | same tokens
-    single: dtype | sequences | one after the other (stage 02), ms | as a batch, ms
-      | gain (predicted) | same tokens
-    waste: rows | steps | tokens computed (wasted) | tok/s | over equal rows (predicted)
-      | same tokens
-    """,
-    profile=rows.operators,
-    claims=closing(claims),
-)
-
-
-def scaling_chart(results: Results) -> Figure:
+def chart(results: Results) -> Figure:
     series: dict[str, list[float]] = {}
-    for dtype in results.plan["dtypes"]:
-        groups = results.groups("scaling", dtype=dtype)
-        series |= {dtype: list(map(decode, groups)), f"limit, {dtype}": list(map(limit, groups))}
+    for dtype in ("float32", "bfloat16"):
+        rows = results.rows("scaling", dtype=dtype)
+        series |= {dtype: [*map(decode, rows)], f"limit, {dtype}": [*map(limit, rows)]}
     return charts.lines(
         "More rows in a step cost little, until the processor has enough to do",
-        "sequences in the batch (GPT-2 124M shape)",
-        "decode, tok/s",
-        [row.requests for row in groups],
-        series,
-        dashed=[name for name in series if name.startswith("limit")],
-        log_x=True,
-        log_y=True,
-    )
+        "sequences in the batch (GPT-2 124M shape)", "decode, tok/s",
+        [len(row.lengths) for row in rows], series,
+        dashed=[name for name in series if name.startswith("limit")], log_x=True, log_y=True,
+    )  # fmt: skip
 
 
 def headline(results: Results) -> str:
-    row = max(results.groups("single", dtype="float32"), key=lambda row: row.requests)
-    return (
-        f"{row.requests} prompts as one batch: {row.gain(SINGLE, BATCH):.1f}x one after the other "
-        "(GPT-2 124M shape, float32)"
-    )
+    for row in results.rows("single", dtype="float32")[1:]:
+        return f"{len(row.lengths)} prompts as one batch: {row.gain(SINGLE, BATCH):.1f}x one by one"
+    return kit.UNMEASURED
 
 
-WORK = kit.cases(
-    Case(scaling),
-    Case(single),
-    Case(waste, dtypes=1),
-    Case(kit.profile({"In {dtype}": Engine}, warmup=0)),
-)
-CHARTS = {"scaling": scaling_chart}
-BENCHMARK = kit.Benchmark("stage03_batching", __doc__, FULL, WORK, TABLES, CHARTS, headline)
-main = BENCHMARK.main
+main = partial(kit.main, STAGE, __doc__, measure, tables)
 
 if __name__ == "__main__":
     cli.run(main)

@@ -1,27 +1,24 @@
 """What a decision before every step buys, where it buys nothing, and what it costs:
 `python -m stage04_continuous.benchmark`.
 
-Throughput alone says little, so slot occupancy is shown beside it: of all places in the steps
-(slots times steps), the share that computed for a request still in progress.
+Win: a crowd of unlike answers. Null: as many equal requests as slots. Lose: a long prompt arrives
+while its neighbours are in the middle of their answers. Every answer is proved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
-from shared import cli, measure
-from shared.bench import kit, rows
-from shared.bench.claims import Claim, closing, faster
-from shared.bench.forecast import CONTINUOUS as OURS
-from shared.bench.forecast import STATIC, costs, least, pass_cost, simulate
-from shared.bench.kit import Case, Group, Lengths, Subject
-from shared.bench.rows import Results, Row, is_peer, percentile
-from shared.peers import TransformersContinuous
+from shared import cli, kit
+from shared import measure as watch
+from shared.kit import Results, Row, Subject
+from shared.roofline import Cost, static_costs
 from stage03_batching.engine import Engine as StaticEngine
 
 from . import timeline
@@ -31,237 +28,161 @@ from .request import Request
 from .runner import Runner
 from .scheduler import Scheduler
 
-WHOLE = "whole"  # a prompt that is not cut into chunks
+STAGE = "stage04_continuous"
+STATIC, OURS = "stage 03, static", "stage 04, continuous"
+SLOTS, BUDGET = 24, 256  # of the crowd; tokens a pass
+NEIGHBOURS, NEIGHBOUR, BEFORE, AFTER = 8, 64, 24, 64  # requests; tokens of prompts and answers
+LONG, LONG_ANSWER, WHOLE = 900, 8, "whole"  # tokens; WHOLE: a prompt that is not cut into chunks
+DRAWN = (16, 200)  # slots and steps of the crowd on the chart
 
 
-# Win: the crowd. Null, and beside transformers: as many equal requests as slots. Lose: a long
-# prompt arrives while its neighbours are in the middle of their answers.
-FULL = kit.plan(
-    models=("gpt2",), dtypes=kit.BOTH, **kit.CROWD, slots=24,
-    equal_slots=(8, 32), equal=(16, 32), equal_repeats=(2, 1),  # for this stage, for the others
-    neighbours=8, neighbours_prompt=64, before=24, after=64,  # tokens, before and after the arrival
-    long_prompt=900, long_answer=8, chunks=(64, 128, 256), chunk_repeats=2,
-    gantt=(16, 200),  # slots and steps of the winning run that are drawn
-)  # fmt: skip
+def engine_of(subject: Subject, scheduler: Scheduler, slots: int, tokens: int) -> Engine:
+    cache = SlotCache(subject.config, slots, tokens, subject.dtype)
+    return Engine(Runner(subject.model, cache), scheduler, observers=[kit.Passes(subject)])
 
 
-def runner(subject: Subject, slots: int, slot_tokens: int) -> Runner:
-    return Runner(subject.model, SlotCache(subject.config, slots, slot_tokens, subject.dtype))
+def measure(bench: kit.Bench) -> None:
+    for subject in bench.subjects(("gpt2", "float32"), ("gpt2", "bfloat16")):
+        together(bench, subject, "equal", [(16, 32)] * 8, 8, 128, 3)
+        if subject.about["dtype"] == "float32":
+            requests = 12 if bench.quick else 72
+            together(bench, subject, "crowd", kit.crowd(requests), SLOTS, BUDGET, 1)
+        ways = {}
+        for chunk in bench.sizes("64", "256", WHOLE):
+            sizes = {"chunked": False} if chunk == WHOLE else {"max_chunk": int(chunk)}
+            scheduler = Scheduler(NEIGHBOURS + 1, NEIGHBOURS + LONG, **sizes)
+            engine = engine_of(subject, scheduler, NEIGHBOURS + 1, LONG + LONG_ANSWER)
+            ways[chunk] = partial(arrive, subject, engine)
+        bench.row("chunking", ways, 2, 0, **subject.about)
 
 
-def side_by_side(
-    subject: Subject, lengths: Lengths, slots: int, budget: int, repeats: tuple[int, int]
-) -> tuple[Group, Any]:
-    """One workload on stage 03, this stage and transformers, all with the same slots."""
-    most = max(prompt + answer for prompt, answer in lengths)
-    with TransformersContinuous(subject.peer("sdpa"), slots, most, budget) as peer:
-        engines = {
-            STATIC: StaticEngine(subject.model, max_batch=slots),
-            OURS: Engine(runner(subject, slots, most), Scheduler(slots, budget)),
-            "transformers, sdpa": kit.Peer(peer.generate, partial(getattr, peer, "passes")),
-        }
-        often = {name: repeats[name != OURS] for name in engines}
-        about: dict[str, Any] = {"slots": slots, "slot_tokens": most, "budget": budget}
-        return kit.compare(subject, engines, lengths, often, like=OURS, **about)
+def together(
+    bench: kit.Bench, subject: Subject, case: str, lengths: Any, slots: int, budget: int, times: int
+) -> None:
+    """One workload on stage 03 and on this stage, with the same slots."""
+    ours = engine_of(subject, Scheduler(slots, budget), slots, max(map(sum, lengths)))
+
+    def keep(engine: Any) -> dict[str, Any]:
+        busy = sum(step.rows for step in engine.steps)
+        if engine is not ours:
+            return {"busy": busy}
+        bars = [bar for bar in timeline.bars([*ours.steps][: DRAWN[1]]) if bar.slot < DRAWN[0]]
+        bars = bars if case == "crowd" else []
+        costs = ours.observers[-1].costs[-len(ours.steps) :]
+        return {"busy": busy, "costs": costs, "bars": [[*asdict(bar).values()] for bar in bars]}
+
+    engines = {STATIC: StaticEngine(subject.model, max_batch=slots), OURS: ours}
+    bench.answers(case, subject, engines, lengths, times, keep, slots=slots)
 
 
-def equal(subject: Subject, plan: Any) -> Iterator[Group]:
-    """Equal requests, one for each slot."""
-    for slots in plan.equal_slots:
-        budget = slots * plan.equal[0]
-        yield side_by_side(subject, [plan.equal] * slots, slots, budget, plan.equal_repeats)[0]
-
-
-def win(subject: Subject, plan: Any) -> Iterator[Group]:
-    """Answers of very different lengths; and what the slots did, for the chart."""
-    lengths, (slots, steps) = kit.crowd(plan), plan.gantt
-    group, runs = side_by_side(subject, lengths, plan.slots, plan.budget, plan.repeats)
-    bars = timeline.bars(runs[OURS].steps[-1][:steps])
-    drawn = [list(asdict(bar).values()) for bar in bars if bar.slot < slots]
-    yield group | {"gantt": {"slots": slots, "steps": steps, "bars": drawn}}
-
-
-def arrive(subject: Subject, plan: Any, engine: Engine) -> Group:
-    """A long prompt arrives while its neighbours decode: seconds between their tokens before and
-    after that, and until its own first token.
-
-    The neighbours get a token each in every pass, so one list of gaps serves them all.
-    """
-    prompts = subject.prompts([plan.neighbours_prompt] * plan.neighbours, "neighbour")
-    (long_prompt,) = subject.prompts([plan.long_prompt], "long")
-    sampling = kit.greedy(1 + plan.before + plan.after)
-    neighbours = [engine.add(Request(prompt, sampling)) for prompt in prompts]
-    while not all(request.output.token_ids for request in neighbours):
+def arrive(subject: Subject, engine: Engine) -> dict[str, Any]:
+    """A long prompt arrives while its neighbours decode: milliseconds between their tokens before
+    and after that, and seconds to its own first token. Every neighbour has a token in each pass."""
+    prompts = subject.prompts([NEIGHBOUR] * NEIGHBOURS, "neighbour")
+    (long,) = subject.prompts([LONG], "long")
+    sampling = kit.greedy(1 + BEFORE + AFTER)
+    requests = [engine.add(Request(prompt, sampling)) for prompt in prompts]
+    while not all(request.output.token_ids for request in requests):
         engine.step()
-    before = [measure.seconds(engine.step) for _ in range(plan.before)]
-    newcomer = engine.add(Request(long_prompt, kit.greedy(plan.long_answer)))
-    after, first = [], 0.0
-    for _ in range(plan.after):
+    before = [1e3 * watch.seconds(engine.step) for _ in range(BEFORE)]
+    newcomer, first, after = engine.add(Request(long, kit.greedy(LONG_ANSWER))), 0.0, list[float]()
+    engine.observers[-1].costs.clear()
+    for _ in range(AFTER):
         silent = not newcomer.output.token_ids
-        after.append(measure.seconds(engine.step))
-        first += after[-1] if silent else 0.0
-    if any(request.output.finish_reason is None for request in neighbours):
+        after.append(1e3 * watch.seconds(engine.step))
+        first += after[-1] / 1e3 if silent else 0.0
+    if any(request.output.finish_reason is None for request in requests):
         raise AssertionError("a neighbour went without a token in some pass")
+    costs = engine.observers[-1].costs[: -(-LONG // (engine.scheduler.max_chunk or LONG))]
     for _ in engine.run():
         pass
-    proof = subject.prove(request.output for request in [*neighbours, newcomer])
-    return {"before": before, "after": after, "seconds": first, "proof": proof}
+    subject.prove([*prompts, long], [r.output.token_ids for r in [*requests, newcomer]])
+    return {"seconds": first, "before": before, "after": after, "costs": costs}
 
 
-def chunk_scheduler(plan: Mapping[str, Any], chunk: str) -> Scheduler:
-    """A scheduler that runs the long prompt in chunks of `chunk` tokens, or whole; the budget has
-    room for all of it."""
-    slots, budget = plan["neighbours"] + 1, plan["neighbours"] + plan["long_prompt"]
-    if chunk == WHOLE:
-        return Scheduler(slots, budget, chunked=False)
-    return Scheduler(slots, budget, max_chunk=int(chunk))
+# ---- tables and chart ---------------------------------------------------------------------------
 
 
-def chunking(subject: Subject, plan: Any) -> Iterator[Group]:
-    neighbour = plan.neighbours_prompt + 1 + plan.before + plan.after
-    most = max(plan.long_prompt + plan.long_answer, neighbour)
-    shared = runner(subject, plan.neighbours + 1, most)
-    ways = {
-        name: partial(arrive, subject, plan, Engine(shared, chunk_scheduler(asdict(plan), name)))
-        for name in (*map(str, plan.chunks), WHOLE)
-    }
-    yield kit.by_variant(measure.turns(ways, plan.chunk_repeats))
+def passes(row: Row, variant: str) -> list[float]:
+    """The least seconds of each pass."""
+    if variant == STATIC:
+        costs = static_costs(row.config, row.kind, row.lengths, row["slots"])
+    else:
+        costs = [Cost(*pair) for pair in row["costs"][variant][-1]]
+    return [row.least(cost) for cost in costs]
 
 
-def arrival(row: Row) -> tuple[float, float]:
-    """Least milliseconds of the longest pass that the long prompt causes, and to its first
-    token."""
-    plan = row.results.plan
-    count, before, length = (plan[key] for key in ("neighbours", "before", "long_prompt"))
-    neighbour = (0, plan["neighbours_prompt"], 1 + before + plan["after"])
-    arrivals = [neighbour] * count + [(1 + before, length, plan["long_answer"])]
-    taken = [
-        1e3 * row.least([pass_cost(row.config, row.kind, parts)])
-        for parts in simulate(chunk_scheduler(plan, row.variant), arrivals)
-        if any(part.request == count and part.cached < length for part in parts)
-    ]
-    return max(taken), sum(taken)
+def used(row: Row, variant: str) -> float:
+    """Share of the slots that computed for a request in progress."""
+    return row.median(variant, "busy") / row["slots"] / row.median(variant, "passes")
 
 
-def chunked(results: Results) -> list[Row]:
-    """The neighbours alone, then beside a long prompt, by the size of its chunks."""
-    return [row for group in results.groups("chunking") for row in (group, *group.variants)]
+def predicted(row: Row) -> float:
+    return sum(passes(row, STATIC)) / sum(passes(row, OURS))
 
 
-def chunk_name(row: Row) -> str:
-    names = {"": "no long prompt", WHOLE: WHOLE}
-    return names.get(row.variant, f"chunks of {row.variant}")
+def tables(results: Results) -> kit.Tables:
+    win = [
+        {
+            "requests": f"{len(row.lengths)}, {case}", "dtype": row["dtype"], "engine": variant,
+            "tok/s": row.rate(variant), "slots in use": f"{used(row, variant):.0%}",
+            "steps": f"{row.median(variant, 'passes'):,.0f}",
+            "over stage 03": f"{row.gain(STATIC, variant):.2f}x",
+            "predicted": f"{predicted(row) if variant == OURS else 1:.2f}x",
+        }
+        for case in ("crowd", "equal") for row in results.rows(case) for variant in (STATIC, OURS)
+    ]  # fmt: skip
+    chunking = []
+    for row in results.rows("chunking"):
+        for chunk in row["after"]:
+            p50, p99, most = np.percentile(np.concatenate(row["after"][chunk]), (50, 99, 100))
+            chunking.append({
+                "dtype": row["dtype"], "chunks of the long prompt": chunk,
+                "ITL p50, ms": f"{p50:.1f}", "p99, ms": f"{p99:.1f}", "most, ms": f"{most:.1f}",
+                "limit, ms": f"{1e3 * max(passes(row, chunk)):.1f}",
+                "its first token, s": kit.spread(row["seconds"][chunk], 2),
+                "limit, s": f"{sum(passes(row, chunk)):.2f}",
+            })  # fmt: skip
+    return {"win": win, "chunking": chunking, "claims": claims(results)}
 
 
-def gap(row: Row, share: float) -> float:
-    """A percentile of the milliseconds between a neighbour's tokens, in all runs."""
-    runs = row["after"] if row.variant else sum(row["before"].values(), [])
-    return 1e3 * percentile(sum(runs, []), share)
-
-
-def occupancy(row: Row) -> float:
-    return row["busy"] / (row["slots"] * row["passes"])
-
-
-def passes(row: Row) -> str:
-    done = f"{row['passes']:,}"
-    return done if is_peer(row.variant) else f"{done} ({len(costs(row)):,})"
-
-
-COLUMNS = rows.limits_of(least) | {
-    "slots in use": lambda row: f"{occupancy(row):.0%}",
-    "steps (predicted)": passes,
-    "over stage 03 (predicted)": rows.gain(STATIC, least),
-    "same tokens": lambda row: row.alike(OURS, "stage 04"),
-    "long prompt": chunk_name,
-    "ITL p50, ms": lambda row: f"{gap(row, 0.5):,.1f}",
-    "p99, ms": lambda row: f"{gap(row, 0.99):,.1f}",
-    "max, ms (limit)": lambda row: (
-        f"{gap(row, 1):,.1f}" + (f" ({arrival(row)[0]:,.1f})" if row.variant else "")
-    ),
-    "its first token, limit, ms": lambda row: (
-        f"{rows.milliseconds(row['seconds'], 0)}, {arrival(row)[1]:,.0f}" if row.variant else ""
-    ),
-    "tokens proved": lambda row: row.proof if row.variant else "",
-}
-
-
-def crowd(results: Results) -> Row:
-    """The winning case."""
-    return results.groups("win")[0]
-
-
-def claims(results: Results) -> Iterator[Claim]:
+def claims(results: Results) -> Iterator[dict[str, str]]:
     """What the lesson predicts, for GPT-2 in float32."""
-    row, pair = crowd(results), (STATIC, OURS)
-    static, ours = map(row.of, pair)
-    longest = max(answer for _, answer in row.lengths)
-    full = max(longest, row.tokens / row["slots"])  # steps, were no slot ever empty
-    yield Claim(
-        "steps of the crowd, static over continuous",
-        len(costs(static)) / len(costs(ours)), static["passes"] / ours["passes"], "x",
-        "by hand no slot is ever empty, but the last long answers begin late and leave a tail",
-        by_hand=len(costs(static)) / full,
-    )  # fmt: skip
-    yield faster(
-        "seconds of the crowd, static over continuous", row, pair, least,
-        "fewer steps, and each with about half as many rows as one of stage 03",
-    )  # fmt: skip
-    what, why = "the same for equal answers, all at once", "nothing to refill"
-    yield faster(what, results.groups("equal", dtype="float32")[-1], pair, least, why)
-    pieces, *_, whole = results.groups("chunking", dtype="float32")[0].variants
-    for row, what, why in (
-        (whole, "long prompt run whole",
-         "a prefill reaches some 70 % of the best rate of a product"),
-        (pieces, "chunks of 64",
-         "products of 70 rows reach less of that rate, and a chunk attends, through a mask, to all "
-         "chunks before it"),
-    ):  # fmt: skip
-        what = f"longest gap of a neighbour, {what}"
-        yield Claim(what, arrival(row)[0], gap(row, 1), "ms", why)
-    what, why = "first token of the long prompt, chunks of 64", "the same in all its steps"
-    yield Claim(what, arrival(pieces)[1], pieces.median * 1e3, "ms", why)
+    for row in results.rows("crowd", model="gpt2"):
+        steps = row.median(STATIC, "passes") / row.median(OURS, "passes")
+        why = "by hand no slot is ever empty; the last long answers begin late and leave a tail"
+        here = len(passes(row, STATIC)) / len(passes(row, OURS))
+        yield kit.claim("steps of the crowd, static over continuous", 3.0, here, steps, "x", why)
+        what = "seconds of the crowd, static over continuous"
+        yield kit.claim(what, 2.26, predicted(row), row.gain(STATIC, OURS))
+    for row in results.rows("equal", model="gpt2", dtype="float32"):
+        what, why = "the same for equal answers, all at once", "the control: nothing to refill"
+        yield kit.claim(what, 1.0, predicted(row), row.gain(STATIC, OURS), "x", why)
+    for row in results.rows("chunking", model="gpt2", dtype="float32"):
+        for chunk, what, hand in ((WHOLE, "run whole", 850), ("64", "chunks of 64", 74.6)):
+            here, most = 1e3 * max(passes(row, chunk)), float(np.max(row["after"][chunk]))
+            yield kit.claim(f"longest gap of a neighbour, {what}", hand, here, most, "ms")
+        here, first = 1e3 * sum(passes(row, "64")), 1e3 * row.median("64")
+        yield kit.claim("first token of the long prompt, chunks of 64", 991, here, first, "ms")
 
 
-TABLES = rows.tables(
-    COLUMNS,
-    """
-    win: engine | tok/s | slots in use | steps (predicted) | over stage 03 (predicted)
-      | same tokens
-    null < equal: dtype | slots | engine | tok/s | seconds, limit | slots in use
-      | steps (predicted) | over stage 03 (predicted) | same tokens
-    chunking: dtype | long prompt | ITL p50, ms | p99, ms | max, ms (limit)
-      | its first token, limit, ms | tokens proved
-    """,
-    chunking=chunked,
-    claims=closing(claims),
-)
-
-
-def gantt_chart(results: Results) -> Figure:
-    row = crowd(results)
-    drawn, ours = row["gantt"], row.of(OURS)
-    bars = [timeline.Bar(*bar) for bar in drawn["bars"]]
-    part = (
-        f"{drawn['slots']} of {row['slots']} slots, the first {drawn['steps']} of "
-        f"{ours['passes']} steps"
-    )
-    return timeline.draw(bars, drawn["steps"], f"Slots are handed on: {part}", drawn["slots"])
+def chart(results: Results) -> Figure:
+    (row, *_) = results.rows("crowd")
+    bars = [timeline.Bar(*bar) for bar in row["bars"][OURS][-1]]
+    title = f"Slots are handed on: {DRAWN[0]} of {row['slots']} slots, the first {DRAWN[1]} steps"
+    return timeline.draw(bars, DRAWN[1], title, DRAWN[0])
 
 
 def headline(results: Results) -> str:
-    row = crowd(results)
-    static, ours = (occupancy(row.of(name)) for name in (STATIC, OURS))
-    return (
-        f"{row.gain(STATIC, OURS):.1f}x static batching where answers differ in length: "
-        f"{ours:.0%} of the slots in use instead of {static:.0%} (GPT-2 124M shape, {row['dtype']})"
-    )
+    for row in results.rows("crowd"):
+        return (
+            f"{row.gain(STATIC, OURS):.1f}x static batching where answers differ in length: "
+            f"{used(row, OURS):.0%} of the slots in use instead of {used(row, STATIC):.0%}"
+        )
+    return kit.UNMEASURED
 
 
-CHARTS = {"gantt": gantt_chart}
-WORK = kit.cases(Case(equal), Case(win, dtypes=1), Case(chunking))
-BENCHMARK = kit.Benchmark("stage04_continuous", __doc__, FULL, WORK, TABLES, CHARTS, headline)
-main = BENCHMARK.main
+main = partial(kit.main, STAGE, __doc__, measure, tables)
 
 if __name__ == "__main__":
     cli.run(main)

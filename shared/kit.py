@@ -1,0 +1,478 @@
+"""The kit of the benchmarks: variants in turn beside the machine's limits, proofs, results as JSON,
+and tables.
+
+A stage's benchmark.py has three functions: `measure(bench)` runs cases and keeps a row for each,
+`tables(results)` and `chart(results)` turn the rows into lines of cells and a figure, and
+`headline(results)` into one line for the table of stages.
+
+A row is what was measured together: the times of its variants, which ran in turn, and what memory
+and arithmetic gave before and after. If these differ by more than MOVED, the row is measured again;
+after TRIES times it is refused, and the tables do without it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, cached_property, partial
+from itertools import groupby
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+from tqdm import tqdm
+
+from . import cli, linear, measure, models, registry
+from .attention import attention
+from .config import Config
+from .errors import UserError
+from .measure import Limits
+from .models import EMBEDDED
+from .parity import near_tie, random_prompt
+from .roofline import Cost, Part, pass_cost
+
+SCHEMA = 3
+MOVED, TRIES = 0.15, 3
+# The machine of round numbers, for which the lessons predict by hand.
+ROUND = Limits("cpu", 2, 40.0, {"float32": 200.0, "bfloat16": 400.0})
+HELD = 1.25  # a measurement within this factor of the prediction made by hand: it held
+UNMEASURED = "not measured yet"
+NUMBER = re.compile(r"|[\d.,]+[%x]?( \(.*\))?")  # cells that stand right
+Tables = Mapping[str, Iterable[Mapping[str, object]]]  # lines of cells, by the name of the table
+
+# ---- what is measured, and its proof -------------------------------------------------------------
+
+
+class Subject:
+    """A model in a dtype, with its linear layers packed unless they are to stay `plain`. A name
+    that is not embedded means a known shape with random weights: speed does not depend on them."""
+
+    def __init__(self, name: str, dtype: str, device: str = "cpu", plain: bool = False) -> None:
+        self.shape = models.load(name, random_weights=name not in EMBEDDED)
+        self.config, self.dtype = self.shape.config, getattr(torch, dtype)
+        self.model = models.load_model(self.shape, torch.device(device), self.dtype)
+        if not plain:
+            linear.optimize(self.model)
+        self.about = {"model": name, "dtype": dtype}
+        self._proof = cache(lambda prompt, answer: prove_answer(self.model, prompt, answer))
+
+    def prompts(self, lengths: Iterable[int], name: str = "request") -> list[list[int]]:
+        """Random prompts of these lengths in tokens."""
+        return [random_prompt(n, self.config, f"{name} {i}") for i, n in enumerate(lengths)]
+
+    def prove(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> dict[str, Any]:
+        """Prove all answers (token ids). One that was proved before is not run again."""
+        pairs = zip(map(tuple, prompts), map(tuple, answers), strict=True)
+        return together(self._proof(*pair) for pair in pairs)
+
+
+def greedy(count: int, **more: Any) -> Any:
+    """Sampling parameters: exactly `count` tokens, the likeliest each time."""
+    return registry.load(registry.SAMPLING)(max_tokens=count, ignore_eos=True, **more)
+
+
+def prove(scores: torch.Tensor, taken: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """Prove from the oracle's logits (N, V) that it would choose each of the tokens `taken` (N,)
+    too. Raises AssertionError at a difference that is not a near tie; near ties are counted."""
+    best, differs = scores.amax(-1), scores.argmax(-1) != taken
+    below = best - scores.gather(1, taken[:, None])[:, 0]  # (N,)
+    gaps = below[differs].tolist()
+    for highest, gap in zip(best[differs].tolist(), gaps, strict=True):
+        if gap >= near_tie(dtype, highest):
+            raise AssertionError(
+                f"an engine took a token whose logit lies {gap:.3g} below the best, {highest:.3g}"
+            )
+    return {"tokens": len(taken), "near_ties": len(gaps), "widest_gap": max(gaps, default=0.0)}
+
+
+def together(proofs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several proofs as one."""
+    parts = list(proofs)
+    sums = {key: sum(proof[key] for proof in parts) for key in ("tokens", "near_ties")}
+    return sums | {"widest_gap": max((proof["widest_gap"] for proof in parts), default=0.0)}
+
+
+@torch.inference_mode()
+def prove_answer(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> dict[str, Any]:
+    """Prove that the model would choose every token of `answer`, given those before it: one pass
+    over prompt and answer, without cache or neighbours."""
+
+    def attend(layer: int, *qkv: torch.Tensor) -> torch.Tensor:  # each (T, H, D)
+        q, k, v = (x.transpose(0, 1)[None] for x in qkv)
+        return attention(q, k, v, causal=True)[0].transpose(0, 1)
+
+    ids = torch.tensor([*prompt, *answer[:-1]], device=model.device)
+    places, taken = torch.arange(len(ids), device=ids.device), ids.new_tensor(answer)
+    hidden = model(ids, places, attend)[len(prompt) - 1 :]  # (answer, C)
+    return together(
+        prove(model.logits(rows).float(), tokens, model.dtype)
+        for rows, tokens in zip(hidden.split(128), taken.split(128), strict=True)
+    )
+
+
+# ---- a run --------------------------------------------------------------------------------------
+
+
+class Bench:
+    """One run of a benchmark. `results`: rows by case. effort: share of the repeats, at least
+    three; quick: one repeat, an embedded model, and only the first of each of `sizes`."""
+
+    def __init__(self, quick: bool = False, effort: float = 1.0) -> None:
+        self.quick, self.effort = quick, effort
+        self.results: dict[str, list[dict[str, Any]]] = {}
+        self.bar = tqdm(unit="row", leave=False)
+        self._speeds: dict[str, float] = {}  # after the last row
+
+    def sizes(self, *values: Any) -> tuple[Any, ...]:
+        return values[:1] if self.quick else values
+
+    def subjects(
+        self, *pairs: tuple[str, str], quick: str = "stories", plain: bool = False
+    ) -> Iterator[Subject]:
+        """Each model in its dtype, one after the other; with `quick` an embedded one."""
+        for name, dtype in [(quick, "float32")] if self.quick else pairs:
+            yield Subject(name, dtype, plain=plain)
+
+    def row(
+        self,
+        case: str,
+        ways: Mapping[str, Callable[[], Any]],
+        repeats: int = 5,
+        warmup: int = 1,
+        prove: Callable[[], Mapping[str, Any]] | None = None,
+        **about: Any,
+    ) -> Row | None:
+        """Run the ways in turn and keep a row with their times. A way that returns a mapping has
+        its fields kept beside them ("seconds" among them counts in place of the time of the call).
+        prove: called afterwards; its proof is kept, and AssertionError ends the run. None: refused.
+        """
+        name = ", ".join(str(value) for value in about.values() if isinstance(value, (str, int)))
+        self.bar.set_postfix_str(f"{case}: {name}"[:60])
+        few = min(repeats, 3)
+        repeats = 1 if self.quick else max(few, round(repeats * self.effort))
+        runs = {name: partial(timed, way) for name, way in ways.items()}
+        row: dict[str, Any] = {}
+        for attempt in range(1 if self.quick else TRIES):
+            before = self._speeds if self._fresh() else speeds()
+            kept = measure.turns(runs, repeats, warmup)
+            self._speeds = after = speeds()
+            self._when = measure.time.perf_counter()
+            limits = {"before": before, "after": after, "tries": attempt + 1}
+            row = about | by_variant(kept) | {"limits": limits}
+            if self.quick or moved(row) <= MOVED:
+                break
+        else:
+            row = about | {"limits": row["limits"], "refused": moved(row)}
+            tqdm.write(f"refused: {case}, {name}: the machine moved by {moved(row):.0%}")
+        if prove is not None:
+            row["proof"] = prove()
+        self.results.setdefault(case, []).append(row)
+        self.bar.update()
+        return None if "refused" in row else Row(row)
+
+    _when = -1e9
+
+    def _fresh(self) -> bool:
+        """Whether the limits after the last row are still those before the next."""
+        return measure.time.perf_counter() - self._when < 2
+
+    def answers(
+        self,
+        case: str,
+        subject: Subject,
+        engines: Mapping[str, Any],
+        lengths: Sequence[tuple[int, int]],
+        repeats: int = 3,
+        keep: Callable[[Any], Mapping[str, Any]] = lambda engine: {},
+        **about: Any,
+    ) -> Row | None:
+        """Whole answers by engines in turn: each has generate(prompts, sampling). lengths: tokens
+        of prompt and answer of each request. Every answer that was timed is proved. keep: more
+        about an engine's last run."""
+        outputs: list[Any] = []
+        prompts = subject.prompts(prompt for prompt, _ in lengths)
+        sampling = [greedy(answer) for _, answer in lengths]
+
+        def run(engine: Any) -> dict[str, Any]:
+            started = measure.time.perf_counter()
+            outputs.extend(engine.generate(prompts, sampling))
+            seconds = measure.time.perf_counter() - started
+            return {"seconds": seconds, "passes": len(engine.steps), **keep(engine)}
+
+        def proof() -> dict[str, Any]:
+            for output, params in zip(outputs, [*sampling] * len(outputs), strict=False):
+                if len(output.token_ids) != params.max_tokens:
+                    raise AssertionError(f"{len(output.token_ids)} tokens, not {params.max_tokens}")
+            asked, given = zip(*((out.prompt_ids, out.token_ids) for out in outputs), strict=True)
+            return subject.prove(asked, given)
+
+        for engine in engines.values():  # libraries choose their kernels at the first call
+            engine.generate(prompts[:2], [greedy(2)] * len(prompts[:2]))
+        about = subject.about | about | {"lengths": packed(lengths)}
+        ways = {name: partial(run, engine) for name, engine in engines.items()}
+        return self.row(case, ways, repeats, 0, proof, **about)
+
+
+class Passes:
+    """Watches an engine from stage 04 on; `costs`: operations and bytes of each pass."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject, self.costs = subject, list[list[float]]()
+
+    def before(self, plan: Any) -> None:
+        parts = [Part(0, work.start, work.count, bool(work.rows)) for work in plan.work]
+        cost = pass_cost(self.subject.config, self.subject.dtype, parts)
+        self.costs.append([cost.flops, cost.bytes])
+
+    def after(self, plan: Any) -> None: ...
+
+    def taken(self) -> list[list[float]]:
+        """The costs so far, which it forgets."""
+        costs, self.costs = self.costs, []
+        return costs
+
+
+def crowd(requests: int = 72) -> list[tuple[int, int]]:
+    """Tokens of prompt and answer of requests that arrive together: half of the answers are shorter
+    than 48 tokens, and a few have 256. With equal lengths, a scheduler would have nothing to gain.
+    """
+    rng, lengths = random.Random("lengths of stage 04"), []
+    for _ in range(requests):
+        answer = round(rng.lognormvariate(math.log(48), 1.0))
+        lengths.append((rng.randint(16, 64), min(max(answer, 8), 256)))
+    return lengths
+
+
+def timed(way: Callable[[], Any]) -> dict[str, Any]:
+    value: Any = None
+
+    def call() -> None:
+        nonlocal value
+        value = way()
+
+    seconds = measure.seconds(call)
+    return {"seconds": seconds} | (dict(value) if isinstance(value, Mapping) else {})
+
+
+def by_variant(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """{"a": [{"seconds": 1}, ...]} as {"seconds": {"a": [1, ...]}}."""
+    keys = dict.fromkeys(key for kept in runs.values() for run in kept for key in run)
+    return {
+        key: {name: [run[key] for run in kept] for name, kept in runs.items() if key in kept[0]}
+        for key in keys
+    }
+
+
+def speeds() -> dict[str, float]:
+    """GB/s of memory and GFLOP/s by dtype that simple loops get out of the machine now."""
+    found = {"memory": measure.read_bandwidth(nbytes=measure.GIB // 4, budget=0.05)}
+    for dtype in ("float32", "bfloat16"):
+        found[dtype] = measure.matmul_rate("cpu", getattr(torch, dtype), (1024,), 0.05)
+    return found
+
+
+def moved(row: Mapping[str, Any]) -> float:
+    """By how much memory, or arithmetic in the row's dtype, changed while it was measured."""
+    before, after = row["limits"]["before"], row["limits"]["after"]
+    names = ("memory", "bfloat16" if row.get("dtype") == "bfloat16" else "float32")
+    return max(abs(after[name] / before[name] - 1) for name in names)
+
+
+def busy() -> bool:
+    """Whether other programs use more than a quarter of the processors now."""
+    return bool(psutil.cpu_percent(interval=0.5) > 25)
+
+
+def packed(lengths: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """[(5, 9), (5, 9), (2, 1)] as [[5, 9, 2], [2, 1, 1]]."""
+    return [[*pair, len(list(same))] for pair, same in groupby(lengths)]
+
+
+# ---- results ------------------------------------------------------------------------------------
+
+
+class Row(dict[str, Any]):
+    """A row of results."""
+
+    @cached_property
+    def limits(self) -> Limits:
+        """What the machine gave beside it: the means of before and after."""
+        ends = self["limits"]["before"], self["limits"]["after"]
+        rates = {name: sum(end[name] for end in ends) / 2 for name in ends[0]}
+        return Limits("cpu", 0, rates.pop("memory"), rates)
+
+    @property
+    def config(self) -> Config:
+        return models.presets()[self["model"]]
+
+    @property
+    def kind(self) -> torch.dtype:
+        return getattr(torch, self.get("dtype", "float32"))
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """Tokens of prompt and answer of each request."""
+        return [(p, a) for p, a, times in self["lengths"] for _ in range(times)]
+
+    @property
+    def tokens(self) -> int:
+        """Of all answers."""
+        return sum(answer for _, answer in self.lengths)
+
+    def median(self, variant: str, key: str = "seconds") -> float:
+        return float(median(self[key][variant]))
+
+    def gain(self, slow: str, fast: str) -> float:
+        """The speedup of the variant `fast` over the variant `slow`."""
+        return self.median(slow) / self.median(fast)
+
+    def ms(self, variant: str, digits: int = 1) -> str:
+        return spread((1e3 * seconds for seconds in self["seconds"][variant]), digits)
+
+    def rate(self, variant: str, digits: int = 1) -> str:
+        """Tokens of answers per second."""
+        return spread((self.tokens / seconds for seconds in self["seconds"][variant]), digits)
+
+    def least(self, costs: Cost | Iterable[Cost], limits: Limits | None = None) -> float:
+        """The least seconds that passes can take, by the limits beside the row."""
+        passes = [costs] if isinstance(costs, Cost) else costs
+        return sum(cost.seconds(limits or self.limits, self.kind) for cost in passes)
+
+    @property
+    def proof(self) -> str:
+        ties = self["proof"]["near_ties"]
+        but = f", {ties} near tie{'s' if ties > 1 else ''}" if ties else ""
+        return f"all {self['proof']['tokens']:,}{but}"
+
+
+class Results:
+    """What a run has measured, or `measure.load` has read."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self.content = content
+
+    def rows(self, case: str, **where: Any) -> list[Row]:
+        """The rows of a case whose fields have these values, without those that were refused."""
+        rows = [Row(row) for row in self.content["results"].get(case, ()) if "refused" not in row]
+        return [r for r in rows if all(r.get(key) == value for key, value in where.items())]
+
+
+def spread(values: Iterable[float], digits: int = 1) -> str:
+    """The median, followed by the range if it rests on three values or more."""
+    known = sorted(values)
+    low, middle, high = (f"{x:,.{digits}f}" for x in (known[0], median(known), known[-1]))
+    return f"{middle} ({low} to {high})" if len(known) >= 3 else middle
+
+
+def table(lines: Iterable[Mapping[str, object]]) -> str:
+    """Markdown. The keys of the first line are the headings; columns of numbers stand right."""
+    lines = list(lines)
+    if not lines:
+        return UNMEASURED
+    names = list(lines[0])
+    cells = [[str(line.get(name, "")) for name in names] for line in lines]
+    columns = zip(*cells, strict=True)
+    right = [all(NUMBER.fullmatch(text) for text in column) for column in columns]
+    marks = "|".join("--:" if number else "---" for number in right)
+    rows = [f"| {' | '.join(line)} |" for line in cells]
+    return "\n".join([f"| {' | '.join(names)} |", f"|{marks}|", *rows])
+
+
+def claim(
+    what: str, by_hand: float, here: float, measured: float, unit: str = "x", why: str = "not known"
+) -> dict[str, str]:
+    """A line of the table that closes a lesson. by_hand: the lesson's prediction, which alone is
+    judged; here: the same from the limits measured beside the row."""
+
+    def show(value: float) -> str:
+        digits = max(0, 3 - len(f"{value:.0f}"))
+        return f"{value:,.{digits}f}{unit if len(unit) < 2 else f' {unit}'}"
+
+    held = 1 / HELD <= measured / by_hand <= HELD
+    numbers = {"by hand": show(by_hand), "this machine": show(here), "measured": show(measured)}
+    return {"prediction": what, **numbers, "result": "held" if held else "**missed**", "why": why}
+
+
+def machine(results: Results) -> str:
+    """One line: the machine, and what it gave beside all rows."""
+    content, about = results.content, results.content["machine"]
+    rows = [row for case in content["results"].values() for row in case]
+    ends = [row["limits"][when] for row in rows for when in ("before", "after")]
+
+    def span(name: str) -> str:
+        values = sorted(end[name] for end in ends)
+        return f"{values[0]:,.0f} to {values[-1]:,.0f}" if values else UNMEASURED
+
+    refused = sum("refused" in row for row in rows)
+    return (
+        f"{about['processor']} with {about['instructions']}, {about['cpus']} CPUs, "
+        f"{content['threads']} threads, torch {content['versions']['torch']}, commit "
+        f"{(content['commit'] or 'unknown')[:8]}. Beside {len(rows)} rows memory gave "
+        f"{span('memory')} GB/s, arithmetic {span('float32')} GFLOP/s in float32 and "
+        f"{span('bfloat16')} in bfloat16; {refused} rows were refused because this moved by more "
+        f"than {MOVED:.0%} in each of {TRIES} tries."
+    )
+
+
+# ---- a benchmark as a program -------------------------------------------------------------------
+
+
+def content_of(stage: str, bench: Bench, device: str = "cpu") -> dict[str, Any]:
+    commit, dirty = measure.git_state()
+    about = {"schema": SCHEMA, "stage": stage, "command": measure.command()}
+    about |= {"commit": commit, "dirty": dirty, "machine": measure.machine(device), "seed": 0}
+    about |= {"versions": measure.versions(), "threads": torch.get_num_threads()}
+    about |= {"order": "rotated rounds: A B C, B C A, C A B, ...", "effort": bench.effort}
+    return about | {"results": bench.results}
+
+
+def clean_commit() -> None:
+    """Raises UserError unless the code is that of a commit."""
+    commit, dirty = measure.git_state()
+    if commit is None or dirty:
+        raise UserError(
+            "Results are kept for a known commit alone: commit your changes first, or use --quick."
+        )
+
+
+def main(
+    stage: str,
+    about: str | None,
+    run: Callable[[Bench], None],
+    tables: Callable[[Results], Tables],
+    argv: list[str] | None = None,
+    device: str = "cpu",
+) -> None:
+    """Measure, and write reports/<machine>/<stage>.json; with --quick show the tables instead."""
+    examples = f"  python -m {stage}.benchmark --quick\n  python -m {stage}.benchmark"
+    parser = cli.Parser(f"{stage}.benchmark", about or "", examples)
+    told = "the smallest sizes, once: shows the tables and keeps nothing"
+    parser.add_argument("--quick", action="store_true", help=told)
+    parser.add_argument("--effort", type=float, default=1.0, help="share of the repeats, 0 to 1")
+    options = parser.parse_args(argv)
+    if not options.quick:
+        clean_commit()
+    others = busy()
+    bench = Bench(options.quick, options.effort)
+    run(bench)
+    bench.bar.close()
+    content = content_of(stage, bench, device)
+    if options.quick:
+        print(f"\n{machine(Results(content))}")
+        for name, lines in tables(Results(content)).items():
+            print(f"\n{name}\n\n{table(without_reasons(lines))}")
+        if others:
+            print("\nThis machine is busy with other programs: these numbers say little.")
+        return
+    path = measure.results_file(stage, device)
+    measure.save(path, content)
+    print(f"Written: {path.relative_to(measure.ROOT).as_posix()}. Next: python -m reports.draw")
+
+
+def without_reasons(lines: Iterable[Mapping[str, object]]) -> Iterator[Mapping[str, object]]:
+    """A table without its column "why": those reasons are of full runs."""
+    for line in lines:
+        yield {name: cell for name, cell in line.items() if name != "why"}
