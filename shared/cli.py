@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from urllib.parse import urlsplit
 
-from . import models, program, registry
+from . import models, registry
 from .config import Config
 from .errors import UserError, advised
 from .files import read_bytes
@@ -698,7 +698,6 @@ def load_model_from(options: argparse.Namespace) -> Loaded:
     weights, kv = (getattr(options, name, "auto") for name in ("weights", "kv_dtype"))
     if weights == "auto" and loaded.conversion is not None:
         weights = "quantized"
-    program.raise_at_interrupt()
     origin = loaded.folder, loaded.files
     return Loaded(model, tokenizer, config, kind, device, dtype, *origin, weights, kv)
 
@@ -763,7 +762,6 @@ class AnswerDecoder(IncrementalDecoder):
 def run(
     main: Callable[[list[str] | None], int | None],
     argv: list[str] | None = None,
-    loads: bool = False,
 ) -> NoReturn:
     """Run a program's `main` and exit with its status.
 
@@ -771,11 +769,7 @@ def run(
     pipe, as in `... | head`, ends the program without a message, and what is written to a closed
     output, as by `>&-`, is lost.
 
-    loads: whether it first loads a model, by `load_model_from`. Ctrl-C ends the process until then:
-        PyTorch, while it is imported, loses the KeyboardInterrupt or aborts.
     """
-    if not loads:
-        program.raise_at_interrupt()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it is closed
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))

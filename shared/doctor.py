@@ -7,11 +7,12 @@ library at first, because it must run where nothing is installed yet.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from .paths import ROOT
 
@@ -89,7 +90,9 @@ def model() -> Check:
     yield ("ok", PROMPT + text) if right else ("WRONG", f"{text!r}: restore the files (git status)")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    about = "Checks whether this machine is ready, and says what to do."
+    argparse.ArgumentParser(prog="python -m shared.doctor", description=about).parse_args(argv)
     checks: list[Callable[[], Check]] = [python, packages, machine, kernels, model]
     wrong = False
     for check in checks:

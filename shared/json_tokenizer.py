@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as Encoder
 
 from .errors import UserError
 from .files import read_json
-from .tokenizer import byte_alphabet, end_of_text, number_of, well_formed
+from .spelling import byte_alphabet, end_of_text, number_of, well_formed
 
 FILE = "tokenizer.json"
 SPACE = "\u2581"  # sentencepiece's

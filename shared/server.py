@@ -6,14 +6,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from tqdm import tqdm
 
 from .errors import UserError
 from .paths import ROOT
@@ -21,8 +18,7 @@ from .paths import ROOT
 MODULE = "stage06_serving"
 READY = "Staircase serves "
 STARTING = 180.0  # seconds until the server must be ready: it loads a model
-STOPPING = 15.0  # seconds until a server that was told to stop is killed
-POLL = 0.05  # seconds between two looks at the log
+STOPPING = 15.0  # seconds until a server that has been asked to end is killed
 
 
 @dataclass
@@ -53,7 +49,7 @@ class OwnServer:
                     return
             if ended or any(line.startswith("error: ") for line in lines):
                 break
-            time.sleep(POLL)
+            time.sleep(0.05)
         last = self.stderr().strip().rpartition("\n")[2].strip().removeprefix("error: ")
         raise UserError(
             f"The server did not start: {last or f'try python -m {MODULE} to see why.'}"
@@ -69,21 +65,18 @@ def own_server(
 ) -> Iterator[OwnServer]:
     """Our server on a free port, for as long as the block lasts.
 
-    Its standard error is shown, unless it is `quiet`. environment: its variables, by default those
-    of this process. module: what to run in place of the server. Raises UserError with the server's
-    last line if it does not start.
+    Its standard error is shown at the end, unless it is `quiet`. environment: its variables, by
+    default those of this process. module: what to run in place of the server. Raises UserError
+    with the server's last line if it does not start.
     """
     with python(["-m", module or MODULE, "--port", "0", *arguments], environment) as server:
         server.wait()
-        echo = threading.Thread(target=_echo, args=(server,), daemon=True)
-        if not quiet:
-            echo.start()
         try:
             yield server
         finally:
             stop(server.process)
             if not quiet:
-                echo.join()
+                print(server.stderr(), end="", file=sys.stderr)
 
 
 @contextmanager
@@ -91,21 +84,15 @@ def python(arguments: Sequence[str], environment: Mapping[str, str] | None) -> I
     """Run Python with these arguments for as long as the block lasts; no server is ready yet."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         log = Path(folder) / "stderr"
+        command, nothing = [sys.executable, *arguments], subprocess.DEVNULL
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, *arguments],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=file,
-                stderr=file,
+                command, cwd=ROOT, env=environment, stdin=nothing, stdout=file, stderr=file
             )
         try:
             yield OwnServer(process, log)
         finally:
             stop(process)
-            assert process.stdin is not None
-            process.stdin.close()
 
 
 def free_ports(count: int) -> list[int]:
@@ -118,23 +105,10 @@ def free_ports(count: int) -> list[int]:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Tell a process to end, and kill it if it does not."""
+    """Ask a process to end, and kill it if it does not."""
     process.terminate()
     try:
         process.wait(STOPPING)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _echo(server: OwnServer) -> None:
-    """Show the log after the line that reports the server ready, until the process ends."""
-    with server.log.open(encoding="utf-8", errors="replace") as log:
-        while not log.readline().startswith(READY):
-            pass
-        ended = False
-        while not ended:
-            time.sleep(POLL)
-            ended = server.process.poll() is not None
-            for line in log:
-                tqdm.write(line, file=sys.stderr, end="")  # above a progress bar

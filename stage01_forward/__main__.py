@@ -21,4 +21,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, loads=True)
+    cli.run(main)

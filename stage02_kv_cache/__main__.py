@@ -20,4 +20,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, loads=True)
+    cli.run(main)

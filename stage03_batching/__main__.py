@@ -114,4 +114,4 @@ def view(engine: Engine, answers: Sequence[live.Answer], width: int, height: int
 
 
 if __name__ == "__main__":
-    cli.run(main, loads=True)
+    cli.run(main)

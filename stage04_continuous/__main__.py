@@ -176,4 +176,4 @@ def write(engine: Engine, gantt: Path | None, trace: Path | None, slots: int) ->
 
 
 if __name__ == "__main__":
-    cli.run(main, loads=True)
+    cli.run(main)

@@ -383,4 +383,4 @@ class Show(live.Show):
 
 
 if __name__ == "__main__":
-    cli.run(main, loads=True)
+    cli.run(main)

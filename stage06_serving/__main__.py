@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from shared import cli, models, program, registry
+from shared import cli, models, registry
 from shared.errors import UserError
 from stage05_paged.memory import default_memory, free_memory, make_pool, parse_memory, size
 
@@ -200,7 +200,6 @@ def main(argv: list[str] | None = None, maker: Any = None) -> int:
     with listen(settings.host, settings.port) as listening:
         # Python's own handler would end the interpreter under a thread that computes, and abort.
         # The server shuts down first, and then lets the signal end the process.
-        program.die_at_interrupt()
         serve(settings, template, listening, maker)
     return 0
 

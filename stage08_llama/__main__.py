@@ -107,4 +107,4 @@ def talk(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main, loads=True)
+    cli.run(main)

@@ -124,4 +124,4 @@ def coloured() -> bool:
 
 
 if __name__ == "__main__":
-    cli.run(main, loads=True)
+    cli.run(main)

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from shared.errors import UserError
 from shared.paths import ROOT
-from shared.tokenizer import AnyTokenizer, number_of
+from shared.spelling import number_of
+from shared.tokenizer import AnyTokenizer
 from stage01_forward.generation import Row
 from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request

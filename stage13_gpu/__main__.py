@@ -45,4 +45,4 @@ def speak(options: argparse.Namespace, prompt: str) -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main, loads=True)
+    cli.run(main)

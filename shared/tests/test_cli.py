@@ -22,7 +22,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shared import cli, linear, paths, program, testing
+from shared import cli, linear, paths, testing
 from shared.errors import UserError
 from shared.testing import FIELDS, make_folder, python
 
@@ -302,73 +302,6 @@ def test_options_are_checked_before_pytorch_is_imported():
     assert done.stderr == "" and done.stdout.count("\n") == len(lines), done
     assert {line.split()[0] for line in done.stdout.splitlines()} == {"False"}, done.stdout
     assert "attempting to bind" not in done.stdout
-
-
-def test_programs_are_checked_before_their_imports():
-    """-S: without the installed packages."""
-    missing = "The package [a-z]+ is not installed for .*requirements.txt"
-    for words, status, told in (
-        *(("reports.tour", 1, missing), ("stage06_serving --port 0", 1, missing)),
-        ("stage02_kv_cache.benchmark --quick", 1, missing),
-        ("stage13_gpu.benchmark --device cuda", 1, missing),
-        ("stage02_kv_cache.benchmark --fast", 2, "Unrecognized arguments: --fast"),
-        ("reports.draw --quick", 2, "Unrecognized arguments: --quick"),
-    ):
-        done = python("-S", "-m", *words.split())
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (status, "", 1), done
-        assert re.match(f"error: {told}", done.stderr)
-
-
-UNHEEDED = """
-import signal, sys
-class Finder:
-    def find_spec(self, name, *rest):
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
-            print(name)
-sys.argv[0] = "-m"
-sys.meta_path.insert(0, Finder())
-import shared
-"""
-
-
-def test_ctrl_c_is_heeded_before_anything_large_is_imported(interruptible):
-    """pathlib took 10 ms, in which Ctrl-C was a traceback of our modules. -S: packages that are
-    installed may have imported it before."""
-    unheeded = python("-S", "-c", UNHEEDED).stdout.split()
-    assert "shared.program" in unheeded and not {"pathlib", "psutil"} & {*unheeded}
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="there Ctrl-C would reach this process too")
-@pytest.mark.parametrize("module", ["shared", "torch._utils", "torch.functional"])
-def test_ctrl_c_while_modules_are_imported_shows_no_traceback(interruptible, module):
-    """A KeyboardInterrupt while PyTorch is imported was lost, or the process aborted."""
-    command = [sys.executable, "-X", "importtime", "-m", "stage08_llama", "hello"]
-    with subprocess.Popen(command, cwd=paths.ROOT, stderr=subprocess.PIPE, text=True) as started:
-        assert started.stderr is not None
-        for line in started.stderr:
-            if line.split("|")[-1].strip() == module:
-                started.send_signal(signal.SIGINT)
-                break
-        assert "Traceback" not in started.stderr.read()
-    assert started.returncode == -signal.SIGINT
-
-
-def test_ctrl_c_is_an_exception_again_once_the_model_is_loaded(run, folder, interruptible):
-    main = MAINS["stage02_kv_cache"]
-    before = signal.getsignal(signal.SIGINT)
-    seen = []
-
-    def observed(arguments):
-        program.die_at_interrupt()
-        main(arguments)
-        seen.append(signal.getsignal(signal.SIGINT))
-
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        status, *_ = run(observed, "--prompt-ids", "1,2", "--model", str(folder))
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert (status, seen) == (0, [signal.default_int_handler])
 
 
 @pytest.mark.parametrize("name", MAINS)

@@ -20,7 +20,8 @@ from shared import models
 from shared.cli import run
 from shared.paths import ROOT
 from shared.peers import transformers_greedy
-from shared.tokenizer import byte_alphabet, load_tokenizer
+from shared.spelling import byte_alphabet
+from shared.tokenizer import load_tokenizer
 from stage01_forward.attention import Recompute
 from stage05_paged.engine import make
 from stage06_serving.settings import parse
