@@ -125,6 +125,8 @@ def _fill(edit: Edit, lines: list[str], where: str) -> None:
                 if name == "caught by":
                     names = value.split(", ")
                     edit.tests += tuple(test_id(edit.stage, test) for test in names)
+                elif name == "shows":  # a program has several
+                    edit.shows = f"{edit.shows}\n{value}".strip()
                 else:
                     setattr(edit, name, value)
         elif edit.what:

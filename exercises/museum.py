@@ -22,7 +22,7 @@ from .student import SECONDS, State, need_clean, read
 
 ACTIONS = ("list", "plant", "hint", "check", "reveal", "clear")
 PATIENCE = 120.0  # seconds for a symptom
-WIDTH = 100
+WIDTH, SHOWN = 100, 40  # columns; lines
 
 
 def main(action: str, number: int | None) -> int:
@@ -111,7 +111,9 @@ def symptom(exhibit: Edit) -> str:
         return f"{shown[-2000:]}\n[no end after {PATIENCE:.0f} s]"
     ended = f"\n[exit status {done.returncode}]" if done.returncode else ""
     lines = done.stdout.strip().splitlines()
-    return "\n".join([*lines[:40], *(["..."] if len(lines) > 40 else [])]) + ended
+    if len(lines) > SHOWN:
+        lines[SHOWN // 2 : -SHOWN // 2] = ["..."]
+    return "\n".join(lines) + ended
 
 
 def beside(left: str, right: str) -> str:

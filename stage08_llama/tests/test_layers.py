@@ -26,7 +26,7 @@ def test_the_norm_divides_in_float32_and_weighs_in_the_dtype(dtype):
     wide = x.float()
     scale = 1 / (wide.pow(2).mean(-1, keepdim=True) + 0.5).sqrt()
     want = (wide * scale).to(dtype) * norm.weight
-    got = norm(x)
+    got = norm(x.clone())
     assert got.dtype == dtype
     torch.testing.assert_close(got, want, rtol=1e-5 if dtype.itemsize > 2 else 1e-2, atol=0)
     assert dtype.itemsize > 2 or (got == want).float().mean() > 0.95  # weighed in float32: 0.74
@@ -35,7 +35,7 @@ def test_the_norm_divides_in_float32_and_weighs_in_the_dtype(dtype):
 def test_a_pair_turns_as_a_complex_number():
     x, positions = normal(7, 3, 10), torch.tensor([0, 1, 2, 3, 50, 301, 900])
     turns = frequencies(Rope(100.0), 10)
-    got = rotate(x, *rotation(positions, turns, 1.5))
+    got = rotate(x.clone(), *rotation(positions, turns, 1.5))
     angles = positions[:, None, None].float() * turns
     turned = torch.complex(x[..., :5], x[..., 5:]) * torch.polar(torch.ones_like(angles), angles)
     want = torch.cat([turned.real, turned.imag], -1) * 1.5
@@ -44,7 +44,7 @@ def test_a_pair_turns_as_a_complex_number():
     for dtype in (torch.bfloat16, torch.float16):
         small = x.to(dtype)
         turned = torch.complex(*small.float().chunk(2, -1)) * torch.polar(angles * 0 + 1.5, angles)
-        got, want = rotate(small, *rotation(positions, turns, 1.5)), torch.view_as_real(turned)
+        got, want = rotate(small.clone(), *rotation(positions, turns, 1.5)), torch.view_as_real(turned)
         same = got == want.movedim(-1, -2).flatten(-2).to(dtype)
         assert got.dtype == dtype and same.float().mean() > 0.95  # turned in the dtype: 0.5
 
@@ -87,7 +87,7 @@ def test_heads_are_normed_then_turned_and_values_are_neither(qk_norm):
         parameter.data = normal(*parameter.shape) * (number + 1) / 4
     x = normal(5, 24)
     turn = rotation(torch.arange(5), frequencies(Rope(), 8))
-    q, k, v = layer.heads(x, turn)
+    q, k, v = layer.heads(x.clone(), turn)
     assert (q.shape, k.shape, v.shape) == ((5, 6, 8), (5, 2, 8), (5, 2, 8))
     plain = [p(x).view(5, -1, 8) for p in (layer.q_proj, layer.k_proj, layer.v_proj)]
     assert torch.equal(v, plain[2])
