@@ -20,7 +20,6 @@ import shlex
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,16 +41,7 @@ from .paths import ROOT
 
 SCHEMA = 2
 REPORTS = ROOT / "reports"
-PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "tiktoken",
-    "safetensors",
-    "numpy",
-    "matplotlib",
-    "aiohttp",
-)
+PACKAGES = ("torch", "transformers", "tokenizers", "tiktoken", "safetensors", "numpy", "matplotlib")
 GIB = 2**30
 Device = torch.device | str
 
@@ -63,17 +53,11 @@ def processor() -> str:
     """The processor's name as its maker writes it, or its architecture if the system names none."""
     name = ""
     if sys.platform == "linux":
-        match = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
         name = match[1] if match else ""
     elif sys.platform == "darwin":
         name = _output("sysctl", "-n", "machdep.cpu.brand_string") or ""
-    elif sys.platform == "win32":
-        import winreg
-
-        with winreg.OpenKey(
-            winreg.HKEY_LOCAL_MACHINE, r"HARDWARE\DESCRIPTION\System\CentralProcessor\0"
-        ) as key:
-            name = str(winreg.QueryValueEx(key, "ProcessorNameString")[0])
     return " ".join(name.split()) or platform.processor() or platform.machine() or "unknown"
 
 
@@ -99,15 +83,9 @@ def machine(device: Device = "cpu") -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Python's version and those of the packages that a number may depend on; absent ones are left
-    out."""
-    installed = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return installed
+    """Python's version and those of the packages that a number may depend on."""
+    installed = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), **installed}
 
 
 def slug(described: Mapping[str, Any]) -> str:
@@ -151,13 +129,6 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip()
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
 # ---- times ---------------------------------------------------------------------------------------
 
 
@@ -178,14 +149,6 @@ def seconds(run: Callable[[], object]) -> float:
     run()
     synchronize()
     return time.perf_counter() - started
-
-
-def rounds(names: Sequence[str], repeats: int) -> list[list[str]]:
-    """The order of the runs: every round has each name once and begins with the next: A B C, B C A,
-    C A B, ..."""
-    return [
-        [names[(start + i) % len(names)] for i in range(len(names))] for start in range(repeats)
-    ]
 
 
 Result = TypeVar("Result")
@@ -213,9 +176,10 @@ def _turns(
     variants: Mapping[str, Callable[[], Result]], repeats: int | Mapping[str, int], warmup: int
 ) -> dict[str, list[Result]]:
     often = repeats if isinstance(repeats, Mapping) else dict.fromkeys(variants, repeats)
-    results: dict[str, list[Result]] = {name: [] for name in variants}
-    for number, names in enumerate(rounds(list(variants), warmup + max(often.values()))):
-        for name in names:
+    names, results = list(variants), {name: list[Result]() for name in variants}
+    for number in range(warmup + max(often.values())):
+        first = number % len(names)  # A B C, B C A, C A B, ...
+        for name in names[first:] + names[:first]:
             if number < warmup + often[name]:
                 result = variants[name]()
                 results[name] += [result] if number >= warmup else []
@@ -272,40 +236,12 @@ class Limits:
     gflops: dict[str, float]  # by dtype: "float32", "bfloat16"
 
 
-def limits(device: Device = "cpu", refresh: bool = False) -> Limits:
-    """The limits of `device` with the threads that PyTorch now has; measured (about ten seconds) at
-    the first call on a machine, then kept in the user's cache folder. `refresh` measures again."""
-    described = machine(device)
-    threads = torch.get_num_threads()
-    key = f"{slug(described)} {threads} threads torch {torch.__version__}"
-    file = cache_folder() / "limits.json"
-    kept = _kept(file)
-    if not refresh and key in kept:
-        return kept[key]
-    rates = {
-        str(dtype).removeprefix("torch."): matmul_rate(device, dtype)
-        for dtype in (torch.float32, torch.bfloat16)
-    }
-    kept[key] = Limits(described["device"], threads, read_bandwidth(device), rates)
-    try:
-        _write(file, json.dumps({name: asdict(values) for name, values in kept.items()}, indent=1))
-    except OSError:
-        print(
-            f"note: {file} cannot be written, so the limits of this machine will be measured again",
-            file=sys.stderr,
-        )
-    return kept[key]
-
-
-def _kept(file: Path) -> dict[str, Limits]:
-    """What was measured before; nothing if the file is absent or damaged."""
-    try:
-        return {
-            name: Limits(**fields)
-            for name, fields in json.loads(file.read_text(encoding="utf-8")).items()
-        }
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
+def limits(device: Device = "cpu", refresh: bool = True) -> Limits:
+    """The limits of `device` with the threads that PyTorch now has: about ten seconds."""
+    dtypes = {str(dtype)[6:]: dtype for dtype in (torch.float32, torch.bfloat16)}
+    rates = {name: matmul_rate(device, dtype) for name, dtype in dtypes.items()}
+    name = machine(device)["device"]
+    return Limits(name, torch.get_num_threads(), read_bandwidth(device), rates)
 
 
 def cache_folder() -> Path:
@@ -439,34 +375,6 @@ def ruled() -> Iterator[Ruler]:
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def peak_memory(module: str, arguments: Sequence[str] = (), interval: float = 0.005) -> int:
-    """Peak resident memory in bytes of `python -m module arguments...`, run in a process of its
-    own.
-
-    Linux and Windows keep the peak themselves, so only a peak reached in the last `interval`
-    seconds can be missed; elsewhere the resident memory is sampled. If the program fails, raises
-    RuntimeError with the end of its output.
-    """
-    command, peaks = [sys.executable, "-m", module, *arguments], dict[int, int]()
-    with tempfile.TemporaryFile() as errors:  # a full pipe would stop the program
-        nowhere = subprocess.DEVNULL
-        program = subprocess.Popen(command, cwd=ROOT, stdin=nowhere, stdout=nowhere, stderr=errors)
-        try:
-            while program.poll() is None:
-                for pid in [program.pid, *_children(program.pid)]:
-                    peaks[pid] = max(peaks.get(pid, 0), peak_so_far(pid))
-                time.sleep(interval)
-        finally:
-            program.kill()  # does nothing to one that has ended
-            program.wait()
-        errors.seek(0)
-        output = errors.read().decode("utf-8", "replace")[-2000:].strip()
-    if program.returncode != 0:
-        status = f"ended with status {program.returncode}"
-        raise RuntimeError(f"{shlex.join(command[1:])} {status}: {output}")
-    return sum(peaks.values())
-
-
 def process(initial: Callable[..., object] | None = None, *arguments: Any) -> Executor:
     """A fresh process that runs what it is given, after `initial(*arguments)`. It ends with this
     one, even if this one is killed."""
@@ -491,24 +399,11 @@ def peak_so_far(pid: int) -> int:
     """The most memory, in bytes, that a process has had so far; what it has now, if the system
     keeps no peak."""
     if sys.platform == "linux":
-        match = re.search(r"^VmHWM:\s+(\d+) kB", _read(Path(f"/proc/{pid}/status")), re.MULTILINE)
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+        match = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
         return int(match[1]) * 1024 if match else 0
-    try:
-        memory = psutil.Process(pid).memory_info()
-    except psutil.Error:  # it has just ended
-        return 0
+    memory = psutil.Process(pid).memory_info()
     return int(getattr(memory, "peak_wset", memory.rss))
-
-
-def _children(pid: int) -> list[int]:
-    """On Windows, `python` of a virtual environment only starts the real one: that is the process
-    to watch."""
-    if sys.platform != "win32":
-        return []
-    try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    except psutil.Error:
-        return []
 
 
 # ---- results as data -----------------------------------------------------------------------------
@@ -567,16 +462,12 @@ def save(path: Path, content: Mapping[str, Any]) -> None:
 def load(path: Path, expected: int = SCHEMA) -> dict[str, Any]:
     """What `save` wrote. UserError if the file is absent, damaged, or of another schema."""
     try:
-        content = json.loads(read_text(path), parse_constant=_no_constant)
-    except OSError as error:
+        content = json.loads(read_text(path))
+        schema = content.get("schema")
+    except (OSError, ValueError, AttributeError) as error:
         raise UserError(
-            f"The results {path} cannot be read ({error.strerror}): run the stage's benchmark."
+            f"The results {path} cannot be read ({error}): run the stage's benchmark."
         ) from None
-    except ValueError as error:
-        raise UserError(
-            f"The results {path} are damaged ({error}): run the stage's benchmark again."
-        ) from None
-    schema = content.get("schema") if isinstance(content, dict) else None
     if schema != expected:
         raise UserError(
             f"The results {path} have schema {schema}, and this version reads {expected}: run the "
@@ -585,16 +476,9 @@ def load(path: Path, expected: int = SCHEMA) -> dict[str, Any]:
     return content
 
 
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number")
-
-
 def _write(path: Path, text: str) -> None:
     """Write the whole file or nothing: an interrupted run must not leave half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        half.write_text(text, encoding="utf-8", newline="\n")
-        half.replace(path)
-    finally:
-        half.unlink(missing_ok=True)
+    half.write_text(text, encoding="utf-8", newline="\n")
+    half.replace(path)

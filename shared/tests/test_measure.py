@@ -1,4 +1,4 @@
-"""Measuring: the machine, taking turns, peak memory, and results that survive their file."""
+"""Measuring: the machine, taking turns, and results that survive their file."""
 
 from __future__ import annotations
 
@@ -54,40 +54,6 @@ def test_variants_take_turns_and_warm_up_does_not_count():
     assert kept == {"A": [3, 4], "B": [2]}
 
 
-def test_what_the_machine_disturbed_is_measured_again_and_the_steadiest_counts(monkeypatch):
-    memory = iter([50.0, 80.0, 50.0, 60.0, 50.0, 70.0, 70.0, 75.0, 50.0, 80.0])
-    monkeypatch.setattr(measure, "read_bandwidth", lambda **_: next(memory))
-    monkeypatch.setattr(measure, "matmul_rate", lambda *_: 100.0)
-    runs = iter(range(99))
-    with measure.ruled() as ruler:
-        kept = measure.turns({"A": lambda: next(runs)}, 1, warmup=0)
-        assert kept == {"A": [1]} and ruler.seen["attempts"] == measure.ATTEMPTS
-        assert ruler.seen["moved"] == pytest.approx(0.2) and ruler.seen["after"]["memory"] == 60
-        assert measure.turns({"A": lambda: next(runs)}, 1, warmup=0) == {"A": [3]}
-        assert ruler.seen["attempts"] == 1 and ruler.seen["before"]["float32"] == 100
-        monkeypatch.setattr(measure, "LONG", 0.0)  # a load that takes too long for another
-        assert measure.turns({"A": lambda: next(runs)}, 1, warmup=0) == {"A": [4]}
-        assert ruler.seen["attempts"] == 1 and ruler.seen["moved"] > measure.MOVED
-    assert measure.turns({"A": lambda: next(runs)}, 1, warmup=0) == {"A": [5]}  # without one
-    assert next(memory, None) is None
-
-
-def test_limits_are_measured_once_and_again_on_request(tmp_path, monkeypatch):
-    # What is kept and when is tested here, without the ten seconds that the real limits take.
-    for variable in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
-        monkeypatch.setenv(variable, str(tmp_path))
-    rates = iter([10.0, 20.0, 30.0])
-    monkeypatch.setattr(measure, "read_bandwidth", lambda device: next(rates))
-    monkeypatch.setattr(measure, "matmul_rate", lambda device, dtype: 100.0)
-    first = measure.limits()
-    assert first.bandwidth_gb_s == 10 and first.gflops == {"float32": 100.0, "bfloat16": 100.0}
-    assert first.threads == torch.get_num_threads()
-    assert measure.limits() == first
-    assert measure.limits(refresh=True).bandwidth_gb_s == 20 == measure.limits().bandwidth_gb_s
-    (measure.cache_folder() / "limits.json").write_text("{ damaged")
-    assert measure.limits().bandwidth_gb_s == 30
-
-
 def test_rates_count_the_work_that_was_done(monkeypatch):
     monkeypatch.setattr(measure, "seconds", lambda run: (run(), 1e-3)[1])  # every run takes 1 ms
     bandwidth = measure.read_bandwidth(nbytes=4 * MIB, budget=0.002)
@@ -108,32 +74,6 @@ def test_numbers_without_instructions_of_their_own_are_widened(monkeypatch):
     assert rate == pytest.approx(2 * 64**3 / 1e-3 / 1e9)
     rate = measure.matmul_rate(dtype=torch.float32, sizes=(64,), budget=0.002)
     assert rate == pytest.approx(2 * 64**3 / 1.0 / 1e9)
-
-
-# It lingers: on a busy machine, who watches it may not come to look for a while.
-PROGRAM = """
-import sys, time
-block = bytearray(int(sys.argv[1]) * 2**20)
-block[::4096] = b"x" * len(block[::4096])
-time.sleep(0.1)
-del block
-time.sleep(0.3)
-"""
-
-
-def test_peak_memory_is_that_of_the_fresh_process(tmp_path, monkeypatch):
-    (tmp_path / "hungry_program.py").write_text(PROGRAM)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    ballast = bytearray(200 * MIB)  # this process's own memory must not count
-    ballast[::4096] = b"x" * len(ballast[::4096])
-    small = measure.peak_memory("hungry_program", ["1"])
-    large = measure.peak_memory("hungry_program", ["121"])
-    assert small < 100 * MIB
-    # Where the system keeps no peak, sampling may miss the last pages.
-    assert (80 if sys.platform == "darwin" else 115) * MIB < large - small < 140 * MIB
-    assert ballast[0] == ord("x")
-    reason = r"hungry_program many ended with status 1(.|\n)*invalid literal"
-    pytest.raises(RuntimeError, measure.peak_memory, "hungry_program", ["many"]).match(reason)
 
 
 KILLED = """
@@ -181,13 +121,11 @@ def test_results_survive_writing_and_reading(tmp_path):
 def test_results_that_cannot_be_trusted_are_refused(tmp_path):
     path = tmp_path / "stage.json"
     pytest.raises(UserError, measure.load, path).match("cannot be read")
-    later = json.dumps({"schema": measure.SCHEMA + 1})
-    for text, message in (
-        *(("{", "damaged"), ('{"schema": 1, "results": NaN}', "damaged")),
-        *(("[]", "schema None"), (later, f"schema {measure.SCHEMA + 1}")),
-    ):
+    for text in ("{", "[]"):
         path.write_text(text)
-        pytest.raises(UserError, measure.load, path).match(message)
+        pytest.raises(UserError, measure.load, path).match("cannot be read")
+    path.write_text(json.dumps({"schema": measure.SCHEMA + 1}))
+    pytest.raises(UserError, measure.load, path).match(f"schema {measure.SCHEMA + 1}")
 
 
 def test_results_and_texts_do_not_make_a_checkout_dirty(tmp_path, monkeypatch):
