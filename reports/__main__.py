@@ -23,8 +23,7 @@ FULL = 60.0  # minutes that a whole run takes, at most
 
 def programs() -> dict[str, str]:
     """The modules to run, by the names of their results."""
-    stages = {name: f"{name}.benchmark" for name in paths.discover()}
-    return {"staircase": "reports.staircase", **stages, "peers": "reports.peers"}
+    return {name: module.__name__ for name, module in draw.modules().items()}
 
 
 def measured(name: str) -> bool:

@@ -1,12 +1,9 @@
 """One workload through every stage, and through `transformers`: `python -m reports.staircase`.
 
 The requests are all there at the start, with prompts and answers of different lengths. Each stage
-works through them in its own process, as its user would have to: one after another if it takes one
-prompt, as many together as fit into the same memory if it takes several, and the server over HTTP.
-The processes run in turn for several rounds, and every token is proved.
-
-Writes reports/<machine>/staircase.json; `python -m reports.draw` draws the chart that the
-main README opens with.
+works through them in a process of its own, as its user would have to: one after another if it takes
+one prompt, as many together as fit into the same memory if it takes several, and the server over
+HTTP. The processes take turns for nine rounds, and every token is proved.
 """
 
 from __future__ import annotations
@@ -14,249 +11,178 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import BrokenExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import aiohttp
 import torch
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
-from reports import stages
-from shared import charts, cli, measure
-from shared.bench import kit
-from shared.bench.rows import Column, Results, Row, median, tables
-from shared.checkpoint import PRESETS
+from shared import charts, cli, kit, models, registry
+from shared import measure as watch
 from shared.errors import UserError
+from shared.kit import Results, Row, Subject
+from shared.models import EMBEDDED
 from shared.parity import random_prompt
-from shared.paths import discover
 from shared.peers import transformers_batch, transformers_greedy, transformers_model
 from shared.server import MODULE, own_server
 
-KIND, NAME = "staircase", "reports.staircase"
-FIRST = discover()[0]
-ONE_BY_ONE, BATCH = "transformers", "transformers, a batch"
-TITLES = {ONE_BY_ONE: "transformers, one by one", BATCH: "transformers, one batch"}
-FULL = kit.plan(
-    model="gpt2", dtype="float32", device="cpu", rounds=3,
-    requests=12, prompts=(8, 64), answers=(8, 64),
-    contexts=8,  # memory for keys and values, where a stage takes several sequences
-)  # fmt: skip
+NAME, ROUNDS = "staircase", 9
+ENGINES = ("forward", "kv_cache", "batching", "continuous", "paged", "kernels")
+ONE_BY_ONE, BATCH = "transformers, one by one", "transformers, one batch"
+REQUESTS, PROMPTS, ANSWERS = 12, (8, 64), (8, 40)  # tokens
+CONTEXTS = 8  # memory for keys and values, where a stage takes several sequences
+Lists = list[list[int]]
 
 
-def workload(plan: Any) -> tuple[list[list[int]], list[int]]:
+def workload(model: str) -> tuple[Lists, list[int]]:
     """Prompts (token ids), and how many tokens each answer has."""
-    rng, config = random.Random(KIND), PRESETS[plan.model]
-    lengths = [rng.randint(*plan.prompts) for _ in range(plan.requests)]
-    prompts = [random_prompt(length, config, number) for number, length in enumerate(lengths)]
-    return prompts, [rng.randint(*plan.answers) for _ in prompts]
+    rng, config = random.Random(NAME), models.presets()[model]
+    prompts = [random_prompt(rng.randint(*PROMPTS), config, number) for number in range(REQUESTS)]
+    return prompts, [rng.randint(*ANSWERS) for _ in prompts]
 
 
-@dataclass
-class Run:
-    """What a variant answered, and when each answer was whole: seconds from the start."""
+# ---- in a process of its own --------------------------------------------------------------------
 
-    ends: list[float]
-    tokens: list[list[int]]
-    seconds: float = 0.0
-    bytes: int = 0  # peak memory of the process, or of the server's
+answer: Callable[[Lists, list[int]], Lists]
 
 
-Prompts = list[list[int]]
-Answers = Iterator[tuple[int, list[int]]]  # a prompt's place, and next tokens of its answer
-
-
-def work(variant: str, sizes: Mapping[str, Any], threads: int) -> Run:
-    """Run `variant`, a stage, one of TITLES, or the server, by the sizes of a plan. A short warm-up
-    comes first: libraries choose their kernels at the first call."""
-    plan = kit.plan(**sizes)
-    if variant == MODULE:
-        return by_server(plan, threads)
+def begin(variant: str, model: str, threads: int) -> None:
+    """Load what answers, and answer something: libraries choose their kernels at the first call."""
+    global answer
     torch.set_num_threads(threads)
-    dtype, shape = getattr(torch, plan.dtype), kit.shape(plan.model)
-    answer: Callable[[Prompts, list[int]], Answers]
-    if variant in TITLES:
-        model = transformers_model(shape, dtype).to(plan.device)
-        answer = partial(by_transformers, model, variant == BATCH)
+    if variant in ENGINES:
+        plain = variant == "forward"  # its layers are those that the lesson shows
+        subject = Subject(model, "float32", plain=plain)
+        engine = registry.load(registry.ENGINES[variant])(subject.model, CONTEXTS)
+        subject.shape.tensors.clear()
+
+        def answer(prompts: Lists, counts: list[int]) -> Lists:
+            outputs = engine.generate(prompts, [kit.greedy(count) for count in counts])
+            return [output.token_ids for output in outputs]
     else:
-        model = kit.Subject(shape, dtype, plan.device).model
-        shape.tensors.clear()
-        answer = partial(by_stage, variant, stages.engines()[variant](model, plan.contexts))
-    prompts, counts = workload(plan)
-    for _ in answer(prompts[:2], [2, 2]):
-        pass
-    run = Run([0.0] * len(prompts), [[] for _ in prompts])
-    measure.synchronize(plan.device)
-    started = time.perf_counter()
-    for place, ids in answer(prompts, counts):
-        run.tokens[place] += ids
-        run.ends[place] = time.perf_counter() - started
-    run.seconds, run.bytes = time.perf_counter() - started, measure.peak_so_far(os.getpid())
-    return run
+        shape = models.load(model, random_weights=model not in EMBEDDED)
+        answer = partial(by_transformers, transformers_model(shape, torch.float32), variant)
+    answer([[1, 2, 3]] * 2, [2, 2])
 
 
-def by_stage(name: str, engine: Any, prompts: Prompts, counts: list[int]) -> Answers:
-    for place, token in stages.answer(engine, prompts, list(map(kit.greedy, counts))):
-        yield place, [token.id]
-
-
-def by_transformers(model: Any, batch: bool, prompts: Prompts, counts: list[int]) -> Answers:
-    """transformers' `generate`, as its users call it. In a batch every answer gets as many tokens
-    as the longest one."""
-    if batch:
+def by_transformers(model: Any, variant: str, prompts: Lists, counts: list[int]) -> Lists:
+    """Its `generate`, as its users call it. In a batch every answer is as long as the longest."""
+    if variant == BATCH:
         every = transformers_batch(model, prompts, max(counts))
-        yield from enumerate(ids[:count] for ids, count in zip(every, counts, strict=True))
-    else:
-        yield from enumerate(map(partial(transformers_greedy, model), prompts, counts))
+        return [ids[:count] for ids, count in zip(every, counts, strict=True)]
+    return [transformers_greedy(model, *pair) for pair in zip(prompts, counts, strict=True)]
 
 
-def by_server(plan: Any, threads: int) -> Run:
-    """All requests at once, to our server, started for them."""
-    about = {"device": plan.device, "threads": threads, "max_num_seqs": plan.requests}
-    options = kit.server_options(plan.model, plan.dtype, plan.contexts, **about)
-    with own_server(options, quiet=True) as server:
-        run = asyncio.run(ask_all(server.url, *workload(plan)))
-        run.bytes = measure.peak_so_far(server.pid)
-        return run
+def run(prompts: Lists, counts: list[int]) -> dict[str, Any]:
+    ids: Lists = []
+    seconds = watch.seconds(lambda: ids.extend(answer(prompts, counts)))
+    return {"seconds": seconds, "ids": ids, "bytes": watch.peak_so_far(os.getpid())}
 
 
-async def ask_all(url: str, prompts: Prompts, counts: list[int]) -> Run:
-    """All answers of one of our servers. Raises UserError if an answer fails or has the wrong
-    length."""
-    run = Run([0.0] * len(prompts), [[] for _ in prompts])
+async def ask_all(url: str, prompts: Lists, counts: list[int]) -> dict[str, Any]:
+    """All answers of one of our servers. Raises UserError if one fails."""
 
-    async def ask(place: int, prompt: list[int], count: int) -> None:
+    async def ask(prompt: list[int], count: int) -> list[int]:
         body = {"prompt": prompt, "max_tokens": count, "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True}
         async with session.post(f"{url}/v1/completions", json=body) as response:
             if response.status != 200:
-                text = (await response.text())[:300]
-                raise UserError(f"{url} answered {response.status}: {text}")
-            answer = await response.json()
-        run.ends[place] = time.perf_counter() - started
-        if (got := answer["usage"]["completion_tokens"]) != count:
-            raise UserError(f"{url} gave {got} tokens where {count} were requested.")
-        run.tokens[place] = answer["choices"][0]["token_ids"]
+                raise UserError(
+                    f"{url} answered {response.status}: {(await response.text())[:300]}"
+                )
+            ids: list[int] = (await response.json())["choices"][0]["token_ids"]
+            return ids
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
-        started = time.perf_counter()
-        await asyncio.gather(*(ask(0, prompt, 2) for prompt in prompts[:2]))  # warms up
-        started = time.perf_counter()
-        await asyncio.gather(*map(ask, range(len(prompts)), prompts, counts))
-        run.seconds = time.perf_counter() - started
-    return run
+        started = watch.time.perf_counter()
+        ids = await asyncio.gather(*map(ask, prompts, counts))
+        return {"seconds": watch.time.perf_counter() - started, "ids": list(ids)}
 
 
-def variants(plan: Any) -> list[str]:
-    """What each process runs, in the order of a round."""
-    return [*([] if plan.device == "mps" else TITLES), *stages.engines(), MODULE]
+def server_options(model: str, threads: int) -> list[str]:
+    config = models.presets()[model]
+    memory = CONTEXTS * config.n_positions * config.kv_bytes_per_token(torch.float32)
+    options = {"model": model, "dtype": "float32", "kv-memory": memory, "threads": threads}
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return [*words, *([] if model in EMBEDDED else ["--random-weights"])]
 
 
-def run(plan: Any) -> dict[str, Any]:
-    """Raises AssertionError for a wrong token, and UserError for a run that fails."""
-    wanted, threads = variants(plan), torch.get_num_threads()
-    with tqdm(total=len(wanted) * plan.rounds, unit="run") as bar:
-
-        def fresh(name: str) -> Run:
-            bar.set_postfix_str(name)
-            try:
-                with measure.process() as worker:
-                    return worker.submit(work, name, vars(plan), threads).result()
-            except BrokenExecutor as error:
-                raise UserError(f"{name} could not be measured: {error}") from None
-            finally:
-                bar.update()
-
-        ways = {name: partial(fresh, name) for name in wanted}
-        runs = measure.turns(ways, plan.rounds, warmup=0, steady=False)
-    return {"steps": [together(plan, runs)]}
+# ---- rounds -------------------------------------------------------------------------------------
 
 
-def together(plan: Any, results: Mapping[str, list[Run]]) -> kit.Group:
-    """The runs as a group, every answer proved."""
-    prompts, counts = workload(plan)
-    subject = kit.Subject(kit.shape(plan.model), getattr(torch, plan.dtype), plan.device)
+def measure(bench: kit.Bench) -> None:
+    model = "stories" if bench.quick else "gpt2"
+    threads, (prompts, counts) = torch.get_num_threads(), workload(model)
+    with ExitStack() as stack:
+        ways: dict[str, Callable[[], dict[str, Any]]] = {}
+        for variant in (ONE_BY_ONE, BATCH, *ENGINES):
+            worker = stack.enter_context(watch.process(begin, variant, model, threads))
+            worker.submit(int).result()  # one process after the other: each takes all processors
+            ways[variant] = lambda worker=worker: worker.submit(run, prompts, counts).result()
+        server = stack.enter_context(own_server(server_options(model, threads), quiet=True))
 
-    def kept(run: Run) -> kit.Group:
-        proof = subject.prove_lengths(prompts, run.tokens, counts)
-        return {"seconds": run.seconds, "ends": run.ends, "bytes": run.bytes, "proof": proof}
+        def by_server() -> dict[str, Any]:
+            answers = asyncio.run(ask_all(server.url, prompts, counts))
+            return answers | {"bytes": watch.peak_so_far(server.pid)}
 
-    fields = {name: list(map(kept, runs)) for name, runs in results.items()}
-    lengths = list(zip(map(len, prompts), counts, strict=True))
-    return subject.about | {"lengths": kit.packed(lengths)} | kit.by_variant(fields)
+        ways[MODULE], subject, seen = by_server, Subject(model, "float32"), list[Lists]()
 
+        def proved(way: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+            result = way()
+            seen.append(result.pop("ids"))
+            return result
 
-def span(row: Row, place: int) -> str:
-    """All tokens of prompts or answers, and their range."""
-    lengths = [pair[place] for pair in row.lengths]
-    return f"{sum(lengths)}: {min(lengths)} to {max(lengths)} each"
+        def proof() -> dict[str, Any]:
+            if any(list(map(len, ids)) != counts for ids in seen):
+                raise AssertionError("an answer has another length than was asked for")
+            return subject.prove(prompts * len(seen), sum(seen, []))
 
-
-def name_of(row: Row) -> str:
-    return TITLES.get(row.variant, row.variant)
-
-
-COLUMNS: dict[str, Column] = {
-    "engine": name_of,
-    "over stage 01": lambda row: f"{row.of(FIRST).median / row.median:.1f}x",
-    "an answer takes, s (mean)": lambda row: f"{median(map(statistics.fmean, row['ends'])):.1f}",
-    "the slowest, s": lambda row: f"{median(map(max, row['ends'])):.1f}",
-    "peak memory, MiB": lambda row: f"{median(row['bytes']) / 2**20:,.0f}",
-    "tokens proved": "proof",
-    "prompt tokens": lambda row: span(row, 0),
-    "answer tokens": lambda row: span(row, 1),
-    "memory, whole contexts": lambda row: row.results.plan["contexts"],
-    "rounds": lambda row: row.results.plan["rounds"],
-}
-TABLES = tables(
-    COLUMNS,
-    """
-    workload < steps: model | dtype | requests | prompt tokens | answer tokens
-      | memory, whole contexts | rounds
-    steps: engine | tok/s | over stage 01 | an answer takes, s (mean) | the slowest, s
-      | peak memory, MiB | tokens proved
-    """,
-)
+        lengths = kit.packed(zip(map(len, prompts), counts, strict=True))
+        variants = {name: partial(proved, way) for name, way in ways.items()}
+        bench.row("steps", variants, ROUNDS, 1, proof, **subject.about, lengths=lengths)
 
 
-def steps_chart(results: Results) -> Figure:
-    """Ours from top to bottom, and transformers below them."""
-    ours = sorted(row.variant for row in results.rows("steps") if row.variant not in TITLES)
-    order = [*ours, *TITLES]
-    engines = sorted(results.rows("steps"), key=lambda row: order.index(row.variant))
-    best = min(row.median for row in engines if row.variant in stages.engines())
-    gain = engines[0].of(FIRST).median / best
-    rates = [row.rate for row in engines]
+def title(variant: str) -> str:
+    """The package of an engine's stage."""
+    return registry.ENGINES[variant].partition(".")[0] if variant in ENGINES else variant
+
+
+def lines(row: Row) -> Iterator[dict[str, object]]:
+    for variant in (*ENGINES, MODULE, ONE_BY_ONE, BATCH):
+        yield {
+            "engine": title(variant), "tok/s": row.rate(variant, 0),
+            "over stage 01": f"{row.gain('forward', variant):.1f}x",
+            "peak memory, MiB": f"{max(row['bytes'][variant]) / 2**20:,.0f}",
+        }  # fmt: skip
+
+
+def tables(results: Results) -> kit.Tables:
+    return {"steps": [line for row in results.rows("steps") for line in lines(row)]}
+
+
+def chart(results: Results) -> Figure:
+    (row, *_) = results.rows("steps")
+    order = [*ENGINES, MODULE, ONE_BY_ONE, BATCH]
+    best = min(ENGINES, key=row.median)
     return charts.bars(
-        f"The staircase: {gain:.0f}x the naive engine's throughput",
-        "output tok/s",
-        list(map(name_of, engines)),
-        {"tok/s": [rate.median for rate in rates]},
-        spread={"tok/s": [(rate.low, rate.high) for rate in rates]},
-        others=list(TITLES.values()),
-        digits=0,
-    )
+        f"The staircase: {row.gain('forward', best):.0f}x the naive engine's throughput",
+        "output tok/s (GPT-2 124M shape, float32, 12 requests together)",
+        [title(variant) for variant in order],
+        {"tok/s": [row.tokens / row.median(variant) for variant in order]},
+        others=(ONE_BY_ONE, BATCH), digits=0,
+    )  # fmt: skip
 
 
 def headline(results: Results) -> str:
-    group = results.groups("steps")[0]
-    last = [name for name in stages.engines() if name in group["seconds"]][-1]
-    return f"{group.gain(FIRST, last):.0f}x from {FIRST} to {last}"
+    for row in results.rows("steps"):
+        return f"{row.gain('forward', min(ENGINES, key=row.median)):.0f}x the naive engine"
+    return kit.UNMEASURED
 
 
-OPTIONS: dict[str, Any] = {
-    "device": {"choices": ("cpu", "cuda", "mps"), "default": "cpu", "help": "what to compute on"},
-    "dtype": {"choices": ("float32", "bfloat16"), "default": "float32", "help": "number format"},
-}
-BENCHMARK = kit.Benchmark(
-    KIND, __doc__, FULL, run, TABLES, {"steps": steps_chart}, headline, module=NAME, options=OPTIONS
-)
-main = BENCHMARK.main
+main = partial(kit.main, NAME, __doc__, measure, tables, module="reports.staircase")
 
 if __name__ == "__main__":
     cli.run(main)

@@ -445,10 +445,12 @@ def main(
     tables: Callable[[Results], Tables],
     argv: list[str] | None = None,
     device: str = "cpu",
+    module: str = "",
 ) -> None:
     """Measure, and write reports/<machine>/<stage>.json; with --quick show the tables instead."""
-    examples = f"  python -m {stage}.benchmark --quick\n  python -m {stage}.benchmark"
-    parser = cli.Parser(f"{stage}.benchmark", about or "", examples)
+    module = module or f"{stage}.benchmark"
+    examples = f"  python -m {module} --quick\n  python -m {module}"
+    parser = cli.Parser(module, about or "", examples)
     told = "the smallest sizes, once: shows the tables and keeps nothing"
     parser.add_argument("--quick", action="store_true", help=told)
     parser.add_argument("--effort", type=float, default=1.0, help="share of the repeats, 0 to 1")

@@ -119,7 +119,7 @@ def prove(subject: Subject, url: str, count: int) -> dict[str, Any]:
     """Prove that a server answers `count` prompts of each length at once as stage 01 would. Raises
     AssertionError for a wrong token, UserError for a wrong number of them."""
     prompts = subject.prompts(length for length in LENGTHS.values() for _ in range(count))
-    answers = asyncio.run(ask_all(url, prompts, [ANSWER] * len(prompts))).tokens
+    answers = asyncio.run(ask_all(url, prompts, [ANSWER] * len(prompts)))["ids"]
     return subject.prove(map(Output, prompts, answers))
 
 

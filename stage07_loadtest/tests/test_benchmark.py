@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from reports.staircase import Run
 from shared import measure
 from shared.bench.claims import ROUND
 from shared.bench.kit import Subject, shape
@@ -115,7 +114,7 @@ def test_a_flood_too_short_for_a_steady_part_is_counted_whole(steady):
 
 def test_a_server_that_answers_otherwise_stops_the_benchmark(monkeypatch):
     async def ask_all(url, prompts, counts):
-        return Run([], [[0] * WORDS for _ in prompts])
+        return {"ids": [[0] * WORDS for _ in prompts]}
 
     monkeypatch.setattr(benchmark, "ask_all", ask_all)
     with pytest.raises(AssertionError, match="below the best"):
