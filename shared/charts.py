@@ -13,7 +13,6 @@ import io
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,6 @@ svg { filter: invert(0.89) hue-rotate(180deg); background: #ffffff }
 }</style>"""
 
 Spread = Mapping[str, Sequence[tuple[float, float]]]
-Band = tuple[Sequence[Sequence[int]], int]  # runs, room: see `bands`
 
 
 def new_figure(
@@ -231,34 +229,6 @@ def bars(
         axes.tick_params(axis="y", length=0)
         axes.grid(False, axis="y")
         axes.spines["left"].set_visible(False)
-    return figure
-
-
-def bands(title: str, xlabel: str, ylabel: str, drawn: Mapping[str, Band]) -> Figure:
-    """Bands from bottom to top over a common x, each with its name above it. The dark part is in
-    use; the light part behind it is the capacity.
-
-    drawn: name -> (runs, room). A run is [value, how many consecutive places have it]; no value
-    exceeds the room, the capacity.
-    """
-    figure, axes = new_figure(title, xlabel, ylabel)
-    with matplotlib.rc_context(style()):
-        ticks: dict[float, str] = {}
-        floor, gap = 0.0, 0.45 * max(room for _, room in drawn.values())
-        for number, (name, (runs, room)) in enumerate(drawn.items()):
-            values = [floor + value for value, _ in runs]
-            edges = [0, *accumulate(times for _, times in runs)]
-            whole = {"facecolor": FAINT, "linewidth": 0}
-            axes.fill_between([0, edges[-1]], floor, floor + room, **whole)
-            look = {"step": "post", "facecolor": COLOURS[number], "linewidth": 0}
-            axes.fill_between(edges, floor, [*values, values[-1]], **look)
-            _note(axes, name, (0, floor + room), (4, 4))
-            ticks |= {floor: "0", floor + room: f"{room:g}"}
-            floor += room + gap
-        axes.set_yticks(list(ticks), list(ticks.values()))
-        axes.set_xlim(left=0)
-        axes.set_ylim(0, floor)
-        axes.grid(False, axis="y")
     return figure
 
 

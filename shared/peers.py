@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
 from .checkpoint import Checkpoint
-
-PAGE = 32  # tokens; transformers' cache is taken a page at a time
 
 
 def transformers_model(checkpoint: Checkpoint, dtype: torch.dtype, attention: str = "sdpa") -> Any:
@@ -59,61 +56,6 @@ def transformers_batch(
         pad_token_id=0,
     )
     return out[:, width:].tolist()
-
-
-class TransformersContinuous:
-    """`transformers`' continuous batching, with the rows, cache and token budget of an engine.
-
-    Use it in a `with`: it runs in a thread of its own, which ends with the block, or at once after
-    an error. Prompts share nothing, and end-of-text ends no answer. `passes` counts the forward
-    passes of the last call.
-    """
-
-    def __init__(self, model: Any, slots: int, slot_tokens: int, token_budget: int) -> None:
-        from transformers import ContinuousBatchingConfig, GenerationConfig
-
-        self.passes = 0
-        self._manager = model.init_continuous_batching(
-            GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
-            ContinuousBatchingConfig(
-                page_size=PAGE,
-                num_blocks=slots * math.ceil(slot_tokens / PAGE),
-                max_batch_tokens=token_budget,
-                max_requests_per_batch=slots,
-                allow_block_sharing=False,
-                safety_margin=0.0,  # else no request is admitted below 15 % of free cache
-                auto_switch_to_flash=False,  # else it looks for another attention on the hub
-            ),
-        )
-
-    def __enter__(self) -> TransformersContinuous:
-        self._manager.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._manager.stop(hard_stop=kind is not None)
-        self._manager.destroy()
-
-    def generate(self, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
-        """`counts[i]` greedy tokens after each `prompts[i]`; all arrive together. Raises
-        RuntimeError if the thread fails."""
-        before = getattr(self._manager, "current_batch", 0)  # the thread sets it when it begins
-        ids = [
-            self._manager.add_request(prompt, max_new_tokens=count)
-            for prompt, count in zip(prompts, counts, strict=True)
-        ]
-        answers: dict[str, list[int]] = {}
-        while len(answers) < len(ids):
-            result = self._manager.get_result(timeout=1)
-            if result is not None and result.error is None:
-                answers[result.request_id] = result.generated_tokens
-            elif result is not None or not self._manager.is_running():
-                raise RuntimeError(
-                    "transformers' continuous batching failed: "
-                    f"{result.error if result else 'its thread ended'}"
-                )
-        self.passes = self._manager.current_batch - before
-        return [answers[id] for id in ids]
 
 
 class TransformersSequence:
