@@ -399,7 +399,7 @@ def claim(
 def machine(results: Results) -> str:
     """One line: the machine, and what it gave beside all rows."""
     content, about = results.content, results.content["machine"]
-    rows = [row for case in content["results"].values() for row in case]
+    rows = [row for case in content["results"].values() for row in case if "limits" in row]
     ends = [row["limits"][when] for row in rows for when in ("before", "after")]
 
     def span(name: str) -> str:
