@@ -61,9 +61,7 @@ def heads(bench: kit.Bench, subject: Subject, count: int, context: int) -> None:
 def pieces(bench: kit.Bench, subject: Subject) -> None:
     """The new pieces of a layer for one token, beside GPT-2's LayerNorm and a matrix."""
     config, width = subject.config, subject.config.n_embd
-    layer, rms = (
-        kind(width).to(subject.dtype) for kind in (nn.LayerNorm, partial(RMSNorm, eps=1e-5))
-    )
+    layer, rms = nn.LayerNorm(width).to(subject.dtype), RMSNorm(width, 1e-5).to(subject.dtype)
     nn.init.ones_(rms.weight)
     gate = nn.Linear(width, config.n_inner, bias=False).to(subject.dtype)
     turns = rotation(torch.arange(1), frequencies(config.rope, config.head_dim))

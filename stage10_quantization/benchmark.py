@@ -120,7 +120,9 @@ def bound(row: Row, weights: str, keys: str = "") -> float:
 
 
 def name_of(row: Row) -> str:
-    return f"decode, {row['rows']} rows" if row["context"] else f"prompt of {row['rows']}"
+    if not row["context"]:
+        return f"prompt of {row['rows']}"
+    return "decode, 1 row" if row["rows"] == 1 else f"decode, {row['rows']} rows"
 
 
 def tables(results: Results) -> kit.Tables:
