@@ -120,8 +120,8 @@ class Bench:
     """One run of a benchmark. `results`: rows by case. effort: share of the repeats, at least
     three; quick: one repeat, an embedded model, and only the first of each of `sizes`."""
 
-    def __init__(self, quick: bool = False, effort: float = 1.0) -> None:
-        self.quick, self.effort = quick, effort
+    def __init__(self, quick: bool = False, effort: float = 1.0, device: str = "cpu") -> None:
+        self.quick, self.effort, self.device = quick, effort, device
         self.results: dict[str, list[dict[str, Any]]] = {}
         self.bar = tqdm(unit="row", leave=False)
         self._speeds: dict[str, float] = {}  # after the last row
@@ -156,9 +156,9 @@ class Bench:
         runs = {name: partial(timed, way) for name, way in ways.items()}
         row: dict[str, Any] = {}
         for attempt in range(1 if self.quick else TRIES):
-            before = self._speeds if self._fresh() else speeds()
+            before = self._speeds if self._fresh() else speeds(self.device)
             kept = measure.turns(runs, repeats, warmup)
-            self._speeds = after = speeds()
+            self._speeds = after = speeds(self.device)
             self._when = measure.time.perf_counter()
             limits = {"before": before, "after": after, "tries": attempt + 1}
             row = about | by_variant(kept) | {"limits": limits}
@@ -266,12 +266,13 @@ def by_variant(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any
     }
 
 
-def speeds() -> dict[str, float]:
+def speeds(device: str = "cpu") -> dict[str, float]:
     """GB/s of memory and GFLOP/s by dtype that simple loops get out of the machine now."""
-    found = {"memory": measure.read_bandwidth(nbytes=measure.GIB // 4, budget=0.05)}
+    size, sizes = (measure.GIB // 4, (1024,)) if device == "cpu" else (4 * measure.GIB, (8192,))
+    rates = {"memory": measure.read_bandwidth(device, size, 0.05)}
     for dtype in ("float32", "bfloat16"):
-        found[dtype] = measure.matmul_rate("cpu", getattr(torch, dtype), (1024,), 0.05)
-    return found
+        rates[dtype] = measure.matmul_rate(device, getattr(torch, dtype), sizes, 0.05)
+    return rates
 
 
 def moved(row: Mapping[str, Any]) -> float:
@@ -458,7 +459,7 @@ def main(
     if not options.quick:
         clean_commit()
     others = busy()
-    bench = Bench(options.quick, options.effort)
+    bench = Bench(options.quick, options.effort, device)
     run(bench)
     bench.bar.close()
     content = content_of(stage, bench, device)

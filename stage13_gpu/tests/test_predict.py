@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from shared import measure, models
+from shared import kit, measure, models
 from shared.paths import ROOT
 from stage13_gpu import benchmark, predict
 from stage13_gpu import launch as launching
@@ -103,11 +103,11 @@ def test_without_results_of_a_gpu_nothing_is_invented():
 
 def test_what_a_gpu_has_measured_is_shown_beside_its_prediction(tmp_path, monkeypatch):
     """And not beside another's, whose name begins alike."""
-    step = {"model": "gpt2", "dtype": "bfloat16", "count": 1, "context": 1000}
-    slow, fast = {benchmark.GRAPH: [9e-4]}, {benchmark.GRAPH: [1e-4, 3e-4, 2e-4]}
-    steps = [step | {"dtype": "float32", "seconds": slow}, step | {"seconds": fast}]
-    content = {"schema": measure.SCHEMA, "machine": {"device": "NVIDIA H100 80GB HBM3"}}
-    content |= {"results": {"steps": steps}, "configuration": {}}
+    step = {"model": "gpt2", "rows": 1}
+    fast = {benchmark.GRAPH: [1e-4, 3e-4, 2e-4]}
+    steps = [step | {"refused": 0.2}, step | {"seconds": fast}]
+    content = {"schema": kit.SCHEMA, "machine": {"device": "NVIDIA H100 80GB HBM3"}}
+    content |= {"results": {"steps": steps}}
     measure.save(tmp_path / "some-gpu" / f"{benchmark.STAGE}.json", content)
     other = content | {"machine": {"device": "NVIDIA L40S"}}
     measure.save(tmp_path / "other-gpu" / f"{benchmark.STAGE}.json", other)
