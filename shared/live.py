@@ -51,23 +51,19 @@ class Answer:
         self.number, self.urgent = number, False
         self.output: Any = None
         self.ids: list[int] = []
-        self._refusal: str | None = None
+        self.refusal: UserError | None = None  # why the prompt gets no answer
         try:
             self.ids = loaded.tokenizer.encode(prompt)
         except UserError as error:
-            self.refuse(error)
+            self.refusal = error
         self._text = loaded.tokenizer.decode(self.ids)
         self._decoder = cli.AnswerDecoder(loaded)
         self._read = 0
 
-    def refuse(self, error: UserError) -> None:
-        """Record why the prompt gets no answer."""
-        self._refusal = str(error)
-
     @property
     def error(self) -> str | None:
         """Why there is no answer, or no complete one."""
-        return self._refusal or (self.output.error if self.output else None)
+        return str(self.refusal) if self.refusal else self.output.error if self.output else None
 
     @property
     def finish_reason(self) -> str | None:
@@ -127,17 +123,11 @@ def add_options(parser: argparse.ArgumentParser, row: str, policies: Sequence[st
         help=f"most tokens computed in a step, at least one per {row}; default: {BUDGET}, or the "
         f"number of {row}s if that is more",
     )
-    chunks = group.add_mutually_exclusive_group()
-    chunks.add_argument(
+    group.add_argument(
         "--max-chunk",
         type=cli.whole_number(1, cli.MOST_TOKENS),
         metavar="N",
         help="most tokens of one prompt in a step; default: the rest of the budget",
-    )
-    chunks.add_argument(
-        "--no-chunks",
-        action="store_true",
-        help="compute a prompt in one step; no prompt may be longer than the budget",
     )
     group.add_argument(
         "--policy",
@@ -153,13 +143,6 @@ def add_options(parser: argparse.ArgumentParser, row: str, policies: Sequence[st
         metavar="N",
         help="a prompt arrives every N steps, and at once if the engine is idle",
     )
-    group.add_argument(
-        "--pause",
-        type=cli.number(0, 60),
-        metavar="SECONDS",
-        help="wait after each step, so that you can watch; not timed; default: 0, and "
-        f"{PAUSE:g} for the built-in prompts on a terminal",
-    )
     return group
 
 
@@ -169,7 +152,6 @@ def scheduling(options: argparse.Namespace, rows: int) -> dict[str, Any]:
         "token_budget": options.max_num_batched_tokens or max(BUDGET, rows),
         "policy": options.policy,
         "max_chunk": options.max_chunk,
-        "chunked": not options.no_chunks,
     }
 
 
@@ -205,7 +187,6 @@ class Show:
             self.coming.append(group)
         self.arrived = 0  # prompts
         self.steps, self.seconds = 0, 0.0  # of the whole run; the engine keeps recent records only
-        self.ended = False  # whether an answer ended in the last step
 
     def add(self, answers: list[Answer], params: list[Any], priority: int) -> list[Any]:
         """Pass the samples of one prompt to the engine, under their numbers; returns their
@@ -246,22 +227,18 @@ class Show:
         after Ctrl-C.
 
         built_in: the prompts are the stage's own. Their answers are too short to be worth reading,
-        so on a terminal they are not printed, and PAUSE follows each step unless --pause is given.
+        so on a terminal they are not printed, and PAUSE follows each step.
         """
         unprinted = list(self.answers)
         with Screen(self.view) as screen:
-            wait = PAUSE * (built_in and screen.shown) if options.pause is None else options.pause
             while self.step(options.every):
                 screen.refresh()
-                if self.ended and not screen.shown:
+                if not screen.shown:
                     unprinted = print_ended(unprinted)
-                time.sleep(wait)
+                elif built_in:
+                    time.sleep(PAUSE)
         if not (built_in and screen.shown):
             print_ended(unprinted)
-        elif not screen.interrupted:
-            print(
-                f"[{len(unprinted)} answers not printed: add | cat to read them]", file=sys.stderr
-            )
         print(summary(self.answers, self.steps, self.seconds, self.loaded), file=sys.stderr)
         if screen.interrupted:  # unfinished requests still hold their memory: nothing to report
             return cli.EXIT_INTERRUPTED
@@ -274,12 +251,10 @@ class Show:
         while self.coming and (due or not requests):
             self.arrive(self.coming.popleft())
             due = False
-        if not (unfinished := len(requests)):
-            return False
-        self.engine.step()
-        self.ended = len(requests) < unfinished
-        self.count(self.engine.steps[-1])
-        return True
+        if requests_left := bool(requests):
+            self.engine.step()
+            self.count(self.engine.steps[-1])
+        return requests_left
 
     def arrive(self, answers: list[Answer]) -> None:
         """Pass the samples of a prompt to the engine; every third prompt is urgent."""
@@ -292,7 +267,7 @@ class Show:
             requests = self.add(answers, params, URGENT if urgent else NORMAL)
         except UserError as error:
             for answer in answers:
-                answer.refuse(error)
+                answer.refusal = error
             return
         for answer, request in zip(answers, requests, strict=True):
             answer.output = request.output
@@ -330,14 +305,9 @@ class Screen:
     def __init__(self, draw: Draw) -> None:
         self.shown = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._draw, self._next = draw, 0.0
-        self._live = Live(
-            console=Console(force_terminal=True, highlight=False),
-            auto_refresh=False,  # a drawing thread would take its time from a running step
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-            vertical_overflow="crop",
-        )
+        # auto_refresh: a drawing thread would take its time from a running step
+        console = Console(force_terminal=True, highlight=False)
+        self._live = Live(console=console, auto_refresh=False, transient=True)
 
     def __enter__(self) -> Screen:
         if self.shown:
@@ -353,15 +323,10 @@ class Screen:
     def refresh(self) -> None:
         """Redraw if the last frame is old enough. Cheap: call it after every token."""
         if self.shown and (now := time.perf_counter()) >= self._next:
-            self._live.update(frame(self._draw, *self._live.console.size), refresh=True)
+            width, height = self._live.console.size
+            lines = self._draw(width, height - 1)[: height - 1]  # the cursor is below the last
+            self._live.update(Group(*lines), refresh=True)
             self._next = now + 1 / FRAMES
-
-
-def frame(draw: Draw, width: int, height: int) -> Group:
-    """What is drawn on a terminal of this size: at most one line less than it has, because the
-    cursor is below the last one and must not make the screen scroll."""
-    height = max(1, height - 1)
-    return Group(*draw(width, height)[:height])
 
 
 def line(width: int, *cells: tuple[str, int, str], text: str = "", style: str = "") -> Text:
@@ -369,8 +334,11 @@ def line(width: int, *cells: tuple[str, int, str], text: str = "", style: str = 
     drawn = Text(no_wrap=True, overflow="crop")
     for words, size, look in cells:
         drawn.append(set_cell_size(_clean(words), max(0, min(size, width - drawn.cell_len))), look)
-    drawn.append(tail(text, width - drawn.cell_len), style)
-    return drawn
+    room = max(0, width - drawn.cell_len)
+    end = _clean(text)[-room:] if room else ""
+    while cell_len(end) > room:  # letters of some scripts are two cells wide
+        end = end[1:]
+    return drawn.append(end, style)
 
 
 def marks(states: Sequence[int], mark: Callable[[int], str]) -> Text:
@@ -381,42 +349,24 @@ def marks(states: Sequence[int], mark: Callable[[int], str]) -> Text:
     return drawn
 
 
-def tail(text: str, width: int) -> str:
-    """The end of a text, at most `width` cells, on one line and harmless to the terminal."""
-    if width < 1:
-        return ""
-    end = _clean(text[-width:])
-    while cell_len(end) > width:  # letters of some scripts are two cells wide
-        end = end[1:]
-    return end
-
-
 def view(
     width: int, height: int, head: str, answers: Sequence[Answer], states: Mapping[int, State]
 ) -> list[Text]:
     """`head`, and a line for each answer: its number, marked if it is urgent, state, tokens, and
-    newest text.
+    newest text. If not all fit, those that ended are left out first.
 
-    states: by number, of answers that do not wait. If not all fit, those that ended are left out
-    first, and the last line counts what is missing.
+    states: by number, of answers that do not wait.
     """
-    ended = [answer for answer in answers if answer.finish_reason]
     lines = [line(width, (words, width, "")) for words in head.split("\n")]
-    room = height - len(lines)
-    room -= len(answers) > room  # a line for the count
-    hidden = ended[: max(0, len(answers) - room)]
-    shown = [answer for answer in answers if answer not in hidden][: max(0, room)]
-    for answer in shown:
+    room = max(0, height - len(lines))
+    alive = sorted(answers, key=lambda answer: answer.finish_reason is not None)[:room]
+    for answer in [answer for answer in answers if answer in alive]:
         words, look = states.get(answer.number, WAITS)
         if answer.finish_reason:
             words, look = f"ended: {answer.finish_reason}", "dim"
         cells = (f"{answer.number:>4}{'!' * answer.urgent}", 6, "bold"), (words, 28, look)
         tokens, style = (f"{answer.tokens:>5}", 7, look), "dim" if look == "dim" else ""
         lines.append(line(width, *cells, tokens, text=answer.error or answer.text(), style=style))
-    if len(shown) < len(answers):
-        gone = len(ended) - sum(answer.finish_reason is not None for answer in shown)
-        words = f"and {len(answers) - len(shown)} more, of which {gone} have ended"
-        lines.append(line(width, (words, width, "dim")))
     return lines
 
 

@@ -7,13 +7,10 @@ import io
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from rich.cells import cell_len
-from rich.console import Console
 
 from shared import cli, live
 from shared.config import Config
@@ -51,80 +48,37 @@ def test_a_prompt_that_the_tokenizer_refuses():
 
 def test_a_line_is_harmless_and_never_wider_than_the_terminal():
     for text, width, end in (
-        *(("Once upon a time", 4, "time"), ("Once", 10, "Once"), ("Once", -3, "")),
+        *(("Once upon a time", 4, "time"), ("Once", 10, "Once"), ("Once", 0, "")),
         *(("a\nb\tc", 9, "a b c"), ("a\x1b[2Jb\r", 9, "a [2Jb ")),
         *(("日本語", 5, "本語"), ("日本語", 4, "本語")),
     ):
-        assert live.tail(text, width) == end
-    cells = ("7", 4, "bold"), ("[red]語語語語", 6, "")
-    for width in (1, 5, 11, 30):
-        drawn = live.line(width, *cells, text="a long, long tail of a text")
-        assert drawn.cell_len <= width and "\n" not in drawn.plain
-        assert drawn.plain.startswith("7   [red]"[:width])  # a user's text is not markup
+        assert live.line(width, text=text).plain == end
+    drawn = live.line(11, ("7", 4, "bold"), ("[red]語語語語", 6, ""), text="a long, long tail")
+    assert drawn.plain.startswith("7   [red]") and drawn.cell_len <= 11  # no markup
 
 
-def test_ended_answers_give_way_first_and_are_counted():
+def test_ended_answers_give_way_first():
     answers = [answer(n, b"cd", reason="stop" if n in (1, 3) else None) for n in range(1, 7)]
     answers[1].urgent, states = True, {2: ("decode", "green")}
-    for height, left, rest in (
-        *((9, "123456", ""), (8, "123456", ""), (7, "2456", "2 more, of which 2")),
-        *((6, "245", "3 more, of which 2"), (4, "2", "5 more, of which 2"), (3, "", "6 more")),
-    ):
-        lines = [
-            line.plain.rstrip()
-            for line in live.view(60, height, "step 1\n2 tok/s", answers, states)
-        ]
-        rows = [line for line in lines[2:] if not line.startswith("and")]
-        assert lines[:2] == ["step 1", "2 tok/s"] and len(lines) == 2 + len(rows) + bool(rest)
-        assert "".join(line[3] for line in rows) == left and rest in lines[-1]
-        for line in rows:
-            words = {"1": "ended: stop", "2": "decode", "3": "ended: stop"}.get(line[3], "waits")
-            assert (line[4] == "!") == (line[3] == "2") and line[6:].startswith(words)
-            assert line.endswith(" 2  abcd")
-    for width in (5, 30):
-        assert all(line.cell_len <= width for line in live.view(width, 9, "step", answers, states))
+    for height, left in ((9, "123456"), (7, "12456"), (5, "245"), (2, "")):
+        lines = live.view(60, height, "step 1\n2 tok/s", answers, states)
+        assert "".join(line.plain[3] for line in lines[2:]) == left
+    assert all(line.cell_len <= 5 for line in live.view(5, 9, "step", answers, states))
 
 
-def test_a_view_is_lower_than_the_terminal():
-    sizes = []
-
-    def draw(width: int, lines: int) -> list[Any]:
-        sizes.append((width, lines))
-        return [live.line(width, text=f"line {n} " * 9) for n in range(50)]
-
-    for height, room in ((1, 1), (2, 1), (7, 6)):
-        console = Console(file=io.StringIO(), force_terminal=True, width=20, height=height)
-        lines = console.render_lines(live.frame(draw, 20, height), pad=False)
-        assert sizes.pop() == (20, room) and len(lines) == room and not sizes
-        assert all(cell_len("".join(segment.text for segment in line)) <= 20 for line in lines)
-
-
-def test_a_terminal_is_cleared_and_its_cursor_comes_back(monkeypatch, capsys):
-    terminal, drawn = io.StringIO(), iter(range(9))
+def test_a_terminal_is_cleared_and_its_cursor_comes_back(monkeypatch):
+    terminal = io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    times = iter((100.0, 100.001, 101.0))
-    monkeypatch.setattr(live, "time", SimpleNamespace(perf_counter=lambda: next(times)))
-
-    def draw(width: int, height: int) -> list[Any]:
-        return [live.line(width, text=f"drawn {next(drawn)}")]
-
-    with live.Screen(draw) as screen:
-        for _ in range(3):
-            screen.refresh()
-        assert next(drawn) == 2  # the second refresh came too soon
+    with live.Screen(lambda width, height: [live.line(width, text="drawn")] * 99) as screen:
+        screen.refresh()
         raise KeyboardInterrupt
-    assert screen.interrupted
     text = terminal.getvalue()
-    assert text.rstrip().endswith("\x1b[2K")  # the last line is wiped
+    assert screen.interrupted and 0 < text.count("drawn") < 99
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0
     monkeypatch.setenv("TERM", "dumb")
-    assert not live.Screen(draw).shown
-    monkeypatch.undo()  # back to no terminal: nothing is drawn
-    with live.Screen(draw) as screen:
-        screen.refresh()
-    assert not screen.shown and capsys.readouterr() == ("", "") and next(drawn) == 3
+    assert not live.Screen(lambda width, height: []).shown
 
 
 def read(prompts: str | None, prompt: str | None = None) -> str | list[str] | None:
@@ -137,7 +91,7 @@ def test_a_prompt_a_line(tmp_path):
         (b"one\ntwo\n", ["one", "two"]),
         (b"one\r\n\n two \n\n", ["one", "", " two ", ""]),
         ("\ufeffcafé 😀\x0c\u2028x\n".encode(), ["café 😀\x0c\u2028x"]),  # only \n ends a line
-        *((b"", "is empty"), (b"\n\n", "is empty"), (b"a" * (2**22 + 1), "over 4 MiB")),
+        *((b"", "is empty"), (b"\n\n", "is empty"), (b"a" * (2**22 + 1), "over 4,194,304 bytes")),
         *((b"caf\xe9\n", "not UTF-8"), (b"\x7fELF\0\0", "not UTF-8")),
     ):
         file.write_bytes(data)

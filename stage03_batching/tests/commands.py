@@ -42,7 +42,6 @@ class CommandContract:
     stage: Any  # the module of the command
     always: tuple[str, ...] = ()  # options of every call
     runs: Sequence[tuple[str, ...]] = [()]  # options that change no answer
-    unchunked: tuple[str, ...] = ()  # options under which a prompt of 30 tokens is refused
     refused: Mapping[str, str]  # options, and what the error says
     story: tuple[str, ...] = ()  # options for the built-in prompts
 
@@ -87,13 +86,10 @@ class CommandContract:
 
     def test_a_bad_prompt_is_an_error_of_its_own(self, call):
         lines = ["hello", "", "a" * 48, "b", "c" * 30]
-        status, out, err = call(lines, "--max-tokens", "4", *self.unchunked)
-        errors = re.findall(r"^error: prompt (\d): .*(empty|48 tokens|allow chunks)", err, re.M)
-        wanted = [("2", "empty"), ("3", "48 tokens"), ("5", "allow chunks")]
-        refused = 3 if self.unchunked else 2
-        assert status == 2 and errors == wanted[:refused]
-        assert sorted(answers(out)) == [1, 4, 5][: 5 - refused]
-        assert f"{refused} error, {5 - refused} length" in err
+        status, out, err = call(lines, "--max-tokens", "4")
+        errors = re.findall(r"^error: prompt (\d): .*(empty|48 tokens)", err, re.M)
+        assert status == 2 and errors == [("2", "empty"), ("3", "48 tokens")]
+        assert sorted(answers(out)) == [1, 4, 5] and "2 error, 3 length" in err
         self.check_bad(err)
 
     def test_bad_options_are_one_sentence_before_any_text(self, call):

@@ -21,7 +21,6 @@ HAPPENED = {  # options, and what is counted then
     (*SMALL, "--preemption", "swap", "--max-chunk", "3"): "preemptions swapped",
     (*SMALL, "--swap-memory", "4KiB"): "preemptions",
     (*SMALL, "--no-prefix-cache", "--watermark", "0.5"): "",
-    ("--no-chunks", "--budget", "20", "--sequences", "3", "--kv-memory", "0.003%"): "",
 }
 
 
@@ -41,7 +40,6 @@ class TestCommand(CommandContract):
     stage = stage
     always = ("--sanitize",)
     runs = tuple(HAPPENED)
-    unchunked = ("--no-chunks", "--budget", "20")
     refused = {
         "--kv-memory 900000GB": "900000GB of memory is more than the .* free",
         "--kv-memory 0": "A block of 16 tokens of model takes 8.0 KiB.* has 0 bytes",
