@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,22 +45,6 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     divisors = scales.to(x.dtype)[..., None]
     codes = torch.where(divisors > 0, x / divisors, 0).round()  # half to even
     return codes.clamp(-LARGEST, LARGEST).to(torch.int8), scales
-
-
-class Rounded:
-    """The attention of a pass over a whole sequence, `whole`, as a cache in int8 lets it see keys
-    and values: what such a cache costs in words, without one."""
-
-    def __init__(self, whole: Any) -> None:
-        self.whole = whole
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (T, heads, D), k and v (T, H, D) -> (T, heads, D)."""
-        real = torch.promote_types(q.dtype, torch.float32)
-        pairs = [quantize(x.to(real)) for x in (k, v)]
-        k, v = ((codes * scales.to(real)[..., None]).to(q.dtype) for codes, scales in pairs)
-        attended: Tensor = self.whole.attend(layer, q, k, v)
-        return attended
 
 
 class Int8Cache:

@@ -74,22 +74,19 @@ def of_table(weight: Tensor) -> Format:
 class Quantize:
     """A shared.linear.Conversion: the nearest codes for each weight.
 
-    weights: a key of FORMATS, or the format itself. activations: see QuantizedLinear. table: the
-        format of the table of tokens and of the head; default: that of `of_table`.
+    weights: a key of FORMATS, or the format itself. activations: see QuantizedLinear.
     """
 
-    def __init__(
-        self, weights: str | Format, activations: str = "int8", table: Format | None = None
-    ) -> None:
+    def __init__(self, weights: str | Format, activations: str = "int8") -> None:
         self.format = FORMATS[weights] if isinstance(weights, str) else weights
-        self.activations, self.table = activations, table
+        self.activations = activations
 
     def declares(self, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         return {}
 
     def layer(self, name: str, plain: nn.Linear, tensors: Mapping[str, Tensor]) -> QuantizedLinear:
         weight = plain.weight.detach()
-        format = self.format if name != "lm_head" else self.table or of_table(weight)
+        format = self.format if name != "lm_head" else of_table(weight)
         matrix = format.quantized(name, weight)
         return QuantizedLinear(matrix, plain.bias, self.activations)
 
@@ -97,5 +94,5 @@ class Quantize:
         self, name: str, plain: nn.Embedding, tensors: Mapping[str, Tensor]
     ) -> QuantizedEmbedding:
         weight = plain.weight.detach()
-        matrix = (self.table or of_table(weight)).quantized(name, weight)
+        matrix = of_table(weight).quantized(name, weight)
         return QuantizedEmbedding(matrix, plain.weight.dtype, self.activations)

@@ -157,39 +157,33 @@ def awq(parts: Parts, shape: tuple[int, int], options: Options) -> Matrix:
 
 def compressed(parts: Parts, shape: tuple[int, int], options: Options) -> Matrix:
     """weight_packed int32 (N, K b / 32), of codes + 2^(b-1), or weight int8 (N, K); weight_scale
-    (N, G), (N, 1) or (1,); weight_zero_point, packed downwards beside weight_packed, else int8
-    (N, G); weight_g_idx (K,), if columns are in any order."""
+    (N, G); beside weight_packed weight_zero_point, packed downwards; weight_g_idx (K,), if columns
+    are in any order."""
     rows, columns = shape
-    scale = parts.get("weight_scale", torch.empty(0))
-    count = scale.shape[1] if scale.ndim == 2 else 1
+    scale, bits = parts.get("weight_scale", torch.empty(0)), 8
+    count = scale.shape[-1] if scale.ndim == 2 else 1
     if count < 1 or columns % count:
         raise Unfit(f"weight_scale has {count} groups for {columns} columns")
-    scale = part(parts, "weight_scale", (rows, count) if scale.ndim == 2 else (1,))
-    scale, bits = scale.expand(rows, count).contiguous(), 8
-    zeros = torch.full((rows, count), 128, dtype=torch.uint8)
-    if "weight_packed" in parts:
-        packed = parts["weight_packed"]
-        bits = bits_of(32 * packed.shape[-1] // columns if packed.ndim == 2 else 0)
+    scale = part(parts, "weight_scale", (rows, count)).contiguous()
+    if (packed := parts.get("weight_packed")) is None:
+        codes = part(parts, "weight", shape, torch.int8).view(torch.uint8) ^ 128
+    else:
+        bits = bits_of(32 * packed.shape[-1] // columns)
         if bits not in stated_bits(options):
             raise Unfit(f"weight_packed holds codes of {bits} bits, which no config_groups names")
-        packed = part(parts, "weight_packed", (rows, columns * bits // 32), torch.int32)
-        stated = part(parts, "weight_shape", (2,), *INDEX).tolist()
-        if stated != [rows, columns]:
+        codes = fields(
+            part(parts, "weight_packed", (rows, columns * bits // 32), torch.int32), bits
+        )
+        if (stated := part(parts, "weight_shape", (2,), *INDEX).tolist()) != [rows, columns]:
             raise Unfit(f"weight_shape is {stated} instead of {[rows, columns]}")
-        codes, zeros = fields(packed, bits), zeros // 2 ** (8 - bits)
-        if "weight_zero_point" in parts:
-            size = -(-rows * bits // 32), count
-            points = part(parts, "weight_zero_point", size, torch.int32)
-            zeros = fields(points.t(), bits).t()[:rows]
-    else:
-        codes = part(parts, "weight", shape, torch.int8).view(torch.uint8) ^ 128
-        if "weight_zero_point" in parts:
-            points = parts["weight_zero_point"]
-            size = (rows, count) if points.ndim == 2 else (1,)
-            points = part(parts, "weight_zero_point", size, torch.int8)
-            zeros = points.view(torch.uint8).expand(rows, count) ^ 128
-    index = part(parts, "weight_g_idx", (columns,), *INDEX) if "weight_g_idx" in parts else None
-    return matrix_of(codes, scale, zeros, bits, None if index is None else index.long())
+    zeros = torch.full((rows, count), 2 ** (bits - 1), dtype=torch.uint8)
+    if "weight_zero_point" in parts:
+        points = part(parts, "weight_zero_point", (-(-rows * bits // 32), count), torch.int32)
+        zeros = fields(points.t(), bits).t()[:rows]
+    index = (
+        part(parts, "weight_g_idx", (columns,), *INDEX).long() if "weight_g_idx" in parts else None
+    )
+    return matrix_of(codes, scale, zeros, bits, index)
 
 
 def stated_bits(options: Options) -> set[object]:
@@ -224,8 +218,16 @@ class FolderModel:
         self.options: dict[str, Any] = read_json(self.folder / "config.json").get(OPTION)
         if not isinstance(self.options, dict):
             raise self.error(f"its {OPTION} is not an object")
-        self.method = str(self.options.get("quant_method"))
-        self._check_method()
+        self.method, form = (str(self.options.get(key)) for key in ("quant_method", "format"))
+        if self.method not in METHODS:
+            known = ", ".join(METHODS)
+            raise self.error(f"its quant_method is {self.method[:40]!r}, and only {known} are read")
+        if self.method == "compressed-tensors":
+            if form not in FORMATS:
+                known = " and ".join(FORMATS)
+                raise self.error(f"its format is {form[:40]!r}, and only {known} are read")
+            if odd := [name for name in UNREAD if self.options.get(name)]:
+                raise self.error(f"it has a {odd[0]}, which is not read")
         self.config = read_config(self.folder, ignored=(OPTION,))
         shapes = self.config.shapes()
         self.whole = lru_cache(KEPT)(self._whole)
@@ -257,21 +259,6 @@ class FolderModel:
             f"{self.folder} cannot be opened as a quantized model: {reason}; download it again, or "
             "choose another model."
         )
-
-    def _check_method(self) -> None:
-        """Raises UserError for what is not read."""
-        if self.method not in METHODS:
-            known = ", ".join(METHODS)
-            raise self.error(f"its quant_method is {self.method[:40]!r}, and only {known} are read")
-        if self.method != "compressed-tensors":
-            return
-        if (form := str(self.options.get("format"))) not in FORMATS:
-            raise self.error(
-                f"its format is {form[:40]!r}, and only {' and '.join(FORMATS)} are read"
-            )
-        for name in UNREAD:
-            if self.options.get(name):
-                raise self.error(f"it has a {name}, which is not read")
 
     def is_quantized(self, name: str) -> bool:
         """Whether `read` returns a QuantizedMatrix."""

@@ -122,15 +122,3 @@ def bound(x: Array, codes: Array, scale: Array, minimum: Array | None = None) ->
     w_sums = np.abs(dequantize(codes, scale, minimum).astype(np.float64))
     w_sums = w_sums.reshape(len(codes), *groups[1:]).sum(-1)  # (N, G)
     return ROUNDING / 2 * (x_sums @ scale.astype(np.float64).T + x_scale @ w_sums.T)
-
-
-def pack_nibbles(codes: Array) -> Array:
-    """Codes (N, K) of 4 bits, from -8 or from 0 -> bytes (N, K / 2), the first one low."""
-    low, high = codes[:, ::2].astype(np.uint8) & 15, codes[:, 1::2].astype(np.uint8) & 15
-    return low | high << 4
-
-
-def unpack_nibbles(packed: Array, signed: bool) -> Array:
-    """Bytes (N, K / 2) -> codes (N, K) int8."""
-    codes = np.stack((packed & 15, packed >> 4), -1).reshape(len(packed), -1).astype(np.int8)
-    return np.where(codes > 7, codes - 16, codes).astype(np.int8) if signed else codes

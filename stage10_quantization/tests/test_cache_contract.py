@@ -26,7 +26,9 @@ from stage08_llama.tests.test_contract import GROUPED
 from stage09_kernels import library
 from stage09_kernels.engine import make
 from stage09_kernels.tests import test_contract as kernels
-from stage10_quantization.cache import Int8Cache, Int8KernelCache, Rounded
+from stage10_quantization.cache import Int8Cache, Int8KernelCache
+
+from .rounded import Rounded
 
 INT8: dict[str, Any] = {"dtype": torch.int8}
 KERNELS = kernels.KERNELS | INT8 | {"make_cache": partial(Int8KernelCache, real=torch.float64)}

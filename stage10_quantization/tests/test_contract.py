@@ -26,9 +26,10 @@ from stage09_kernels import library
 from stage09_kernels.cache import KernelCache
 from stage09_kernels.engine import make as make_kernels
 from stage09_kernels.runner import KernelRunner
-from stage10_quantization.cache import Rounded
 from stage10_quantization.convert import FORMATS, Quantize
 from stage10_quantization.layers import QuantizedLinear
+
+from .rounded import Rounded
 
 # Widths that groups of 32 divide, and an epsilon that no other test has.
 GPT2 = Config(101, 64, 64, 2, 2, name="wide", layer_norm_epsilon=3e-5)

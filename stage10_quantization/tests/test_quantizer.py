@@ -195,15 +195,6 @@ def test_the_bound_of_a_layer_is_nearly_reached(bits, minimum):
     assert 0.9 < ratio[0, 0] <= 1
 
 
-def test_every_pair_of_nibbles_is_packed_and_unpacked():
-    pairs = np.stack(np.meshgrid(np.arange(16), np.arange(16)), -1).reshape(256, 2)
-    for codes in (pairs, pairs - 8):
-        packed = page.pack_nibbles(codes.astype(np.int8))
-        assert packed.shape == (256, 1) and len(np.unique(packed)) == 256
-        assert np.array_equal(page.unpack_nibbles(packed, codes.min() < 0), codes)
-    assert page.pack_nibbles(np.array([[1, 2, -8, 7]], np.int8)).tolist() == [[0x21, 0x78]]
-
-
 def test_sums_of_whole_numbers_are_exact_at_both_ends():
     """Codes -128 and -8 occur in files; a row of 6,400 large ones, and one of an odd length."""
     torch.manual_seed(0)
