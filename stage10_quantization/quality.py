@@ -1,27 +1,41 @@
-"""What quantization costs in quality, by llama.cpp's protocol; `losses.py` makes the table.
+"""What quantization costs in quality: `python -m stage10_quantization.quality` prints a table.
 
-A text in disjoint windows of 512 tokens, the tail dropped, and only the second half of each scored.
-Mean KL(float || quantized) of the next token; how often the likeliest token is the same; nats a
-token above the float model, with the interval of resampled windows (bootstrap). Both models run in
-the kernels, as a server runs them.
+The protocol is llama.cpp's: a text in disjoint windows of 512 tokens, the tail dropped, and only the
+second half of each scored. Mean KL(float || quantized) of the next token; how often the likeliest
+token is the same; nats a token above the float model, with the interval of resampled windows
+(bootstrap). Both models run in the kernels, as a server runs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from shared import cli, kit, linear, models, tokenizer
 from shared.errors import UserError
+from shared.paths import ROOT
 from stage05_paged.blocks import BlockPool
 from stage09_kernels.engine import make
 
+from .convert import Quantize
+from .gptq import calibrate, text_ids, windows_of
+
 WINDOW = 512
 BLOCKS = WINDOW // 16  # of a cache
+INT8, GROUPS, KEYS = "int8", "int8-g32", "keys and values in int8"
+NEAREST, GPTQ = "int4, nearest", "int4, GPTQ"
+ROUNDED = {  # what is rounded, of each model
+    "stories": (INT8, GROUPS, NEAREST, GPTQ, KEYS),
+    "stories-chat": (INT8, GROUPS, NEAREST, GPTQ, KEYS),
+    "smollm2": (INT8, GROUPS, KEYS),  # its file is in int4: rounding to int4 again loses nothing
+}
+LESSONS = sorted(ROOT.glob("stage0[1-7]_*/README.md"))  # text for a model of English
 RESAMPLED = 2000  # times, for an interval of 95 %
 
 
@@ -71,3 +85,58 @@ def divergence(reference: Any, engine: Any, ids: Sequence[int], window: int = WI
     picks = torch.randint(len(lost), (RESAMPLED, len(lost)), generator=generator)
     ends = losses[picks].mean(1).quantile(torch.tensor([0.025, 0.975]).double())
     return Divergence(tokens, kl / tokens, same / tokens, losses.mean().item(), *ends.tolist())
+
+
+def losses(windows: int = 40, calibration: int = 32) -> Iterator[dict[str, Any]]:
+    """What each format costs, a row each: on `windows` windows of a text that the model never saw,
+    GPTQ calibrated on others. No time is taken, so the machine may do other work meanwhile."""
+    for name, kinds in ROUNDED.items():
+        try:
+            shape = models.load(name, weights="float32")
+        except UserError as error:  # the package of smollm2 is not installed
+            print(f"{name} is not judged: {error}", file=sys.stderr)
+            continue
+        words = tokenizer.load_tokenizer(shape.folder)
+        learnt, count = calibration * WINDOW, windows * WINDOW
+        if name.startswith("stories"):
+            end = shape.config.eos_ids[-1]  # a chat model's first ends a turn
+            learning = text_ids(words, end, learnt, None, "calibration")
+            ids = text_ids(words, end, count, None, "judged")
+        else:
+            text = words.encode("\n".join(path.read_text("utf-8") for path in LESSONS))
+            ids, learning = text[:count], text[count : count + learnt]
+        reference = engine_of(models.load_model(shape, dtype=torch.float32))
+        for kind in kinds:
+            model = models.load_model(shape, dtype=torch.float32)
+            if kind == GPTQ:
+                calibrate(model, windows_of(learning, calibration), "int4")
+            elif kind != KEYS:
+                linear.convert(model, Quantize(kind.partition(",")[0]), {})
+            engine = engine_of(model, dtype=torch.int8 if kind == KEYS else None)
+            yield {"model": name, "rounded": kind, **asdict(divergence(reference, engine, ids))}
+
+
+def line(row: dict[str, Any]) -> dict[str, str]:
+    """The cells of a row of `losses`."""
+    lost, low, high = (f"{1e3 * row[key]:+.2f}" for key in ("difference", "low", "high"))
+    return {
+        "model": row["model"],
+        "what is rounded": row["rounded"],
+        "nats lost, in thousandths": f"{lost} ({low} to {high})",
+        "KL": f"{row['kl']:.5f}",
+        "same likeliest token": f"{row['top_1']:.2%}",
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    about = "Prints what each format of weights, keys and values costs: minutes to half an hour."
+    parser = cli.Parser("stage10_quantization.quality", about, "")
+    whole = cli.whole_number(1, 4096)
+    parser.add_argument("--windows", type=whole, default=40, metavar="N", help="default: 40")
+    options = parser.parse_args(argv)
+    print(kit.table(map(line, losses(options.windows))))
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
