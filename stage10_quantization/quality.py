@@ -1,9 +1,9 @@
 """What quantization costs in quality: `python -m stage10_quantization.quality` prints a table.
 
-The protocol is llama.cpp's: a text in disjoint windows of 512 tokens, the tail dropped, and only the
-second half of each scored. Mean KL(float || quantized) of the next token; how often the likeliest
-token is the same; nats a token above the float model, with the interval of resampled windows
-(bootstrap). Both models run in the kernels, as a server runs them.
+The protocol is llama.cpp's: a text in disjoint windows of 512 tokens, the tail dropped, and only
+the second half of each scored. Mean KL(float || quantized) of the next token; how often the
+likeliest token is the same; nats a token above the float model, with the interval of resampled
+windows (bootstrap). Both models run in the kernels, as a server runs them.
 """
 
 from __future__ import annotations
