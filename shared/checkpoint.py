@@ -202,6 +202,11 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
             "opened because they can run code or hide their shapes: if you trust it, convert it "
             "with transformers (from_pretrained, then save_pretrained)."
         )
+    if shards := sorted(path.name for path in folder.glob("*.safetensors")):
+        raise UserError(
+            f"{folder} has {shards[0]}, but neither {WEIGHTS} nor {INDEX}, which names the shards: "
+            "copy or download it again."
+        )
     raise UserError(
         f"{folder} has no {WEIGHTS}: give a folder with weights, or add --random-weights."
     )

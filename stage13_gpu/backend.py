@@ -28,7 +28,7 @@ def _fingerprint(dtype: torch.dtype) -> str:
     import triton
 
     folder = Path(__file__).parent
-    files = ["attention", "cache", "fused", "graphs", "layers", "quantized", "runner"]
+    files = ["cache", "flash", "fused", "graphs", "layers", "quantized", "runner"]
     kinds = [torch.cuda.get_device_name(), torch.version.cuda] if DEVICE == "cuda" else [DEVICE]
     about = [triton.__version__, torch.__version__, *map(str, kinds), str(dtype)]
     source = "".join((folder / f"{file}.py").read_text(encoding="utf-8") for file in files)

@@ -1,5 +1,5 @@
 """Stage 05's cache as it is: the same memory and addresses. Only attention differs, which reads the
-blocks in place with the kernels of attention.py.
+blocks in place with the kernels of flash.py.
 
 What a pass needs besides its queries is a few whole numbers: ids, positions, slots, tables, and
 which program takes which tokens. They are worked out in NumPy, and one copy takes them to the GPU.
@@ -24,7 +24,7 @@ from stage05_paged.memory import block_bytes, size
 from stage09_kernels.backend import NoKernels
 from stage09_kernels.cache import Tables, cut, rows_of
 
-from .attention import decode, merge, prefill
+from .flash import decode, merge, prefill
 from .fused import store
 from .launch import DEVICE, launch
 

@@ -1,4 +1,4 @@
-"""The kernels of attention.py in PyTorch: what one program does, over the same memory.
+"""The kernels of flash.py in PyTorch: what one program does, over the same memory.
 
     keys and values of a layer and head: (slots, D)
     slot of a position: table[position // block] * block + position % block

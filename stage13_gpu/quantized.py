@@ -12,7 +12,7 @@ Shapes: R rows, K inputs, N outputs, G = K / GROUP groups of inputs with a scale
 
 from __future__ import annotations
 
-from .attention import product  # which decides how kernels run
+from .flash import product  # which decides how kernels run
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip

@@ -280,6 +280,7 @@ FILE_FAULTS: list[tuple[dict[str, Any], str]] = [  # None removes a file
     ({"config.json": b"[]"}, "is not a JSON object"),
     ({"config.json": None, "config.json/a": b""}, UNREADABLE),
     ({WEIGHTS: None}, "has no model.safetensors: give"),
+    ({WEIGHTS: None, "model-00001-of-00002.safetensors": b""}, "neither model.safetensors nor"),
     ({WEIGHTS: None, "pytorch_model.bin": b""}, "pytorch_model.bin but no model.safetensors, and"),
     ({WEIGHTS: None, "tf_model.h5": b""}, "convert it with transformers"),
     *(({WEIGHTS: data}, CORRUPT) for data in (b"", b"PK" * 99)),

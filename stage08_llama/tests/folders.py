@@ -22,12 +22,12 @@ SIZES = {
 
 def rope(kind: str, **options: Any) -> dict[str, Any]:
     """As transformers 5 writes it."""
-    given: dict[str, Any] = {"rope_type": kind, "rope_theta": 5000.0}
+    spec: dict[str, Any] = {"rope_type": kind, "rope_theta": 5000.0}
     if kind != "default":
-        given["factor"] = 4.0
+        spec["factor"] = 4.0
     if kind in ("llama3", "yarn"):
-        given["original_max_position_embeddings"] = 24
-    return {"rope_parameters": given | options}
+        spec["original_max_position_embeddings"] = 24
+    return {"rope_parameters": spec | options}
 
 
 TIED = {"tie_word_embeddings": True}
@@ -74,16 +74,18 @@ OF_CONFIG: dict[str, dict[str, dict[str, Any]]] = {
         "qwen3, yarn": rope("yarn") | {"head_dim": 16},
     },
 }
-KINDS = {kind: (config, own) for config, kinds in OF_CONFIG.items() for kind, own in kinds.items()}
+KINDS = {
+    kind: (config, fields) for config, kinds in OF_CONFIG.items() for kind, fields in kinds.items()
+}
 
 
 def save(folder: Path, kind: str, **options: Any) -> Any:
     """Write a folder, and return transformers' model of it in float64."""
     import transformers  # here: it takes seconds
 
-    config, own = KINDS[kind]
+    config, fields = KINDS[kind]
     torch.manual_seed(0)
-    shape = getattr(transformers, config)(**(SIZES | own | options))
+    shape = getattr(transformers, config)(**(SIZES | fields | options))
     model = transformers.AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa")
     model = model.double()
     with torch.no_grad():

@@ -57,8 +57,8 @@ def test_a_conversation_is_the_prompt_of_every_answer(chat, capsys):
     lines = ["hello", "and <|im_end|>?", "/nonsense", "/reset", "again", "/quit"]
     assert chat.run(Mock(side_effect=lines)) == 0
     out, err = capsys.readouterr()
-    asked = [call.args[0] for call in chat.engine.stream.call_args_list]
-    first, second, third = map(chat.loaded.tokenizer.decode, asked)
+    prompts = [call.args[0] for call in chat.engine.stream.call_args_list]
+    first, second, third = map(chat.loaded.tokenizer.decode, prompts)
     start = f"<|im_start|>user\nhello{END}\n<|im_start|>assistant\n"
     assert first == start and second.startswith(start + out[:5].strip())
     assert second.endswith(f"<|im_start|>user\nand {END}?{END}\n<|im_start|>assistant\n")

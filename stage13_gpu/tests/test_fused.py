@@ -29,7 +29,7 @@ def test_queries_are_rotated_and_keys_stored_in_one_pass(width, norm, dtype):
     torch.manual_seed(0)
     _, gpu = caches(4, 2, width, 5, dtype)
     q, k, v = inputs(7, 4, 2, width, dtype)
-    asked, kept = q.clone(), k.clone()
+    rotated, stored = q.clone(), k.clone()
     attention = gpu.extend([([4, 9], 1, 6), ([2], 3, 1)])
     norms = [RMSNorm(width, 1e-6).to(DEVICE, dtype) for _ in range(2)]
     for module in norms:
@@ -37,15 +37,15 @@ def test_queries_are_rotated_and_keys_stored_in_one_pass(width, norm, dtype):
     turns = torch.randn(2, 7, 1, width // 2, device=DEVICE) if norm is not None else None
     with torch.inference_mode():
         if norm:
-            asked, kept = norms[0](asked), norms[1](kept)
+            rotated, stored = norms[0](rotated), norms[1](stored)
         if turns is not None:
-            asked, kept = rotate(asked, *turns), rotate(kept, *turns)
+            rotated, stored = rotate(rotated, *turns), rotate(stored, *turns)
         gains = (norms[0].weight, norms[1].weight) if norm else None
         attention.store(0, q, k, v, None if turns is None else tuple(turns), gains, 1e-6)
-    close(q, asked, dtype)
+    close(q, rotated, dtype)
     slots = [21, 22, 23, 24, 45, 46, 13]
     keys, values = gpu.kv[0].flatten(2, 3)[:, :, slots].transpose(1, 2)
-    close(keys, kept, dtype)
+    close(keys, stored, dtype)
     assert torch.equal(values, v)
     assert int((~gpu.kv.isnan()).sum()) == 2 * 7 * 2 * width  # nothing else was written
 
