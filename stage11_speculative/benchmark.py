@@ -9,13 +9,15 @@ compared with plain decode's, token by token.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
-from itertools import product
-from statistics import median
+from itertools import accumulate, product
 from string import ascii_letters, digits
 from typing import Any
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
@@ -36,9 +38,9 @@ from stage10_quantization.convert import Quantize
 from . import grammar
 from .draft_model import first_layers
 from .engine import with_draft_model, with_drafts
-from .lengths import Adaptive, PassTimes, measure_passes
 from .proposers import NGram, Recorded
 from .suffix import Suffix
+from .switch import Measured
 
 PLAIN, FIXED, ADAPTIVE = "plain", "fixed", "adaptive"
 TRAINED, REAL = "stories-draft", "smollm2"
@@ -56,6 +58,30 @@ def expected(alpha: float, count: int) -> float:
     """Tokens of a pass with `count` drafts, each accepted with the probability alpha: the sum of
     alpha^0 to alpha^count."""
     return sum(alpha**place for place in range(count + 1))
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of a pass by its rows: measured for `rows`, and on the line between two of them."""
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __call__(self, rows: int) -> float:
+        return float(np.interp(rows, self.rows, self.seconds))
+
+
+def measure_passes(engine: Any, rows: Sequence[int]) -> PassTimes:
+    """Times of decode passes, a row a block. Longer passes never count as faster than shorter ones,
+    which would be noise. Each round runs all sizes once, so that a program that takes the processor
+    for a moment slows no size in all rounds."""
+    shares = [([block], 0, 1) for block in range(max(rows))]
+    runs = [partial(engine.runner.run, [0] * n, shares[:n], list(range(n))) for n in rows]
+    rounds, until = list[list[float]](), time.perf_counter() + 0.1
+    while len(rounds) < 4 or time.perf_counter() < until:
+        rounds.append(list(map(measure.seconds, runs)))
+    best = accumulate(map(min, zip(*rounds[1:], strict=True)), max)
+    return PassTimes(tuple(rows), tuple(best))
 
 
 def engine_of(model: Any, sequences: int) -> Any:
@@ -76,7 +102,7 @@ def answered(engine: Any, prompts: Any, count: int, form: Any = None) -> list[li
     requests = [Request(prompt, params) for prompt in prompts]
     for request in requests:
         if form is not None:
-            form(request)
+            form_of(engine, form)(request)
         engine.add(request)
     for _ in engine.run():
         pass
@@ -110,8 +136,7 @@ def compare(
 def passes(subject: Subject, plan: Any) -> Iterator[Group]:
     """The time of a decode pass by its rows, as the engine measures it when it starts."""
     engine = engine_of(fresh(subject), max(plan.passes))
-    blocks = engine.scheduler.pool.count
-    many = [measure_passes(engine.runner, blocks, plan.passes) for _ in range(plan.repeats)]
+    many = [measure_passes(engine, plan.passes) for _ in range(plan.repeats)]
     for place, count in enumerate(plan.passes):
         yield {"count": count, "seconds": {PLAIN: [times.seconds[place] for times in many]}}
 
@@ -120,7 +145,6 @@ def oracle(subject: Subject, plan: Any) -> Iterator[Group]:
     """Drafts of a known quality: fixed lengths, and lengths that the engine chooses."""
     prompt, answer = plan.lengths
     plain = engine_of(fresh(subject), max(plan.rows))
-    times = measure_passes(plain.runner, plain.scheduler.pool.count)
     prompts = subject.prompts([prompt] * max(plan.rows))
     outputs = plain.generate(prompts, kit.greedy(answer))
     proof = subject.prove(outputs[:4])
@@ -130,7 +154,7 @@ def oracle(subject: Subject, plan: Any) -> Iterator[Group]:
         engines = {
             PLAIN: plain,
             FIXED: with_drafts(plain, dial(), plan.drafts),
-            ADAPTIVE: with_drafts(plain, dial(), plan.drafts, Adaptive(times)),
+            ADAPTIVE: with_drafts(plain, dial(), plan.drafts, Measured()),
         }
         group = compare(engines, prompts[:count], answer, plan.repeats)
         yield {"alpha": alpha, "count": count, "proof": {PLAIN: proof}, **group}
@@ -140,13 +164,12 @@ def again(subject: Subject, plan: Any) -> Iterator[Group]:
     """Prompts that were answered before: drafts from past answers, and from the request alone."""
     prompt, answer = plan.long
     plain = engine_of(fresh(subject), max(plan.again))
-    times = measure_passes(plain.runner, plain.scheduler.pool.count)
     prompts = subject.prompts([prompt] * max(plan.again))
     for count in plan.again:
         engines = {
             PLAIN: plain,
-            "n-gram": with_drafts(plain, NGram(), 2 * plan.drafts, Adaptive(times)),
-            "suffix": with_drafts(plain, Suffix(), 2 * plan.drafts, Adaptive(times)),
+            "n-gram": with_drafts(plain, NGram(), 2 * plan.drafts, Measured()),
+            "suffix": with_drafts(plain, Suffix(), 2 * plan.drafts, Measured()),
         }
         yield {"count": count, **compare(engines, prompts[:count], answer, plan.repeats)}
 
@@ -268,38 +291,13 @@ def grammars_of(size: int) -> grammar.Grammars:
     return grammar.Grammars(Pieces(size), size, (size - 1,))
 
 
-def form_of(size: int, schema: Mapping[str, Any]) -> grammar.Form:
-    return grammar.Form(grammars_of(size), grammar.start(grammar.of_schema({**schema})))
-
-
-def masks_of(requests: list[Request]) -> list[Any]:
-    return [request.row.mask for request in requests]
-
-
-def masks(subject: Subject, plan: Any) -> Iterator[Group]:
-    """A decode step of requests in a form and of others, and the time of its masks alone."""
-    prompt, answer = plan.lengths
-    engine = engine_of(fresh(subject), plan.masked)
-    engine.observers.append(grammar.Ahead())
-    prompts = subject.prompts([prompt] * plan.masked)
-    form = form_of(subject.config.vocab_size, {"items": PERSON, "type": "array", "minItems": 50})
-    seconds: dict[str, list[float]] = {PLAIN: [], "in a form": [], "masks": []}
-    for _ in range(plan.repeats):
-        for name in (PLAIN, "in a form"):
-            engine.steps.clear()
-            answers = answered(engine, prompts, answer, None if name == PLAIN else form)
-            decode = [step.seconds for step in engine.steps if not step.prefill_tokens]
-            seconds[name].append(median(decode))
-        requests = [Request(ids, SamplingParams()) for ids in prompts]
-        for request in requests:
-            form(request)
-        passes = []
-        for place in range(answer):
-            passes.append(measure.seconds(partial(masks_of, requests)))
-            for request, ids in zip(requests, answers, strict=True):
-                request.output.token_ids.append(ids[place])
-        seconds["masks"].append(median(passes))
-    yield {"count": plan.masked, "vocabulary": subject.config.vocab_size, "seconds": seconds}
+def form_of(engine: Any, schema: Mapping[str, Any]) -> grammar.Form:
+    if not isinstance(engine.sample_tokens, grammar.Masks):
+        grammar.Masks(engine)
+    grammars = grammars_of(engine.config.vocab_size)
+    return grammar.Form(
+        engine.sample_tokens, grammars, grammar.start(grammar.of_schema({**schema}))
+    )
 
 
 def forced(subject: Subject, plan: Any) -> Iterator[Group]:
@@ -307,13 +305,11 @@ def forced(subject: Subject, plan: Any) -> Iterator[Group]:
     prompt, answer = plan.long
     plain = engine_of(fresh(subject), max(plan.forced))
     prompts = subject.prompts([prompt] * max(plan.forced))
-    times = measure_passes(plain.runner, plain.scheduler.pool.count)
-    form = form_of(subject.config.vocab_size, PERSON)
     for count in plan.forced:
         nothing = Recorded({}, 1.0, subject.config.vocab_size)
         engines = {PLAIN: plain, FIXED: with_drafts(plain, nothing, 2 * plan.drafts)}
-        engines[ADAPTIVE] = with_drafts(plain, nothing, 2 * plan.drafts, Adaptive(times))
-        yield {"count": count, **compare(engines, prompts[:count], answer, plan.repeats, form)}
+        engines[ADAPTIVE] = with_drafts(plain, nothing, 2 * plan.drafts, Measured())
+        yield {"count": count, **compare(engines, prompts[:count], answer, plan.repeats, PERSON)}
 
 
 # ---- what is predicted --------------------------------------------------------------------------
@@ -354,10 +350,6 @@ def claims(results: Results) -> Iterator[Claim]:
         steps = row["passes"]
         why = f"nearly every draft is right: {steps['suffix']} passes, and {steps[PLAIN]} without"
         yield Claim("a prompt again, from past answers", 3.0, row.gain(PLAIN, "suffix"), "x", why)
-    for row in results.groups("masks"):
-        cost, what = masks_share(row), f"masks of {row['count']} rows, share of a step"
-        why = "the parser walks the vocabulary's tree of prefixes, row by row"
-        yield Claim(what, 3.0, 100 * cost, "%", why, 3.0, aim=True)
     for row in results.groups("forced", count=1):
         why = "names and numbers are short, so the grammar forces more of the text than was guessed"
         yield Claim("JSON by forced tokens, 1 row", 1.3, row.gain(PLAIN, FIXED), "x", why, 1.3)
@@ -376,10 +368,6 @@ def off(row: Row) -> str:
     return f"{formula:.2f}x ({row.gain(PLAIN, FIXED) / formula - 1:+.0%})"
 
 
-def masks_share(row: Row) -> float:
-    return row.of("masks").median / row.of(PLAIN).median
-
-
 def share(variant: str) -> Any:
     return lambda row: f"{row['accepted'][variant]:.0%}"
 
@@ -394,7 +382,6 @@ COLUMNS: dict[str, rows.Column] = {
     "as many as pay": rows.gain(PLAIN, variant=ADAPTIVE),
     "passes": lambda row: " / ".join(str(count) for count in row["passes"].values()),
     "vocabulary": "vocabulary:,",
-    "all masks, share": lambda row: f"{masks_share(row):.1%}",
     "n-gram": rows.gain(PLAIN, variant="n-gram"),
     "suffix": rows.gain(PLAIN, variant="suffix"),
     "accepted, n-gram": share("n-gram"),
@@ -410,7 +397,6 @@ TABLES = rows.tables(
       | as many as pay
     again: model | rows | {PLAIN}, ms | n-gram | suffix | passes
     formats: weights | {PLAIN}, ms | four drafts | passes
-    masks: rows | vocabulary | {PLAIN}, ms | in a form, ms | masks, ms | all masks, share
     forced: rows | {PLAIN}, ms | four drafts | as many as pay | accepted | passes
     draft: draft model | {PLAIN}, ms | four drafts | accepted | passes
     exits: draft model | {PLAIN}, ms | four drafts | accepted | passes
@@ -449,7 +435,6 @@ WORK = kit.cases(
     Case(formats),
     Case(draft),
     Case(exits),
-    Case(masks),
     Case(forced),
 )
 BENCHMARK = kit.Benchmark("stage11_speculative", __doc__, FULL, WORK, TABLES, CHARTS, headline, FEW)

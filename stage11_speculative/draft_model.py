@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.errors import UserError
+from stage01_forward.generation import Row
 from stage01_forward.sampling import distribution, draw, edit
 from stage04_continuous.request import Request
 from stage04_continuous.runner import AnyRunner, Runner
@@ -27,6 +28,7 @@ from stage05_paged.engine import cache_type
 from stage09_kernels.backend import NoKernels, backend_of
 
 from .drafts import DraftPlan, Drafts
+from .rejection import Draws
 
 
 def first_layers(model: Any, count: int) -> Any:
@@ -43,8 +45,8 @@ class DraftModel:
     """Proposes what `model` would say; at the same time an observer of the engine's passes.
 
     pool, tables: those of the target's scheduler. most, sequences: of drafts of a request, and of
-        requests in a pass. drawn: whether sampling requests get drafts drawn from the model's
-        distribution, which `distributions` keeps for `Rejection`; else its likeliest tokens.
+        requests in a pass. draws: whether sampling requests get drafts drawn from the model's
+        distribution, which `drawn` keeps for `Rejection`; else its likeliest tokens.
     eos_ids: end ids, for requests with min_tokens.
     Raises UserError if the models have other vocabularies.
     """
@@ -58,7 +60,7 @@ class DraftModel:
         most: int,
         sequences: int,
         swap_blocks: int = 0,
-        drawn: bool = False,
+        draws: bool = False,
         eos_ids: Sequence[int] = (),
     ) -> None:
         ours, theirs = model.config.vocab_size, target.vocab_size
@@ -72,11 +74,11 @@ class DraftModel:
                 f"The draft model {model.config.name} sees {model.config.n_positions} tokens and "
                 f"{target.name} {target.n_positions}: lower --max-model-len, or choose another."
             )
-        self.pool, self.tables, self.drawn, self.eos_ids = pool, tables, drawn, eos_ids
+        self.pool, self.tables, self.draws, self.eos_ids = pool, tables, draws, eos_ids
         self.spare = -(-most // pool.block_size)  # blocks past the end of a table
         count = pool.count + self.spare * min(sequences, pool.count)
         self.runner = _runner(model, count, pool.block_size, swap_blocks, model.dtype, model.device)
-        self.distributions: dict[Request, Tensor] = {}
+        self.drawn: dict[Request, Draws] = {}  # of this pass
         self.generators: dict[Request, torch.Generator] = {}
         self.moved = 0  # moves of the plan that are done
 
@@ -86,14 +88,13 @@ class DraftModel:
         self.moved = len(moves)
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Drafts]:
-        self.distributions = {}
+        self.drawn = {}
         drafts: list[Drafts] = [[] for _ in requests]
         going = [
             index
             for index, (request, count) in enumerate(zip(requests, most, strict=True))
             if count and request.decoding  # a prompt's last tokens are not read yet
         ]
-        kept: dict[int, list[Tensor]] = {index: [] for index in going}
         while going:
             ids = [
                 (requests[i].tokens(requests[i].token_count - 1, 1) + drafts[i])[-1] for i in going
@@ -104,12 +105,8 @@ class DraftModel:
             logits = self.runner.run(ids, shares, list(range(len(going))))
             for index, scores in zip(going, logits, strict=True):
                 scores = scores.to("cpu", torch.float64, copy=True)
-                token = self._token(requests[index], drafts[index], scores, kept[index])
-                drafts[index].append(token)
+                drafts[index].append(self._token(requests[index], drafts[index], scores))
             going = [index for index in going if len(drafts[index]) < most[index]]
-        for index, several in kept.items():
-            if several:
-                self.distributions[requests[index]] = torch.stack(several)
         return drafts
 
     def before(self, plan: DraftPlan) -> None:
@@ -134,16 +131,19 @@ class DraftModel:
         first = self.pool.count + index * self.spare
         return self.tables[request].blocks + list(range(first, first + self.spare))
 
-    def _token(self, request: Request, drafts: Drafts, scores: Tensor, kept: list[Tensor]) -> int:
+    def _token(self, request: Request, drafts: Drafts, scores: Tensor) -> int:
         # The request's options hold for its drafts, too: without them fewer would be accepted.
-        edit(scores, replace(request.row, output=[*request.row.output, *drafts]), self.eos_ids)
-        if not self.drawn or request.sampling.greedy:
+        output = request.output.token_ids
+        row = Row(request.sampling, request.prompt_ids, [*output, *drafts])
+        edit(scores, row, self.eos_ids)
+        if not self.draws or request.sampling.greedy:
             return int(scores.argmax())
-        kept.append(distribution(scores, request.sampling))
+        draws = self.drawn.setdefault(request, Draws(len(output), drafts, []))
+        draws.q.append(distribution(scores, request.sampling))
         generator = self.generators.get(request)
         if generator is None:
             generator = self.generators[request] = _generator(request)
-        return draw(kept[-1], float(torch.rand((), dtype=torch.float64, generator=generator)))
+        return draw(draws.q[-1], float(torch.rand((), dtype=torch.float64, generator=generator)))
 
 
 def _runner(model: Any, *memory: Any) -> AnyRunner:

@@ -16,7 +16,7 @@ from stage04_continuous.request import Request
 from stage05_paged.blocks import Move
 from stage05_paged.scheduler import Scheduler
 
-from .lengths import Fixed, Lengths
+from .switch import AlwaysOn, Switch
 
 Drafts = list[int]  # ids that may follow a request's tokens, in order
 
@@ -85,19 +85,15 @@ class Counts:
 class DraftScheduler:
     """Stage 05's scheduler, which plans as without drafts, and then adds those of `proposer`.
 
-    most: of one request in a pass. lengths: chooses how many of them are kept; None: all.
+    most: of one request in a pass. switch: says whether a pass has drafts; None: always.
     Everything else is the scheduler's own.
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        proposer: Proposer,
-        most: int = 4,
-        lengths: Lengths | None = None,
+        self, scheduler: Scheduler, proposer: Proposer, most: int = 4, switch: Switch | None = None
     ) -> None:
         self.inner, self.proposer, self.most = scheduler, proposer, most
-        self.lengths = lengths or Fixed()
+        self.switch, self.on = switch or AlwaysOn(), True  # on: in the pass that was planned last
         # Called with a plan's moves before its drafts are made: for the cache of a draft model.
         self.prepare: Callable[[Sequence[Move]], None] = lambda moves: None
         self.draft_counts = Counts()
@@ -139,34 +135,37 @@ class DraftScheduler:
         self.inner.advance(Plan(plan.started, work))
         for request, drafts in plan.drafts.items():
             count = plan.accepted.get(request, 0)
-            self.lengths.note(request, len(drafts), count)
             self.draft_counts.add(len(drafts), count)
             self.histories.setdefault(request, Counts()).add(len(drafts), count)
             table = self.inner.tables[request]
             for _ in range(self.inner.pool.blocks_for(request.token_count), len(table.blocks)):
                 self.inner.pool.give_back(table.blocks.pop())
 
+    def note(self, plan: DraftPlan, tokens: int) -> None:
+        """Tell the switch that the pass of `plan` has given `tokens`."""
+        requests = sum(work.rows > 0 for work in plan.work)
+        drafts = sum(map(len, plan.drafts.values()))
+        prompts = sum(work.count for work in plan.work) - drafts > requests
+        if requests:
+            self.switch.note(requests, self.on, tokens, prompts)
+
     def finish(self, request: Request) -> None:
         self.inner.finish(request)
         self.proposer.forget(request)
-        self.lengths.forget(request)
         self.histories.pop(request, None)
 
     def _drafts(self, plan: Plan) -> dict[Request, Drafts]:
         """What is proposed for the plan, cut to what the budget and the free blocks leave."""
         requests = [work.request for work in plan.work if work.rows]
-        most = [self._most(request) for request in requests]
-        rows = sum(work.count for work in plan.work)
-        if self.lengths.hopeless(requests, most, rows):
+        self.on = bool(requests) and self.switch.on(len(requests))
+        if not self.on:
             return {}
-        proposed = [
-            drafts[:count]
-            for drafts, count in zip(self.proposer.propose(requests, most), most, strict=True)
-        ]
-        lengths = self.lengths.choose(requests, list(map(len, proposed)), rows)
-        budget, free = self.inner.token_budget - rows, len(self.inner.pool.free)
+        most = [self._most(request) for request in requests]
+        budget = self.inner.token_budget - sum(work.count for work in plan.work)
+        free = len(self.inner.pool.free)
         kept: dict[Request, Drafts] = {}
-        for request, drafts, length in zip(requests, proposed, lengths, strict=True):
+        proposed = self.proposer.propose(requests, most)
+        for request, drafts, length in zip(requests, proposed, most, strict=True):
             table, size = self.inner.tables[request], self.inner.pool.block_size
             room = (len(table.blocks) + free) * size - request.token_count
             if count := min(len(drafts), length, budget, room):

@@ -11,52 +11,51 @@ the token and whatever the options, and a pass yields at least one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from stage01_forward.generation import Token, finish_reason
 from stage04_continuous import engine as stage04
-from stage04_continuous.engine import Sampled
-from stage04_continuous.plan import Observer
 from stage04_continuous.request import Request
-from stage04_continuous.runner import AnyRunner
 from stage09_kernels.engine import make as make_plain
 
 from .draft_model import DraftModel
 from .drafts import DraftPlan, DraftScheduler, Proposer
-from .grammar import Forced
-from .lengths import Adaptive, Lengths, measure_passes
 from .proposers import NGram
-from .records import Recorder
 from .rejection import Rejection
 from .suffix import Suffix
+from .switch import Measured, Switch
 
-# A plan, the wave, its requests, their logits (R, V), end ids -> tokens of those that have one.
-Verifier = Callable[[DraftPlan, int, Sequence[Request], Tensor, Sequence[int]], list[Sampled]]
+
+class Recorder:
+    """The records of `inner`, another stage's recorder. Refused drafts are `wasted_tokens`."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.steps, self.model_time = inner, inner.steps, inner.model_time
+
+    def before(self, plan: DraftPlan) -> None:
+        self.inner.before(plan)
+
+    def after(self, plan: DraftPlan) -> None:
+        self.inner.after(plan)
+        if plan and plan.refused:
+            self.steps[-1] = replace(self.steps[-1], wasted_tokens=plan.refused)
 
 
 class Engine(stage04.Engine[Any]):
-    """Generates with the logits of `runner`, in the steps that `scheduler` plans: as stage 04's
-    engine, whose arguments these are. verify: takes the tokens of a wave; None: sample_tokens."""
+    """The engine `plain`, which stage 05's `make` or a later one made, with drafts in its plans and
+    another end of its steps. It takes over all parts of `plain`."""
 
     scheduler: DraftScheduler
     plan: DraftPlan
 
-    def __init__(
-        self,
-        runner: AnyRunner,
-        scheduler: DraftScheduler,
-        eos_ids: Sequence[int],
-        recorder: Any,
-        observers: Sequence[Observer],
-        sample_tokens: Callable[..., list[Sampled]],
-        verify: Verifier | None = None,
-    ) -> None:
-        super().__init__(runner, scheduler, eos_ids, recorder, observers, sample_tokens)
+    def __init__(self, plain: Any, scheduler: DraftScheduler) -> None:
+        recorder, *observers = plain.observers
+        parts = plain.runner, scheduler, plain.eos_ids, Recorder(recorder), observers
+        super().__init__(*parts, plain.sample_tokens)
         self.plan = DraftPlan()  # of the pass being run
-        self.verify = verify or (lambda plan, wave, *row: sample_tokens(*row))
 
     def step(self) -> list[tuple[str, Token]]:
         """One forward pass, if there is work. Returns its tokens, each with its request's id."""
@@ -69,6 +68,7 @@ class Engine(stage04.Engine[Any]):
         with self.recorder.model_time:
             logits = self.runner.run(*plan.tokens())  # (rows of all requests that sample, V)
         tokens = self._verify(plan, logits)
+        self.scheduler.note(plan, len(tokens))
         for observer in self.observers:
             observer.after(plan)
         return tokens
@@ -87,7 +87,7 @@ class Engine(stage04.Engine[Any]):
             rows = logits
             if len(going) < logits.shape[0]:  # else all, in their order
                 rows = logits[[first[request] + wave for request in going]]
-            sampled = self.verify(plan, wave, going, rows, self.eos_ids)
+            sampled = self.sample_tokens(going, rows, self.eos_ids)
             going = []
             for request, id, logprobs in sampled:
                 reason = finish_reason(id, request.row, self.config, self.eos_ids)
@@ -107,60 +107,36 @@ class Engine(stage04.Engine[Any]):
 
 
 def with_drafts(
-    plain: Any,
-    proposer: Proposer,
-    most: int = 4,
-    lengths: Lengths | None = None,
-    verify: Verifier | None = None,
+    plain: Any, proposer: Proposer, most: int = 4, switch: Switch | None = None
 ) -> Engine:
-    """The engine that verifies drafts, with the parts of `plain`, which stage 05's `make` or a
-    later one made. most, lengths: see DraftScheduler. verify: see Engine."""
-    scheduler = DraftScheduler(plain.scheduler, Forced(proposer), most, lengths)
-    recorder, *observers = plain.observers
-    return Engine(
-        plain.runner,
-        scheduler,
-        plain.eos_ids,
-        Recorder(recorder),
-        observers,
-        plain.sample_tokens,
-        verify,
-    )
+    """The engine `plain` with drafts of `proposer`. most, switch: see DraftScheduler."""
+    return Engine(plain, DraftScheduler(plain.scheduler, proposer, most, switch))
 
 
-def with_draft_model(
-    plain: Any, draft: Any, most: int = 4, lengths: Lengths | None = None, drawn: bool = False
-) -> Engine:
-    """The same with drafts of the model `draft`. drawn: sampling requests get drafts drawn from its
-    distribution, by rejection: their answers keep their distribution, and not their seed's
-    tokens. Raises UserError if the models do not fit."""
+def with_draft_model(plain: Any, draft: Any, most: int = 4, draws: bool = False) -> Engine:
+    """The same with drafts of the model `draft`. draws: sampling requests get drafts drawn from its
+    distribution, by rejection: their answers keep their distribution, and not their seed's tokens.
+    There is no switch: a model that stops reading along has nothing to go on from. Raises UserError
+    if the models do not fit."""
     inner = plain.scheduler
     swap = inner.swap_pool.count if inner.swap_pool else 0
-    proposer = DraftModel(
-        draft,
-        plain.config,
-        inner.pool,
-        inner.tables,
-        most,
-        inner.max_sequences,
-        swap,
-        drawn,
-        plain.eos_ids,
-    )
-    engine = with_drafts(plain, proposer, most, lengths, Rejection(proposer) if drawn else None)
+    sizes = inner.pool, inner.tables, most, inner.max_sequences, swap
+    proposer = DraftModel(draft, plain.config, *sizes, draws, plain.eos_ids)
+    engine = with_drafts(plain, proposer, most)
+    if draws:
+        engine.sample_tokens = Rejection(proposer)
     engine.scheduler.prepare = proposer.prepare
     engine.observers.append(proposer)
     return engine
 
 
-def speculate(plain: Any, kind: str, count: int, draft: Any = None, drawn: bool = False) -> Engine:
-    """For the server: drafts of `kind`, of registry.DRAFTS, as many as pay, at most `count` in a
-    pass of a request. draft, drawn: the draft model, see `with_draft_model`. Raises UserError if it
+def speculate(plain: Any, kind: str, count: int, draft: Any = None, draws: bool = False) -> Engine:
+    """For the server: drafts of `kind`, of registry.DRAFTS, at most `count` of a request in a pass,
+    while they pay. draft, draws: the draft model, see `with_draft_model`. Raises UserError if it
     does not fit."""
-    lengths = Adaptive(measure_passes(plain.runner, plain.scheduler.pool.count))
     if kind == "draft":
-        return with_draft_model(plain, draft, count, lengths, drawn)
-    return with_drafts(plain, NGram() if kind == "ngram" else Suffix(), count, lengths)
+        return with_draft_model(plain, draft, count, draws)
+    return with_drafts(plain, NGram() if kind == "ngram" else Suffix(), count, Measured())
 
 
 def make(model: Any, contexts: int | None = None, **options: Any) -> Engine:

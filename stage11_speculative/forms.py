@@ -1,12 +1,13 @@
 """The server's side of grammars: which fields of a body ask for a form, and its grammar.
 
 OpenAI's `response_format`, vLLM's `structured_outputs`, and tools, whose calls tools.py reads. A
-form that cannot be enforced is refused: no answer is ever free that was to have one.
+form that cannot be enforced is refused: a constrained answer is never returned unconstrained.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -31,14 +32,14 @@ from stage06_serving.protocol import (
     Text,
     WrongField,
 )
-from stage06_serving.service import Choice, Format, Service
+from stage06_serving.service import Answer, Choice, Format, Piece, Service
 from stage06_serving.status import AnyEngine
 
-from . import grammar
-from .tools import MOST_TOOLS, Call, Tool, ToolChat, ToolChoice, shows_tools, style_of
+from . import grammar, tools
+from .tools import MOST_TOOLS, Tool, name_of, schema_of
 
-MOST_CHOICES = 1000
 Schema = dict[str, Any]
+OBJECT: Schema = {"type": "object"}
 
 
 class NamedSchema(Body):
@@ -60,25 +61,19 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's: one of the first five."""
+    """vLLM's."""
 
     json_: Annotated[Schema | None, Field(alias="json")] = None
-    json_object: bool | None = None
     regex: Text | None = None
-    choice: Annotated[Many[Text], Field(min_length=1, max_length=MOST_CHOICES)] | None = None
-    grammar: Text | None = None
-    whitespace_pattern: Text | None = None
+    choice: Annotated[Many[Text], Field(min_length=1, max_length=1000)] | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _one_known(cls, data: Any) -> Any:
-        kinds = ("json", "json_object", "regex", "choice", "grammar")
-        if isinstance(data, dict):
-            others = data.keys() - {*kinds, "whitespace_pattern"}
-            if any(data[name] is not None for name in others):
-                raise WrongField("structured_outputs", f"only {', '.join(kinds)} are supported")
-            if sum(bool(data.get(kind)) or data.get(kind) == {} for kind in kinds) != 1:
-                raise WrongField("structured_outputs", f"send one of {', '.join(kinds)}")
+    def _one(cls, data: Any) -> Any:
+        kinds = ("json", "regex", "choice")
+        sent = [name for name, value in data.items() if value is not None] if data else []
+        if len(sent) != 1 or sent[0] not in kinds:
+            raise WrongField("structured_outputs", f"send one of {', '.join(kinds)}, and no more")
         return data
 
     @property
@@ -88,12 +83,7 @@ class StructuredOutputs(Body):
             return grammar.regex(self.regex)
         if self.choice is not None:
             return grammar.start(" | ".join(map(grammar.literal, self.choice)))
-        if self.grammar is not None:
-            return grammar.users(self.grammar)
-        return grammar.start(grammar.of_schema(self.json_ or OBJECT, self.whitespace_pattern))
-
-
-OBJECT: Schema = {"type": "object"}
+        return grammar.start(grammar.of_schema(self.json_ or OBJECT))
 
 
 class Formed(SamplingBody):
@@ -104,38 +94,34 @@ class Formed(SamplingBody):
 
     @model_validator(mode="after")
     def _can_end_where_the_form_ends(self) -> Formed:
-        if self.form is None:
-            return self
-        if self.response_format and self.response_format.type != "text" and self.structured_outputs:
+        if self.content and self.structured_outputs:
             raise WrongField("structured_outputs", "send it or 'response_format', not both")
         for name in ("min_tokens", "ignore_eos"):
-            if getattr(self, name):
+            if self.form and getattr(self, name):
                 raise WrongField(name, f"an answer in a form ends with it: leave '{name}' out")
         return self
 
     @property
-    def form(self) -> str | None:
-        """The field that asks for a form; None: the answer is free."""
+    def form(self) -> str:
+        """The field that asks for a form; "": the answer is free."""
         if self.structured_outputs is not None:
             return "structured_outputs"
-        if self.response_format is not None and self.response_format.type != "text":
-            return "response_format"
-        return None
+        return "response_format" if self.content else ""
 
     @property
-    def content(self) -> str | None:
-        """The rule of an answer in JSON; None for another form or none."""
+    def content(self) -> Schema:
+        """The schema of an answer in JSON; {} for another form or none."""
         sent = self.response_format
         if sent is None or sent.type == "text":
-            return None
-        return grammar.of_schema(sent.json_schema.schema_ if sent.json_schema else OBJECT)
+            return {}
+        return (sent.json_schema.schema_ if sent.json_schema else {}) or OBJECT
 
     @property
     def source(self) -> str:
         """The grammar of the answer, which has a form. Raises UserError."""
         if self.structured_outputs is not None:
             return self.structured_outputs.source
-        return grammar.start(self.content or "")
+        return grammar.start(grammar.of_schema(self.content))
 
 
 class CompletionForm(Formed, CompletionBody):
@@ -145,39 +131,45 @@ class CompletionForm(Formed, CompletionBody):
 class ToolMessage(Message):
     """A message that may call tools, or answer a call."""
 
-    tool_calls: Annotated[Many[Call], Field(max_length=MOST_TOOLS)] | None = None
+    tool_calls: Annotated[Many[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
 
     @property
     def plain(self) -> dict[str, Any]:
+        """For a chat template, which writes the arguments of calls as JSON itself. Raises
+        UserError."""
         fields = super().plain
-        if self.tool_calls:
-            fields["tool_calls"] = [call.plain for call in self.tool_calls]
+        try:
+            for call in self.tool_calls or ():
+                function = {"name": call["function"]["name"]}
+                function["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+                fields.setdefault("tool_calls", []).append({**call, "function": function})
+        except (LookupError, TypeError, ValueError, RecursionError):
+            raise UserError("The 'tool_calls' of a message are not as they were sent.") from None
         sent = {"name": self.name, "tool_call_id": self.tool_call_id}
         return fields | {name: value for name, value in sent.items() if value is not None}
-
-
-ToolMessages = Annotated[Many[ToolMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
 
 
 class ChatForm(Formed, ChatBody):
     """POST /v1/chat/completions."""
 
-    messages: ToolMessages  # type: ignore[assignment]
+    messages: Annotated[  # type: ignore[assignment]
+        Many[ToolMessage], Field(min_length=1, max_length=MOST_MESSAGES)
+    ]
     tools: Annotated[Many[Tool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _choice_of_a_tool(self) -> ChatForm:
-        names = [tool.function.name for tool in self.tools or ()]
+        try:
+            names = [schema_of(tool) and name_of(tool) for tool in self.tools or ()]
+        except UserError as error:
+            raise WrongField("tools", str(error)) from None
         if len({*names}) < len(names):
             raise WrongField("tools", "two of them have the same name: give each its own")
-        named = isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name
-        if (named or self.tool_choice == "required") and not names:
-            raise WrongField("tool_choice", "there are no 'tools' to choose from")
-        if named and named not in names:
-            raise WrongField("tool_choice", f"there is no tool {named[:64]!r}")
+        if self.must_call and not self.callable:
+            raise WrongField("tool_choice", f"it must be one of the 'tools', which are {names}")
         if self.callable and self.structured_outputs:
             raise WrongField("structured_outputs", "with 'tools' it would forbid their calls")
         return self
@@ -187,16 +179,26 @@ class ChatForm(Formed, ChatBody):
         """The tools that the answer may call."""
         if self.tool_choice == "none":
             return []
-        chosen = self.tool_choice if isinstance(self.tool_choice, ToolChoice) else None
-        return [t for t in self.tools or () if chosen is None or t.name == chosen.function.name]
-
-    @property
-    def form(self) -> str | None:
-        return super().form or ("tools" if self.callable else None)
+        if not isinstance(self.tool_choice, dict):
+            return self.tools or []
+        function = self.tool_choice.get("function")
+        return [tool for tool in self.tools or () if function == {"name": name_of(tool)}]
 
     @property
     def must_call(self) -> bool:
         return self.tool_choice not in (None, "auto", "none")
+
+    @property
+    def form(self) -> str:
+        return super().form or ("tools" if self.callable else "")
+
+    @property
+    def source(self) -> str:
+        if not self.callable:
+            return super().source
+        content = grammar.of_schema(self.content) if self.content else ""
+        several = self.parallel_tool_calls is not False
+        return tools.answer(self.callable, None if self.must_call else content, several)
 
 
 class Forms:
@@ -207,16 +209,15 @@ class Forms:
     def __init__(
         self, engine: AnyEngine, loaded: Loaded, template: ChatTemplate | OwnTemplate | None
     ) -> None:
-        engine.observe(grammar.Ahead())
-        self.loaded = loaded
-        self.style = style_of(loaded.tokenizer)
-        self.shows_tools = shows_tools(template)
+        self.masks = grammar.Masks(getattr(engine, "engine", engine))
+        own = isinstance(template, OwnTemplate)
+        self.loaded, self.shows_tools = loaded, own and "tools" in template.template.source
         self._lock = threading.Lock()
         self._grammars: grammar.Grammars | None = None
 
     async def prepare(self, body: ChatBody | CompletionBody) -> Prepare | None:
         assert isinstance(body, Formed)
-        if body.form is None:
+        if not body.form:
             return None
         try:
             return await asyncio.to_thread(self._compile, body)
@@ -227,26 +228,60 @@ class Forms:
         with self._lock:  # the vocabulary is prepared once, at the first form
             if self._grammars is None:
                 config = self.loaded.config
-                self._grammars = grammar.Grammars(
-                    self.loaded.tokenizer, config.vocab_size, config.eos_ids
-                )
-        if isinstance(body, ChatForm) and body.callable:
-            several = body.parallel_tool_calls is not False
-            content = None if body.must_call else body.content or ""
-            source = self.style.grammar(body.callable, content, several)
-        else:
-            source = body.source
-        return grammar.Form(self._grammars, source)
+                sizes = config.vocab_size, config.eos_ids
+                self._grammars = grammar.Grammars(self.loaded.tokenizer, *sizes)
+        try:
+            return grammar.Form(self.masks, self._grammars, body.source)
+        except UserError as error:
+            called = body.callable if isinstance(body, ChatForm) else ()
+            raise tools.blame(error, called, self._grammars.compile) from None
 
     def conversation(self, body: ChatBody) -> tuple[Sequence[Message], Described | None]:
         assert isinstance(body, ChatForm)
-        tools = body.tools if body.tool_choice != "none" else None
-        if self.shows_tools:
-            described = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
-            return body.messages, described
-        return self.style.written(body.messages, tools or ()), None
+        described = body.tools if body.tool_choice != "none" else None
+        if not self.shows_tools:
+            return tools.shown(body.messages, described or ()), None
+        return body.messages, described or None
 
     def answer(self, body: ChatBody, choices: Sequence[Choice], service: Service) -> Format:
         assert isinstance(body, ChatForm)
         chat = Chat(body, choices, service)
-        return ToolChat(chat, self.style) if body.callable else chat
+        return ToolChat(chat) if body.callable else chat
+
+
+class ToolChat:
+    """The chat format `chat` with calls: the text of each choice goes through its reader."""
+
+    repeats = False
+
+    def __init__(self, chat: Chat) -> None:
+        self.chat = chat
+        self.readers = {choice.index: tools.Reader() for choice in chat.choices}
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        body = self.chat.whole(answers)
+        for part, reader, answer in zip(
+            body["choices"], self.readers.values(), answers, strict=True
+        ):
+            deltas = reader.push(answer.text, end=True)
+            content = "".join(delta.get("content", "") for delta in deltas)
+            calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+            if calls:
+                for call in calls:
+                    del call["index"]  # only a stream has it
+                part["message"] |= {"content": content or None, "tool_calls": calls}
+                part["finish_reason"] = reader.reason(answer.finish_reason)
+        return body
+
+    def chunks(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
+        reader, done = self.readers[choice.index], piece.finish_reason is not None
+        events = self.chat.chunks(choice, Piece("", piece.tokens))
+        for delta in reader.push(piece.text, end=done):
+            events.append(self.chat.chunk(choice, delta, Piece("", ())))
+        if done:
+            last = Piece("", (), reader.reason(piece.finish_reason), piece.stop_reason)
+            events.append(self.chat.chunk(choice, {}, last))
+        return events
+
+    def last(self) -> list[dict[str, Any]]:
+        return self.chat.last()

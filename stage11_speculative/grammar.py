@@ -1,27 +1,33 @@
 """A grammar as a mask: before each token of an answer, the ids that may come next.
 
 llguidance keeps the state of a parser, and says for every token of the vocabulary whether the text
-so far, with that token behind it, can still become a text of the grammar. Those are the True places
-of `Row.mask`, so no sampler and no engine knows of grammars.
+so far, with that token behind it, can still become a text of the grammar. The other ids get the
+score minus infinity before the sampler sees them: `Masks` stands in front of an engine's
+`sample_tokens`, so no sampler, no engine and no proposer of drafts knows of grammars.
 
-A `FormRow` computes its mask when the sampler asks, from the tokens that its output has by then.
-So it is right for each position of drafts too: the waves of `engine.py` ask for a position when
-the drafts before it are in the output.
+A mask is computed from the tokens that the output has when it is sampled. So it is right for each
+position of drafts too: the waves of engine.py sample a position when the drafts before it are in
+the output.
+
+What cannot be enforced is refused. A `format` is enforced as a pattern of letters: a date may be
+29 February of any year, and any minute may have a leap second. A `pattern` is one of Rust's regex,
+whose white space is not quite ECMA's. `contentEncoding` and `contentMediaType` are notes. A text
+that never ends, as a schema may demand, ends at max_tokens.
 """
 
 from __future__ import annotations
 
 import json
-import logging
+import math
+import re
 import subprocess
 import sys
 import threading
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import llguidance
 import numpy as np
@@ -29,24 +35,24 @@ import torch
 from torch import Tensor
 
 from shared.errors import UserError
-from shared.paths import ROOT
-from shared.spelling import number_of
 from shared.tokenizer import AnyTokenizer
-from stage01_forward.generation import Row
-from stage04_continuous.plan import Plan
+from stage04_continuous.engine import Sampled
 from stage04_continuous.request import Request
-from stage06_serving.status import Refused
+from stage06_serving.async_engine import Refused
 
-from . import endless
-from .drafts import Drafts, Proposer
+from .drafts import Drafts, DraftScheduler, Proposer
 
-# No other white space than this: a model that may write spaces without end does.
-SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-STRICT = {"lenient": False, "coerce_one_of": False}  # refuse what cannot be enforced
-MOST_DIGITS = 24  # in a row, where the grammar allows another end: numbers run on, too
+OPTIONS = {
+    # No other white space than this: a model that may write spaces without end does.
+    **{"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+    # No \\u, by which a name in an object could be written as one that the schema does not know.
+    "json_allowed_escapes": 'nrbtf\\"',
+    **{"lenient": False, "coerce_one_of": False},  # refuse what cannot be enforced
+}
+UNWRITABLE = re.compile(r"[^\x20-\U0010ffff\n\r\t\b\f]")  # but by an escape that is not allowed
 MOST_SOURCE = 2**18  # characters of a grammar
-MARK = "\x02"  # a character that no tokenizer merges with another
-TRIAL = ROOT / "stage11_speculative" / "trial.py"  # a student's copy has none beside it
+TRIAL = Path(__file__).with_name("trial.py")
+PATIENCE = 30.0  # seconds until it must have ended, where the machine is busy
 KEPT = 64  # compiled grammars
 # Fuel for one mask buys some 10 ms, for one grammar some 100 ms; a state takes 2 kB.
 LIMITS: dict[str, Any] = {
@@ -57,31 +63,43 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-# llguidance takes additionalItems for a sign that `items` is the list, as it was before 2020-12.
-PREFIX = "'additionalItems' does not go with 'prefixItems': write 'items'."
-SIBLING = "an '$id' beside a '$ref' has no effect before 2019-09: remove it."
+CANNOT = "The form cannot be enforced: {}"
 BROKEN = "The grammar needs too much work for a token ({}): send a simpler one."
 
-log = logging.getLogger(__name__)
 
-
-def of_schema(schema: dict[str, Any], whitespace: str | None = None) -> str:
-    """The grammar of JSON texts that are valid for `schema`, as a rule of llguidance's Lark.
-    whitespace: a regular expression for white space between tokens of JSON. Raises UserError for a
-    schema whose texts have no end, or of which llguidance would ignore a part."""
-    options = SPACING | STRICT
-    if whitespace is not None:
-        options = STRICT | {"whitespace_pattern": whitespace}
-    text = json.dumps({**schema, "x-guidance": options})
-    if len(text) <= MOST_SOURCE:  # a longer one is refused anyway
-        endless.check(schema)
-        for part in endless.objects(schema):
-            if "additionalItems" in part and isinstance(part.get("prefixItems"), list):
-                raise UserError(f"The form cannot be enforced: {PREFIX}")
-            reference = part.get("$ref") if "$id" in part and part is not schema else "#"
-            if isinstance(reference, str) and reference[:1] != "#":
-                raise UserError(f"The form cannot be enforced: {SIBLING}")
+def of_schema(schema: dict[str, Any]) -> str:
+    """The grammar of JSON texts that are valid for `schema`, as a rule of llguidance's Lark. Raises
+    UserError for a schema of which llguidance would ignore a part."""
+    text = json.dumps({**schema, "x-guidance": OPTIONS})
+    for part in parts(schema) if len(text) <= MOST_SOURCE else ():  # a longer one is refused
+        if isinstance(part, str):
+            if UNWRITABLE.search(part):
+                raise UserError(CANNOT.format("it has control characters: remove them."))
+            continue
+        least, required = part.get("minProperties"), part.get("required")
+        reference = part.get("$ref") if "$id" in part and part is not schema else "#"
+        if "additionalItems" in part and isinstance(part.get("prefixItems"), list):
+            raise UserError(CANNOT.format("'additionalItems' beside 'prefixItems': write 'items'."))
+        if isinstance(reference, str) and reference[:1] != "#":
+            raise UserError(CANNOT.format("an '$id' beside a '$ref' has no effect: remove it."))
+        if isinstance(least, int) and least > len(required if isinstance(required, list) else ()):
+            why = "one name may come twice and count as two for 'minProperties': write 'required'."
+            raise UserError(CANNOT.format(why))
     return f"%json {text}"
+
+
+def parts(schema: Any) -> Iterator[Any]:
+    """Every object and every text in it."""
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            yield part
+            waiting += [*part, *part.values()]
+        elif isinstance(part, list):
+            waiting += part
+        elif isinstance(part, str):
+            yield part
 
 
 def literal(text: str) -> str:
@@ -98,14 +116,6 @@ def regex(pattern: str) -> str:
     return str(llguidance.LLMatcher.grammar_from_regex(pattern))
 
 
-def users(grammar: str) -> str:
-    """A grammar that a user wrote, in Lark or GBNF. Raises UserError."""
-    try:
-        return str(llguidance.grammar_from("grammar", grammar))
-    except ValueError as error:
-        raise UserError(f"The grammar cannot be read: {first_line(str(error))}") from None
-
-
 def first_line(text: str) -> str:
     """Of an error of llguidance, what is wrong; the other lines show the parser's state."""
     line = text.strip().partition("\n")[0].rstrip(" :.")
@@ -120,82 +130,22 @@ class Encoder:
     def __init__(self, tokenizer: AnyTokenizer, size: int, eos_ids: Sequence[int]) -> None:
         self.tokenizer, self.eos_token_id = tokenizer, eos_ids[0]
         self.tokens = [tokenizer.decode_bytes([token_id]) for token_id in range(size)]
+        unknown = tokenizer.decode_bytes([size])  # how an id without a token is shown
         for token_id, data in enumerate(self.tokens):
-            if data == number_of(token_id):
-                self.tokens[token_id] = b""  # there is no such token
-        self._bytes = {data[0]: id for id, data in enumerate(self.tokens) if len(data) == 1}
+            if data == unknown.replace(str(size).encode(), str(token_id).encode()):
+                self.tokens[token_id] = b""
         control = {word.encode() for word in getattr(tokenizer, "control", ())}
         special = {id for id, data in enumerate(self.tokens) if data in control}
         self.special_token_ids = sorted(special | set(eos_ids))
+        self._bytes = {data[0]: id for id, data in enumerate(self.tokens) if len(data) == 1}
 
     def __call__(self, text: str) -> list[int]:
-        """The ids of a text. Their bytes are exactly the text's, though a tokenizer may put a space
-        before it, or compose its letters."""
-        if not hasattr(self.tokenizer, "encode_chat"):  # `encode` adds tokens around a text
-            return self.tokenizer.encode(text)
-        encode, decode = self.tokenizer.encode_chat, self.tokenizer.decode_bytes
-        ids: list[int] = encode([(text, False)])
-        data = text.encode()
-        if decode(ids) == data:
+        """The ids of a text. Their bytes are exactly the text's: where a tokenizer puts a space
+        before it, or composes its letters, byte by byte."""
+        ids, data = self.tokenizer.encode(text), text.encode()
+        if b"".join(self.tokens[token_id] for token_id in ids) == data:
             return ids
-        before, ids = encode([(MARK, False)]), encode([(MARK + text, False)])
-        same: list[int] = []  # no space is put behind the mark
-        for token_id in ids[len(before) :]:
-            if not data.startswith(token := decode([token_id])):
-                break
-            data = data[len(token) :]
-            same.append(token_id)
-        return same + [self._bytes[byte] for byte in data if byte in self._bytes]
-
-
-class Trial:
-    """A process that compiles each grammar first; it is started again after it had to be ended."""
-
-    def __init__(self) -> None:
-        self._end: Callable[[], object] = lambda: None
-        self._process: subprocess.Popen[str] | None = None
-
-    def check(self, source: str) -> None:
-        """Raises UserError for a grammar with an error, or that takes too much time or memory."""
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        answer = self._ask(source)
-        if answer is None:
-            self._end()
-            raise UserError("The form takes too much work to compile: send a simpler one.")
-        if answer:
-            raise UserError(f"The form cannot be enforced: {first_line(answer)}")
-
-    def _start(self) -> None:
-        self._end()
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(TRIAL)],
-            stdin=pipe,
-            stdout=pipe,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self._end = weakref.finalize(self, _end, self._process)
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(LIMITS) + "\n")
-
-    def _ask(self, source: str) -> str | None:
-        """What is wrong with the grammar; None if the process has ended."""
-        assert self._process is not None
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
-        with suppress(OSError):
-            stdin.write(json.dumps(source) + "\n")
-            stdin.flush()
-            if line := stdout.readline():
-                return str(json.loads(line))
-        return None
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    with suppress(OSError), process:
-        process.kill()
+        return [self._bytes[byte] for byte in data if byte in self._bytes]
 
 
 class Grammars:
@@ -210,15 +160,12 @@ class Grammars:
                 "This model has no token that ends a text, so no answer in a given form would end: "
                 "choose another model."
             )
-        self.size = size
         encoder = Encoder(tokenizer, size, eos_ids)
-        self.tokens = encoder.tokens
-        digits = [data[:1].isdigit() for data in encoder.tokens]
-        self.digits = torch.tensor(digits)  # (V,): the ids that begin with one
+        self.size = size
         wrapper = llguidance.TokenizerWrapper(encoder)
         self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=list(eos_ids))
         self._limits = llguidance.LLParserLimits(**LIMITS)
-        self._trial, self._lock = Trial(), threading.Lock()
+        self._lock = threading.Lock()
         self._kept: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
 
     def compile(self, source: str) -> llguidance.LLMatcher:
@@ -230,130 +177,115 @@ class Grammars:
                 "the schema or the list of tools."
             )
         with self._lock:  # one at a time: a grammar may take a processor for a moment
-            if source in self._kept:
-                self._kept.move_to_end(source)
-                return self._kept[source]
-            self._trial.check(source)
-            matcher = llguidance.LLMatcher(
-                self._tokenizer, source, log_level=0, limits=self._limits
-            )
-            if matcher.is_error():
-                raise UserError(f"The form cannot be enforced: {first_line(matcher.get_error())}")
-            self._kept[source] = matcher
-            if len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-            return matcher
+            if source not in self._kept:
+                self._try(source)
+                matcher = llguidance.LLMatcher(
+                    self._tokenizer, source, log_level=0, limits=self._limits
+                )
+                if matcher.is_error():
+                    raise UserError(CANNOT.format(first_line(matcher.get_error())))
+                self._kept[source] = matcher
+                if len(self._kept) > KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(source)
+            return self._kept[source]
+
+    def _try(self, source: str) -> None:
+        """Compile it in a process of its own: some grammars take hours or gigabytes, and neither
+        llguidance's limits nor a thread can stop them."""
+        words, asked = [sys.executable, "-P", str(TRIAL)], json.dumps([source, LIMITS])
+        pipes: dict[str, Any] = {"input": asked, "capture_output": True, "text": True}
+        try:
+            error = json.loads(subprocess.run(words, timeout=PATIENCE, **pipes).stdout)
+        except (subprocess.TimeoutExpired, ValueError):  # or it had no memory left
+            raise UserError("The form takes too much work: send a simpler one.") from None
+        if error:
+            raise UserError(CANNOT.format(first_line(error)))
 
 
-class FormRow(Row):
-    """A sampler's row whose mask follows a grammar; any thread may ask for it. `matcher`: a copy of
-    its own."""
+class Constraint:
+    """What one answer may be: a parser of its own, which follows the answer."""
 
-    def __init__(self, row: Row, grammars: Grammars, matcher: llguidance.LLMatcher) -> None:
-        self.grammars, self.matcher = grammars, matcher
-        self.error = ""  # why there is no mask, which ends the request
-        self.lock = threading.Lock()  # of the matcher: `Ahead` may be late with an earlier mask
+    def __init__(self, grammars: Grammars, matcher: llguidance.LLMatcher) -> None:
+        self.grammars, self.matcher = grammars, matcher.deep_copy()
         self._read = 0  # tokens of the output that the matcher has
-        self._digits = 0  # at the end of them
-        self._masked = -1  # tokens of the output that `_mask` follows
-        self._mask: Tensor | None = None
-        super().__init__(row.params, row.prompt, row.output)
 
-    @property
-    def mask(self) -> Tensor:
-        """(V,) of bool, for the next token of the output. Once the parser has failed no id may come
-        next, which ends the request and no other."""
-        with self.lock:
-            if self._masked != len(self.output) or self._mask is None:
-                self._mask, self._masked = self._next(), len(self.output)
-            return self._mask
+    def follow(self, output: Sequence[int]) -> None:
+        self.matcher.consume_tokens(list(output[self._read :]))
+        self._read = len(output)
 
-    @mask.setter
-    def mask(self, value: Tensor | None) -> None:
-        """The grammar decides."""
-
-    def _next(self) -> Tensor:
-        self.read()
+    def mask(self, output: Sequence[int]) -> Tensor:
+        """(V,) of bool: the ids that may come behind `output`; none once the parser has failed."""
+        self.follow(output)
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
         size = self.grammars.size
         mask = torch.from_numpy(np.unpackbits(bits, count=size, bitorder="little").view(np.bool_))
-        if self.matcher.is_error():
-            self.error = BROKEN.format(first_line(self.matcher.get_error()).rstrip("."))
-            log.warning("%s", self.error)
-            return torch.zeros(size, dtype=torch.bool)
-        if self._digits >= MOST_DIGITS:
-            shorter = mask & ~self.grammars.digits
-            mask = shorter if shorter.any() else mask
-        return mask
+        return torch.zeros_like(mask) if self.matcher.is_error() else mask
 
-    def read(self) -> None:
-        """Have the matcher follow the output. The caller must hold the lock."""
-        for token_id in self.output[self._read :]:
-            self.matcher.consume_token(token_id)
-            data = self.grammars.tokens[token_id]
-            tail = len(data) - len(data.rstrip(b"0123456789"))
-            self._digits = self._digits + tail if tail == len(data) else tail
-        self._read = len(self.output)
+    def drafts(self, output: Sequence[int], proposed: Drafts, most: int) -> Drafts:
+        """What the grammar forces behind `output`; else what is proposed, up to the first token
+        that it forbids. A forced text can be cut into tokens in several ways, so these are drafts,
+        too: only where the mask leaves one token is it certain that the sampler agrees."""
+        self.follow(output)
+        if forced := self.matcher.compute_ff_tokens():
+            return list(forced[:most])
+        return proposed[: self.matcher.validate_tokens(proposed)]
 
 
-class Ahead:
-    """An observer that has the masks of a pass computed while it runs."""
+class Masks:
+    """Stands in front of the sampler of `engine`, and behind its proposer of drafts, if any. Called
+    as `sample_tokens` is."""
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "masks")
+    def __init__(self, engine: Any) -> None:
+        self.constraints: WeakKeyDictionary[Request, Constraint] = WeakKeyDictionary()
+        self.inner, engine.sample_tokens = engine.sample_tokens, self
+        if isinstance(engine.scheduler, DraftScheduler):
+            engine.scheduler.proposer = Forced(engine.scheduler.proposer, self)
 
-    def before(self, plan: Plan) -> None:
-        rows = [work.request.row for work in plan.work if work.rows]
-        if formed := [row for row in rows if isinstance(row, FormRow)]:
-            self._pool.submit(lambda: [row.mask for row in formed])
-
-    def after(self, plan: Plan) -> None:
-        """Give requests that a parser has ended its reason."""
-        for work in plan.work:
-            row, output = work.request.row, work.request.output
-            if isinstance(row, FormRow) and row.error and output.error:
-                output.error = Refused(row.error)
+    @torch.inference_mode()
+    def __call__(
+        self, requests: Sequence[Request], logits: Tensor, eos_ids: Sequence[int]
+    ) -> list[Sampled]:
+        broken = list[Request]()
+        for place, request in enumerate(requests if self.constraints else ()):
+            if constraint := self.constraints.get(request):
+                mask = constraint.mask(request.output.token_ids)
+                logits[place].masked_fill_(~mask.to(logits.device), -math.inf)
+                if constraint.matcher.is_error():
+                    broken.append(request)
+        sampled = self.inner(requests, logits, eos_ids)
+        for request in broken:  # which no token has, so the sampler has ended it
+            why = first_line(self.constraints[request].matcher.get_error()).rstrip(".")
+            request.output.error = Refused(BROKEN.format(why))
+        return sampled
 
 
 class Forced:
-    """Drafts for requests in a form: what the grammar forces, else those of `inner`, cut where they
-    would leave it. Other requests have those of `inner`.
+    """The drafts of `inner`, as far as constraints allow them, and what these force. Drafts that
+    were drawn stay as they are: the rule of rejection.py must see all that was drawn."""
 
-    A forced text can be cut into tokens in several ways, so these are drafts, too: only where the
-    mask leaves one token is it certain that the sampler agrees.
-    """
-
-    def __init__(self, inner: Proposer) -> None:
-        self.inner = inner
+    def __init__(self, inner: Proposer, masks: Masks) -> None:
+        self.inner, self.masks = inner, masks
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Drafts]:
         drafts = self.inner.propose(requests, most)
-        return [self._of(*work) for work in zip(requests, drafts, most, strict=True)]
+        drawn = getattr(self.inner, "drawn", {})
+        for place, request in enumerate(requests):
+            constraint = self.masks.constraints.get(request)
+            if constraint and request not in drawn:
+                output = request.output.token_ids
+                drafts[place] = constraint.drafts(output, drafts[place], most[place])
+        return drafts
 
     def forget(self, request: Request) -> None:
         self.inner.forget(request)
 
-    def _of(self, request: Request, drafts: Drafts, most: int) -> Drafts:
-        row = request.row
-        if not isinstance(row, FormRow):
-            return drafts
-        with row.lock:
-            row.read()
-            drawn = getattr(self.inner, "distributions", {})  # for `Rejection`
-            if forced := row.matcher.compute_ff_tokens():
-                drawn.pop(request, None)
-                return forced[:most]
-            if request in drawn:  # a cut depends on what was drawn: the distribution would change
-                return drafts
-            return drafts[: row.matcher.validate_tokens(drafts)]
-
 
 class Form:
-    """Gives requests the form of one grammar."""
+    """Gives requests the form of one grammar. Raises UserError, as `Grammars.compile` does."""
 
-    def __init__(self, grammars: Grammars, source: str) -> None:
-        """Raises UserError, as `Grammars.compile` does."""
-        self.grammars, self.matcher = grammars, grammars.compile(source)
+    def __init__(self, masks: Masks, grammars: Grammars, source: str) -> None:
+        self.masks, self.grammars, self.matcher = masks, grammars, grammars.compile(source)
 
     def __call__(self, request: Request) -> None:
-        request.row = FormRow(request.row, self.grammars, self.matcher.deep_copy())
+        self.masks.constraints[request] = Constraint(self.grammars, self.matcher)

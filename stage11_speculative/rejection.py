@@ -15,6 +15,7 @@ distribution of an answer and not the answer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -25,8 +26,6 @@ from stage01_forward.generation import NOT_FINITE
 from stage01_forward.sampling import distribution, draw, edit, logprobs_of
 from stage04_continuous.engine import Sampled
 from stage04_continuous.request import Request
-
-from .drafts import DraftPlan
 
 
 def accept(p: Tensor, q: Tensor, draft: int, dart: float) -> bool:
@@ -42,47 +41,51 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     return rest / total if total > 0 else p
 
 
-class Drawn(Protocol):
-    """A proposer that draws: by request, the q (k, V) that its drafts of this pass came from."""
+@dataclass
+class Draws:
+    """Drafts of one pass that were drawn, behind the first `place` tokens of an output: ids, each
+    with the q (V,) that it came from."""
 
-    distributions: dict[Request, Tensor]
+    place: int
+    ids: list[int]
+    q: list[Tensor]
+
+
+class Drawing(Protocol):
+    """A proposer that draws: `drawn` has the drafts of this pass, by request."""
+
+    drawn: dict[Request, Draws]
 
 
 class Rejection:
-    """Samples a wave by the rule above; a verifier of `Engine`. Requests whose drafts were not
-    drawn are sampled as always."""
+    """Takes the place of an engine's `sample_tokens`: samples by the rule above. Requests whose
+    drafts were not drawn are sampled as always."""
 
-    def __init__(self, proposer: Drawn) -> None:
+    def __init__(self, proposer: Drawing) -> None:
         self.proposer = proposer
 
     def __call__(
-        self,
-        plan: DraftPlan,
-        wave: int,
-        requests: Sequence[Request],
-        logits: Tensor,
-        eos_ids: Sequence[int],
+        self, requests: Sequence[Request], logits: Tensor, eos_ids: Sequence[int]
     ) -> list[Sampled]:
         sampled: list[Sampled] = []
         for request, unmodified in zip(requests, logits, strict=True):
-            row, params = request.row, request.sampling
+            params = request.sampling
             scores = unmodified.to("cpu", torch.float64, copy=True)
-            edit(scores, row, eos_ids)
+            edit(scores, request.row, eos_ids)
             if not scores.max().isfinite():
                 request.output.fail(UserError(NOT_FINITE))
                 continue
-            drafts = plan.drafts.get(request, [])
-            if params.greedy:
-                token = int(scores.argmax())
-            else:
-                p = distribution(scores, params)
-                q = self.proposer.distributions.get(request)
-                if wave < len(drafts) and q is not None:
-                    accepted = accept(p, q[wave], drafts[wave], row.dart())
-                    token = drafts[wave] if accepted else draw(residual(p, q[wave]), row.dart())
-                else:
-                    token = draw(p, row.dart())
+            token = int(scores.argmax()) if params.greedy else self._token(request, scores)
             wanted = params.logprobs
             logprobs = None if wanted is None else logprobs_of(unmodified, token, wanted)
             sampled.append((request, token, logprobs))
         return sampled
+
+    def _token(self, request: Request, scores: Tensor) -> int:
+        p, row = distribution(scores, request.sampling), request.row
+        draws = self.proposer.drawn.get(request)
+        wave = len(request.output.token_ids) - draws.place if draws else 0
+        if draws is None or wave >= len(draws.ids):
+            return draw(p, row.dart())
+        draft, q = draws.ids[wave], draws.q[wave]
+        return draft if accept(p, q, draft, row.dart()) else draw(residual(p, q), row.dart())

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from shared.errors import UserError
 from stage04_continuous.request import Request
@@ -81,15 +80,6 @@ class TestDrafts(paged.TestPaged):
     def test_nan_stays_with_its_request_and_goes_with_it(self, when):
         """The contract's, before the answer can have ended."""
         super().test_nan_stays_with_its_request_and_goes_with_it(when)
-
-    def test_a_mask_on_a_row_holds_for_its_tokens_and_no_other_row(self):
-        """One mask for the whole answer: a mask that follows the tokens is the grammar's."""
-        engine = self.engine(3)
-        masked, plain = ask(engine, 9, 12), ask(engine, 5, 14)
-        masked.row.mask = torch.arange(101) % 2 == 0
-        finish(engine)
-        assert not any(id % 2 for id in masked.output.token_ids)
-        assert_answered(plain)
 
     def test_an_id_is_taken_while_its_request_is_in_the_engine(self):
         engine = self.engine(1)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import random
+from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared import measure
 from stage04_continuous.request import Request
-from stage04_continuous.tests.oracle import ask, assert_answered, finish, greedy
+from stage04_continuous.tests.oracle import ask, assert_answered, greedy, prompt_of
 from stage05_paged.tests.engines import engine_of
-from stage11_speculative import lengths
 from stage11_speculative.engine import with_drafts
-from stage11_speculative.lengths import PATIENCE, PRIOR, Adaptive, PassTimes, measure_passes
+from stage11_speculative.proposers import Recorded
 from stage11_speculative.suffix import Automaton, Suffix
-
-from .guesses import Guess
+from stage11_speculative.switch import Measured
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
 
@@ -91,124 +87,85 @@ def test_past_answers_begin_anew_when_they_are_many():
     assert suffix.propose([request_of([7, 20, 21])], [9]) == [[22, 23]]
 
 
-FLAT = PassTimes((1, 64), (1.0, 1.0))
-STEEP = PassTimes((1, 64), (1.0, 64.0))  # a row more costs as much as the first
+class Clock:
+    """Time as tests make it."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-def test_lengths_follow_what_a_row_costs():
-    requests = [request_of([1]) for _ in range(3)]
-    assert Adaptive(FLAT).choose(requests, [4, 0, 2], 3) == [4, 0, 2]
-    assert Adaptive(STEEP).choose(requests, [4, 0, 2], 3) == [0, 0, 0]
-    assert Adaptive(STEEP).choose(requests, [4, 0, 2], 500) == [0, 0, 0]  # beside prompts, too
-    knee = PassTimes((1, 6, 64), (1.0, 1.0, 30.0))  # three rows more are free
-    assert sum(Adaptive(knee).choose(requests, [4, 0, 2], 3)) == 3
-    step = Adaptive(PassTimes((1, 2, 64), (1.0, 2.0, 2.0)))  # one does not pay, but four do
-    step.rates[requests[0]] = 0.9
-    assert step.choose(requests[:1], [4], 1) == [4]
+def run(switch: Measured, clock: Clock, passes: int, on: Any, off: Any, crowd: int = 1) -> Any:
+    """Seconds and tokens of `passes` that the switch has chosen, and which had drafts. on, off:
+    seconds and tokens of a pass with and without drafts."""
+    began, tokens, drafted = clock.now, 0, list[bool]()
+    for _ in range(passes):
+        way = switch.on(crowd)
+        seconds, count = on if way else off
+        clock.now += seconds
+        switch.note(crowd, way, count, False)
+        tokens += count
+        drafted.append(way)
+    return clock.now - began, tokens, drafted
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 1)), min_size=1, max_size=4))
-def test_no_other_choice_is_expected_to_be_faster(rows):
-    from itertools import product
-
-    times = PassTimes((1, 4, 8, 64), (1.0, 1.1, 1.6, 9.0))
-    adaptive = Adaptive(times)
-    requests = [request_of([1]) for _ in rows]
-    adaptive.rates = {request: rate for request, (_, rate) in zip(requests, rows, strict=True)}
-    proposed = [count for count, _ in rows]
-
-    def speed(counts):
-        survived = sum(
-            rate ** (place + 1)
-            for (_, rate), count in zip(rows, counts, strict=True)
-            for place in range(count)
-        )
-        return (len(rows) + survived) / times(len(rows) + sum(counts))
-
-    chosen = speed(adaptive.choose(requests, proposed, len(rows)))
-    best = max(map(speed, product(*(range(count + 1) for count in proposed))))
-    assert chosen >= best * (1 - 1e-12)
+@pytest.mark.parametrize("gain", [0.3, 0.7, 0.98, 1.0, 1.02, 1.3, 2.6])
+def test_never_more_than_two_hundredths_are_lost_to_the_better_of_on_and_off(gain):
+    """One token without drafts in a second, and with them three in 3 / gain seconds."""
+    clock = Clock()
+    switch = Measured(clock)
+    run(switch, clock, 20, (3 / gain, 3), (1.0, 1))  # the first tries
+    seconds, tokens, drafted = run(switch, clock, 3000, (3 / gain, 3), (1.0, 1))
+    assert tokens / seconds > 0.98 * max(1.0, gain)
+    assert 0 < sum(drafted) < 3000  # the other way is tried now and then
+    if abs(gain - 1) > 0.1:
+        assert (sum(drafted) > 1500) == (gain > 1)
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.floats(0, 1)), min_size=1),
-    st.integers(0, 20),
-)
-def test_where_the_most_drafts_do_not_pay_no_fewer_do(rows, prompts):
-    adaptive = Adaptive(PassTimes((1, 4, 8, 64), (1.0, 1.3, 2.0, 16.0)))
-    requests = [request_of([1]) for _ in rows]
-    adaptive.rates = {request: rate for request, (*_, rate) in zip(requests, rows, strict=True)}
-    most, count = [many for many, *_ in rows], len(rows) + prompts
-    fewer = [min(many, some) for many, some, _ in rows]
-    hopeless = adaptive.hopeless(requests, most, count)
-    assert hopeless == (not any(adaptive.choose(requests, most, count)))
-    assert not (hopeless and any(adaptive.choose(requests, fewer, count)))
+def test_what_is_tried_brings_the_better_way_back():
+    clock = Clock()
+    switch = Measured(clock)
+    run(switch, clock, 500, (2.0, 1), (1.0, 1))
+    _, _, drafted = run(switch, clock, 3000, (1.0, 3), (1.0, 1))  # the text repeats itself now
+    assert all(drafted[-100:]) or sum(drafted[-100:]) > 90
 
 
-def test_without_hope_nothing_is_proposed_but_for_a_try_now_and_then(monkeypatch):
-    monkeypatch.setattr(lengths, "PATIENCE", 8)
-    calls: list[int] = []
+def test_crowds_of_other_sizes_and_prompts_are_measured_apart():
+    clock = Clock()
+    switch = Measured(clock)
+    for _ in range(300):
+        run(switch, clock, 1, (1.0, 3), (1.0, 1), crowd=1)
+        run(switch, clock, 1, (4.0, 3), (1.0, 1), crowd=32)
+        way = switch.on(1)
+        clock.now += 100.0
+        switch.note(1, way, 1, True)  # beside a prompt
+    alone = sum(run(switch, clock, 100, (1.0, 3), (1.0, 1), crowd=1)[2])
+    crowd = sum(run(switch, clock, 100, (4.0, 3), (1.0, 1), crowd=31)[2])
+    assert alone > 90 and crowd < 10
 
-    class Counted(Guess):
-        def propose(self, requests, most):
-            calls.append(len(engine.steps))
-            return super().propose(requests, most)
 
-    engine = with_drafts(engine_of(), Counted(1.0), 1, Adaptive(STEEP))
-    request = ask(engine, 9, 50)
-    finish(engine)
+def test_an_engine_turns_drafts_off_that_do_not_pay():
+    """Each pass with drafts takes four times as long, and all of them are wrong."""
+    clock = Clock()
+    wrong = Recorded({tuple(prompt_of(9)): [100] * 50}, 1.0, 101)
+    engine = with_drafts(engine_of(), wrong, 2, Measured(clock))
+    engine.observers.append(Slow(clock))
+    request, drafted = ask(engine, 9, 50), []
+    while engine.requests:
+        engine.step()
+        drafted.append(bool(engine.plan.drafts))
     assert_answered(request)
-    assert calls == list(range(7, len(engine.steps), 8))
-    counts = engine.scheduler.draft_counts
-    assert counts.proposed == counts.accepted == 50 - len(engine.steps) == len(calls)
+    assert drafted[1:4] == [True] * 3 and sum(drafted[4:]) < 3
+    assert len(engine.steps) == 50
 
 
-def test_what_is_tried_now_and_then_brings_the_drafts_back(monkeypatch):
-    monkeypatch.setattr(lengths, "PATIENCE", 4)
-    costs = Adaptive(PassTimes((1, 2, 64), (1.0, 1.4, 40.0)))  # pays from a rate of 0.4 on
-    costs.common = 0.2
-    engine = with_drafts(engine_of(), Guess(1.0), 1, costs)
-    request = ask(engine, 9, 50)
-    finish(engine)
-    assert_answered(request)
-    drafted = [record.decode_tokens > 1 for record in list(engine.steps)[1:-1]]
-    assert drafted.count(False) > 6 and all(drafted[-10:])
+class Slow:
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
 
+    def before(self, plan: Any) -> None:
+        self.clock.now += 4.0 if plan.drafts else 1.0
 
-def test_a_rate_is_learned_and_a_hopeless_request_tries_again():
-    adaptive, rng = Adaptive(PassTimes((1, 64), (1.0, 30.0))), random.Random(0)
-    good, bad, even = map(request_of, ([1], [2], [3]))
-    for _ in range(60):
-        adaptive.note(even, 4, 1)  # the two behind the refused one say nothing
-        adaptive.note(good, 4, 4 if rng.random() < 0.8 else 1)
-        adaptive.note(bad, 4, 0)
-    assert adaptive.rates[even] == pytest.approx(0.5, abs=0.05)
-    assert adaptive.rates[good] > 0.8 > PRIOR > 0.05 > adaptive.rates[bad]
-    tried = [adaptive.choose([good, bad], [4, 4], 2) for _ in range(2 * PATIENCE)]
-    assert all(lengths[0] for lengths in tried)
-    assert [lengths[1] for lengths in tried].count(1) == 2
-    adaptive.forget(good)
-    assert good not in adaptive.rates and good not in adaptive.idle
-
-
-def test_measuring_passes_leaves_memory_as_it_was():
-    engine = engine_of(blocks=20)
-    memory = engine.runner.cache.memory
-    before = memory.read(range(20))
-    times = measure_passes(engine.runner, 20)
-    assert times.rows == (1, 2, 4, 8, 16)
-    assert list(times.seconds) == sorted(times.seconds) and times(12) <= times(100)
-    assert torch.equal(memory.read(range(20)), before)
-
-
-def test_a_disturbance_disturbs_all_sizes_alike(monkeypatch):
-    """While a server started, another program took the processor for a moment. The passes that
-    were measured then looked slow for as long as the server ran, and no draft paid."""
-    engine, calls, disturbed = engine_of(blocks=20), iter(range(10**6)), range(3, 8)
-
-    def seconds(run):
-        run()
-        return 1.0 if next(calls) in disturbed else 0.001
-
-    monkeypatch.setattr(measure, "seconds", seconds)
-    assert measure_passes(engine.runner, 20).seconds == (0.001,) * 5
+    def after(self, plan: Any) -> None:
+        """Nothing to do."""

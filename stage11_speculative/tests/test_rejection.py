@@ -37,8 +37,8 @@ from stage05_paged.fork import add_samples
 from stage05_paged.tests.engines import engine_of, evict, preempt
 from stage11_speculative import rejection
 from stage11_speculative.__main__ import main
-from stage11_speculative.drafts import DraftPlan
 from stage11_speculative.engine import with_draft_model
+from stage11_speculative.rejection import Draws
 
 
 def conditional(count, seed):
@@ -110,9 +110,12 @@ def test_of_equal_logits_the_first_wins():
     """As in the ordinary sampler."""
     request = Request([1], SamplingParams(max_tokens=4))
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0]])
-    drawn: Any = SimpleNamespace(distributions={})
-    ((_, token, _),) = rejection.Rejection(drawn)(DraftPlan(), 0, [request], logits, [])
+    ((_, token, _),) = rejection.Rejection(drawn({}))([request], logits, [])
     assert token == 1
+
+
+def drawn(draws: Any) -> Any:
+    return SimpleNamespace(drawn=draws)
 
 
 def chi_square(counts: Counter[Any], expected: dict[Any, float], total: int) -> float:
@@ -130,10 +133,9 @@ def test_each_row_has_its_own_options_and_log_probabilities():
     ]
     requests = [Request([1], replace(kinds[seed % 2], seed=seed)) for seed in range(6000)]
     drafts = torch.multinomial(q, len(requests), True, generator=generator).tolist()
-    plan = DraftPlan(drafts={it: [draft] for it, draft in zip(requests, drafts, strict=True)})
-    drawn: Any = SimpleNamespace(distributions=dict.fromkeys(requests, q[None]))
+    draws = {it: Draws(0, [draft], [q]) for it, draft in zip(requests, drafts, strict=True)}
     rows = logits.repeat(len(requests) // 2, 1)
-    sampled = rejection.Rejection(drawn)(plan, 0, requests, rows, [])
+    sampled = rejection.Rejection(drawn(draws))(requests, rows, [])
     for kind, params in enumerate(kinds):
         p, scores = distribution(logits[kind], params), logits[kind].log_softmax(0)
         law = {token: share for token, share in enumerate(p.tolist()) if share}
@@ -182,7 +184,7 @@ def test_the_joint_law_of_two_tokens_by_counting():
 
     def measure() -> float:
         plain = make(the_model(), pool=BlockPool(400, 4), max_sequences=64, token_budget=512)
-        engine = with_draft_model(plain, small_draft(), most=2, drawn=True)
+        engine = with_draft_model(plain, small_draft(), most=2, draws=True)
         outputs = engine.generate([prompt_of(5)] * count, params)
         counts = engine.scheduler.draft_counts
         assert 0.3 < counts.accepted / counts.proposed < 0.8
@@ -249,7 +251,7 @@ def test_every_draft_of_the_target_itself_is_accepted_when_greedy():
 
 def test_drawn_drafts_of_the_target_itself_are_all_accepted():
     """p is q, so whatever was drawn is accepted; its darts are others than the target's."""
-    engine = with_draft_model(engine_of(), the_model(), most=3, drawn=True)
+    engine = with_draft_model(engine_of(), the_model(), most=3, draws=True)
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=3, ignore_eos=True)
     engine.generate([prompt_of(9), prompt_of(20)], params)
     counts = engine.scheduler.draft_counts

@@ -1,48 +1,24 @@
-"""The server with drafts, asked by OpenAI's client: the same answers, and counts of drafts."""
+"""A server with drafts, asked by OpenAI's client: the answers of one without them; and answers in a
+given form, from a draft model's server too. The model knows only stories, so those are about form,
+not sense."""
 
 from __future__ import annotations
 
-import asyncio
+import json
 import re
-from collections import Counter
 from collections.abc import Iterator
-from itertools import product
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx
+import jsonschema  # type: ignore[import-untyped]
 import openai
 import pytest
-import torch
+from pydantic import BaseModel, Field
 
-from shared import cli, models
-from shared.errors import UserError
-from shared.models import STORIES
-from shared.server import own_server
-from shared.tokenizer import Tokenizer
-from stage01_forward.attention import Recompute
-from stage01_forward.params import SamplingParams
-from stage05_paged.engine import make
-from stage06_serving.__main__ import make_engine
-from stage06_serving.app import Api
-from stage06_serving.engines import Paged
-from stage06_serving.forms import NoForms
-from stage06_serving.inside import Inside
-from stage06_serving.protocol import CompletionBody
-from stage06_serving.service import Answer, Choice, Service
-from stage06_serving.settings import parse
-from stage06_serving.tests.conftest import FEW_BLOCKS, house
-from stage06_serving.tests.tools import started
-from stage11_speculative.engine import with_drafts
-from stage11_speculative.lengths import Fixed
-from stage11_speculative.proposers import Recorded
-from stage11_speculative.rejection import Rejection
-
-from .test_rejection import chi_square
-
-__all__ = ["house"]
+from shared.server import OwnServer, own_server
 
 STORY = "Once upon a time there was a small fox called Pim. Once upon a time there was"
-FIELDS: dict[str, Any] = {"model": "stories", "prompt": STORY, "max_tokens": 60}
+CHAT: Any = [{"role": "user", "content": "Tell me a story."}]
 ASKED: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.9, "seed": 7, "top_p": 0.9, "n": 2},
@@ -50,161 +26,238 @@ ASKED: list[dict[str, Any]] = [
     {"temperature": 0, "stop": [". The", " fox c"]},
     {"temperature": 0, "logit_bias": {"13": -100}, "extra_body": {"min_tokens": 20}},
 ]
+SAMPLED: dict[str, Any] = {"temperature": 1, "seed": 5, "max_completion_tokens": 200}
+WEATHER: dict[str, Any] = {
+    "name": "weather",
+    "description": "The weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 9}, "days": {"enum": [1, 2]}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": WEATHER},
+    {"type": "function", "function": {"name": "noon"}},
+]
+SMALL = ["--kv-memory", "8MiB", "--threads", "1"]
+DRAFT = ["--speculate", "draft", "--speculative-model", "stories-draft"]
 
 
-def client_of(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+class Fox(BaseModel):
+    name: Annotated[str, Field(max_length=12)]
+    colour: Literal["red", "grey"]
+    hungry: bool
 
 
-def answers(url: str) -> list[Any]:
-    """Each request twice, so that past answers can draft the second; the last as a stream."""
-    told: list[Any] = []
-    with client_of(url) as client:
-        for fields in [*ASKED, *ASKED]:
-            made = client.completions.create(**FIELDS, **fields)
-            told.append([(c.text, c.finish_reason, scores(c)) for c in made.choices])
-        stream = client.completions.create(**FIELDS, temperature=0, stream=True)
-        told.append("".join(chunk.choices[0].text for chunk in stream))
-    return told
-
-
-def scores(choice: Any) -> Any:
-    return choice.logprobs and (choice.logprobs.tokens, choice.logprobs.token_logprobs)
+# pydantic writes that other properties are allowed, which a small model uses for ever.
+FOX = {**Fox.model_json_schema(), "additionalProperties": False}
 
 
 @pytest.fixture(scope="module")
-def plain() -> Iterator[tuple[list[Any], dict[str, float]]]:
-    """A server's answers without drafts, and its counts."""
-    with own_server(quiet=True) as server:
-        yield answers(server.url), counts(server.url)
+def plain() -> Iterator[OwnServer]:
+    with own_server(SMALL, quiet=True) as server:
+        yield server
 
 
-def counts(url: str) -> dict[str, float]:
-    """The samples about drafts, without their model."""
-    text = httpx.get(f"{url}/metrics").text
-    found = re.findall(r"^\w+:(\w*spec_decode\w*)\{(.*?)\} (\S+)$", text, re.MULTILINE)
-    return {
-        name + "".join(re.findall(r'(?:position|le)="(.*?)"', labels)): float(value)
-        for name, labels, value in found
-    }
+@pytest.fixture(scope="module")
+def drafting() -> Iterator[OwnServer]:
+    options = [*DRAFT, "--num-speculative-tokens", "3", *SMALL]
+    with own_server(options, quiet=True) as server:
+        yield server
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("ngram", "draft")]
+@pytest.fixture(params=["plain", "drafting"])
+def client(request: Any) -> Iterator[openai.OpenAI]:
+    with client_of(request.getfixturevalue(request.param)) as client:
+        yield client
 
 
-@pytest.mark.parametrize("kind", ["suffix", *SLOW])
-def test_answers_are_those_without_drafts_and_the_counts_agree(kind, plain):
-    model = ["--speculative-model", "stories-draft"] if kind == "draft" else []
-    options = ["--speculate", kind, "--num-speculative-tokens", "3", *model]
-    small = ["--sanitize", "--kv-memory", "8MiB"]  # the sanitizer reads all of it at each step
-    with own_server([*options, *small], quiet=True) as server:
-        assert answers(server.url) == plain[0]
-        found = counts(server.url)
-        assert f"{kind}, at most 3 in a step" in server.stderr()
-    accepted, proposed = (
-        found[f"spec_decode_num_{name}_tokens_total"] for name in ("accepted", "draft")
-    )
-    assert 0 < accepted <= proposed <= 3 * found["spec_decode_num_drafts_total"]
-    places = [found.get(f"spec_decode_num_accepted_tokens_per_pos_total{i}", 0) for i in range(4)]
+def client_of(server: OwnServer) -> openai.OpenAI:
+    url = f"{server.url}/v1"
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
+
+
+def chat(client: openai.OpenAI, messages: Any = CHAT, **fields: Any) -> Any:
+    options = {"model": "stories", "temperature": 0, "max_completion_tokens": 8, **fields}
+    return client.chat.completions.create(messages=messages, **options)
+
+
+def answers(server: OwnServer) -> list[Any]:
+    """Each request twice, so that past answers can draft the second; the last as a stream."""
+    fields: Any = {"model": "stories", "prompt": STORY, "max_tokens": 60}
+    texts: list[Any] = []
+    with client_of(server) as client:
+        for more in [*ASKED, *ASKED]:
+            choices = client.completions.create(**fields, **more).choices
+            scores = [c.logprobs and c.logprobs.token_logprobs for c in choices]
+            texts.append([[c.text, c.finish_reason] for c in choices] + [scores])
+        stream = client.completions.create(**fields, temperature=0, stream=True)
+        texts.append("".join(chunk.choices[0].text for chunk in stream))
+    return texts
+
+
+def counts(server: OwnServer) -> dict[str, float]:
+    """The samples about drafts."""
+    text = httpx.get(f"{server.url}/metrics").text
+    samples = re.findall(r"^\w+:spec_decode_(\w+)\{(.*?)\} (\S+)$", text, re.MULTILINE)
+    place = re.compile(r'position="(.*?)"')
+    return {name + "".join(place.findall(labels)): float(value) for name, labels, value in samples}
+
+
+def test_answers_are_those_without_drafts_and_the_counts_agree(plain, drafting):
+    assert answers(drafting) == answers(plain)
+    numbers = counts(drafting)
+    accepted, proposed = numbers["num_accepted_tokens_total"], numbers["num_draft_tokens_total"]
+    assert 0 < accepted <= proposed <= 3 * numbers["num_drafts_total"]
+    places = [numbers.get(f"num_accepted_tokens_per_pos_total{place}", 0) for place in range(4)]
     assert sum(places) == accepted and places == sorted(places, reverse=True) and not places[3]
-    length = "request_spec_decode_acceptance_length"
-    requests = sum(fields.get("n", 1) for fields in ASKED) * 2 + 1
-    assert found[f"{length}_count"] == requests == found[f"{length}_bucket+Inf"]
-    assert requests < found[f"{length}_sum"] < 4 * requests
+    assert not counts(plain)
 
 
-def test_drawn_drafts_keep_the_distribution_of_answers():
-    """A pair of tokens, of four allowed ones each, as often as the model itself says. Greedy
-    answers stay."""
-    model: Any = models.load_model(models.load("stories"), dtype=torch.float32)
-    prompt = Tokenizer.from_folder(STORIES).encode("Once upon a time there was a small")
-    greedy = {**FIELDS, "prompt": prompt, "temperature": 0, "max_tokens": 30}
-
-    def scores(ids: list[int]) -> torch.Tensor:
-        hidden = model(torch.tensor(ids), torch.arange(len(ids)), Recompute().attend)
-        return model.logits(hidden[-1:])[0].double()
-
-    with torch.inference_mode():
-        allowed = scores(prompt).topk(4).indices.tolist()
-        law = {
-            (first, second): float(before * after)
-            for first, before in zip(allowed, scores(prompt)[allowed].softmax(0), strict=True)
-            for second, after in zip(
-                allowed, scores([*prompt, first])[allowed].softmax(0), strict=True
-            )
-        }
-    law = {pair: chance for pair, chance in law.items() if chance > 0.005}
-    options = "--speculate draft --speculative-model stories-draft --drawn-drafts"
-    inside = Inside([*options.split(), *FEW_BLOCKS])
-    inside.engine.scheduler.lengths = Fixed()  # all drafts, whatever a pass takes here
-    body = {**FIELDS, "prompt": prompt, "max_tokens": 3, "n": 4, "return_token_ids": True}
-    body |= {"logit_bias": {str(id): 100 for id in allowed}, "ignore_eos": True}
-
-    async def answers() -> list[dict[str, Any]]:
-        async with inside.serving() as url, httpx.AsyncClient(timeout=60) as client:
-            asked = [{**body, "seed": 10 * seed} for seed in range(120)] + [greedy]
-            path = f"{url}/v1/completions"
-            return [(await client.post(path, json=fields)).json() for fields in asked]
-
-    *sampled, last = asyncio.run(answers())
-    found = Counter(tuple(it["token_ids"][:2]) for one in sampled for it in one["choices"])
-    count = sum(found.values())
-    assert count == 480 and sum(law.values()) > 0.95
-    assert chi_square(found, law, count) < 50  # at most 15 degrees of freedom
-    assert inside.engine.scheduler.draft_counts.accepted > 100
-    assert isinstance(inside.engine.verify, Rejection)
-    (plain,) = make(model, 1).generate([prompt], SamplingParams(max_tokens=30))
-    text = Tokenizer.from_folder(STORIES).decode(plain.token_ids)
-    assert last["choices"][0]["text"] == text
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ngram", "suffix"])
+def test_answers_are_those_without_drafts_of_other_kinds(kind, plain):
+    with own_server(["--speculate", kind, *SMALL], quiet=True) as server:
+        assert answers(server) == answers(plain)
 
 
-def test_a_stop_string_ends_an_answer_at_any_place_of_accepted_drafts():
-    """Its text, its tokens and its reason are those of a token a step, at the last one, too."""
-    options = cli.generation_parser("x", "").parse_args(["--model", "stories"])
-    loaded = cli.load_model_from(options)
-    decode, prompt = loaded.tokenizer.decode, loaded.tokenizer.encode("Once upon a time")
-    (whole,) = make(loaded.model, 1).generate([prompt], SamplingParams(max_tokens=24))
-    ids = whole.token_ids
-    known = Recorded({tuple(prompt): ids}, 1.0, loaded.config.vocab_size)
-    places = product(range(1, 23, 2), (0, 24))
-    tried = [(decode(ids[place : place + 2]), most or place + 2) for place, most in places]
-
-    async def answers() -> list[tuple[Choice, Answer]]:
-        engine: Any = Paged(with_drafts(make(loaded.model, 1), known, 8))
-        async with started(engine) as running:
-            service = Service(running, loaded, "it", None, NoForms(engine, loaded, None), 60.0)
-            given = []
-            for stop, most in tried:
-                sent: dict[str, Any] = {"prompt": prompt, "max_tokens": most, "stop": stop}
-                body = CompletionBody(**sent, temperature=0)
-                choices = await service.complete(body, b"")
-                (answer,) = await Api(service)._answers(choices)
-                given.append((choices[0], answer))
-            return given
-
-    for (stop, _), (choice, answer) in zip(tried, asyncio.run(answers()), strict=True):
-        count = next(n for n in range(1, 25) if stop in decode(ids[:n]))
-        assert [token.id for token in answer.tokens] == ids[:count]
-        assert answer.text == decode(ids[:count]).partition(stop)[0]
-        assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
-        assert choice.completion_tokens == count
+def formed(value: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": value, **more}}
 
 
-def test_without_drafts_there_are_no_counts(plain):
-    assert not plain[1]
+def test_the_client_parses_an_answer_into_a_class(client):
+    asked: Any = {"model": "stories", "messages": CHAT, "response_format": Fox, "temperature": 0}
+    (choice,) = client.chat.completions.parse(**asked).choices
+    assert isinstance(choice.message.parsed, Fox) and choice.finish_reason == "stop"
+    with client.chat.completions.stream(**asked) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == choice.message.parsed
+
+
+def test_samples_differ_and_all_have_the_form(client):
+    answer = chat(client, response_format=formed(FOX), n=4, **SAMPLED)
+    texts = [choice.message.content for choice in answer.choices]
+    assert len({*texts}) > 1
+    for text in texts:
+        Fox.model_validate_json(text)
 
 
 @pytest.mark.parametrize(
-    "options, words",
+    "fields, text",
     [
-        (["--speculate", "oracle"], "--speculate: choose one of off, ngram, suffix, draft"),
-        (["--speculate", "draft"], "--speculative-model NAME need each other"),
-        (["--speculative-model", "stories"], "need each other: give both or neither"),
-        (["--speculate", "ngram", "--num-speculative-tokens", "0"], "--num-speculative-tokens: "),
-        (["--speculate", "draft", "--speculate=ngram"], "--speculate has several values"),
-        (["--speculate", "ngram", "--drawn-drafts"], "--drawn-drafts needs --speculate draft"),
+        ({"regex": "(ab){2}c"}, "ababc"),
+        ({"choice": ['a "no"\n']}, 'a "no"\n'),
+        ({"json": {"enum": [[1, {"a": None}]]}}, '[1, {"a": null}]'),
     ],
+    ids=str,
 )
-def test_wrong_options_are_refused_in_a_sentence(options, words):
-    with pytest.raises(UserError, match=re.escape(words)):
-        make_engine(parse(options))
+def test_vllm_s_structured_outputs(client, fields, text):
+    extra: Any = {"extra_body": {"structured_outputs": fields}}
+    answer = chat(client, max_completion_tokens=40, **extra)
+    assert answer.choices[0].message.content == text
+    asked: Any = {"model": "stories", "prompt": "a", "max_tokens": 40}
+    answer = client.completions.create(**asked, **extra)
+    assert answer.choices[0].text == text and answer.choices[0].finish_reason == "stop"
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": formed({"not": {}})}, "Unimplemented keys"),
+    ({"response_format": formed({"enum": []})}, "nsatisfiable"),
+    ({"response_format": {"type": "json_schema"}}, "'json_schema'"),
+    ({"response_format": {"type": "xml"}}, "json_object"),
+    ({"structured_outputs": {"regex": "("}}, "regex"),
+    ({"structured_outputs": {"choice": []}}, ""),
+    ({"structured_outputs": {"structural_tag": "x"}}, "one of json"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "one of"),
+    ({"min_tokens": 3, "response_format": {"type": "json_object"}}, "leave"),
+    ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "leave"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "with a name"),
+    ({"tools": [{"type": "function", "function": []}]}, "with a name"),
+    ({"tools": TOOLS * 65}, "128"),
+    ({"tools": [TOOLS[1], TOOLS[1]]}, "same name"),
+    ({"tool_choice": "required"}, "one of the 'tools'"),
+    ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": TOOLS}, "weather"),
+    ({"tools": [tool("one", a={}), tool("two", b={"not": {}})]}, "'two', property 'b': The form"),
+    ({"tools": [tool("one", a={"minProperties": 1})]}, "'one', property 'a': The form"),
+    (
+        {"messages": [*CHAT, {"role": "assistant", "tool_calls": [{"function": {"name": "a"}}]}]},
+        "as they were sent",
+    ),
+]
+
+
+def test_what_cannot_be_kept_is_refused_in_a_sentence(drafting):
+    for fields, words in BAD:
+        answer = httpx.post(
+            f"{drafting.url}/v1/chat/completions", json={"messages": CHAT, **fields}, timeout=60
+        )
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, next(iter(fields))), error
+        assert words in error["message"] and "\n" not in error["message"], error
+
+
+def test_a_schema_is_enforced_strict_or_not(client):
+    """What OpenAI calls strict is the only way here."""
+    texts = {
+        chat(client, response_format=formed(FOX, **strict), **SAMPLED).choices[0].message.content
+        for strict in ({}, {"strict": False}, {"strict": True})
+    }
+    assert len(texts) == 1
+    Fox.model_validate_json(texts.pop())
+
+
+def called(message: Any) -> list[tuple[str, Any]]:
+    calls = [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls]
+    for name, arguments in calls:
+        schema = WEATHER["parameters"] if name == "weather" else {"maxProperties": 0}
+        jsonschema.validate(arguments, schema)
+    return calls
+
+
+def test_tools_are_called_where_they_must_be(client):
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        answer = chat(client, tools=TOOLS, tool_choice=choice, **SAMPLED).choices[0]
+        assert answer.finish_reason == "tool_calls" and answer.message.content is None
+        calls = called(answer.message)
+        assert calls and (choice == "required" or {name for name, _ in calls} == {"weather"})
+    one = chat(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, **SAMPLED)
+    assert len(called(one.choices[0].message)) == 1
+    for choice in ("auto", "none"):
+        free = chat(client, tools=TOOLS, tool_choice=choice).choices[0]
+        assert free.message.content and not free.message.tool_calls
+
+
+def test_calls_are_streamed_as_openai_sends_them(client):
+    options: Any = dict(tools=TOOLS, tool_choice="required", **SAMPLED)
+    whole = chat(client, **options).choices[0].message
+    choices = [chunk.choices[0] for chunk in chat(client, stream=True, **options)]
+    assert choices[0].delta.role == "assistant"
+    parts = [part for choice in choices for part in choice.delta.tool_calls or ()]
+    assert [part.index for part in parts] == list(range(len(parts)))
+    assert all(part.id.startswith("call_") and part.type == "function" for part in parts)
+    streamed = [(part.function.name, part.function.arguments) for part in parts]
+    assert streamed == [(c.function.name, c.function.arguments) for c in whole.tool_calls]
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["tool_calls"]
+
+
+def test_what_a_tool_answers_goes_back_into_the_prompt(client):
+    call = {"name": "weather", "arguments": '{"city": "Rome", "days": 1}'}
+    calls = [{"id": "a", "type": "function", "function": call}]
+    history = [
+        *CHAT,
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "a", "content": "sunny"},
+    ]
+    options: Any = {"tools": TOOLS, "max_completion_tokens": 1}
+    counted = [
+        chat(client, messages, **options).usage.prompt_tokens
+        for messages in (CHAT, history[:2], history)
+    ]
+    assert counted[0] < counted[1] < counted[2]
+    assert counted[0] > chat(client).usage.prompt_tokens + 20  # the tools are described
