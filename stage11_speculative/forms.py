@@ -162,10 +162,14 @@ class ChatForm(Formed, ChatBody):
 
     @model_validator(mode="after")
     def _choice_of_a_tool(self) -> ChatForm:
+        field = "messages"
         try:
+            for message in self.messages:
+                _ = message.plain
+            field = "tools"
             names = [schema_of(tool) and name_of(tool) for tool in self.tools or ()]
         except UserError as error:
-            raise WrongField("tools", str(error)) from None
+            raise WrongField(field, str(error)) from None
         if len({*names}) < len(names):
             raise WrongField("tools", "two of them have the same name: give each its own")
         if self.must_call and not self.callable:

@@ -52,6 +52,27 @@ ENGINES: dict[str, Any] = {
 }
 
 
+TRY = grammar.Grammars._try
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """No process for each grammar: these are harmless, but for one test's."""
+    monkeypatch.setattr(grammar.Grammars, "_try", lambda *_: None)
+
+
+def test_a_grammar_that_explodes_is_refused_by_a_process_that_ends(monkeypatch):
+    monkeypatch.setattr(grammar.Grammars, "_try", TRY)
+    for value, words in (
+        ({"allOf": [{"pattern": f"a.*{place}"} for place in range(40)]}, "too much work"),
+        ({"not": {}}, "Unimplemented keys"),
+    ):
+        with pytest.raises(UserError, match=words) as refusal:
+            byte_grammars().compile(schema(value))
+        assert "\n" not in str(refusal.value)
+    assert byte_grammars().compile(schema({"const": 1})).is_error() is False
+
+
 @cache
 def byte_grammars() -> grammar.Grammars:
     return grammar.Grammars(ByteTokenizer(), 257, (256,))

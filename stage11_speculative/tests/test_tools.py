@@ -12,8 +12,10 @@ from stage11_speculative.forms import ToolMessage
 from stage11_speculative.grammar import of_schema
 from stage11_speculative.tools import FIRST, MIDDLE, TAIL, Reader, answer, blame, shown
 
-from .test_grammar import byte_grammars
+from .test_grammar import at_once, byte_grammars
 from .test_server import TOOLS, tool
+
+__all__ = ["at_once"]
 
 CALLS = [("weather", '{"city": "}\\"]", "days": 1}'), ("noon", "{}")]
 TEXTS = [f"{FIRST}{name}{MIDDLE}{arguments}{TAIL}" for name, arguments in CALLS]
