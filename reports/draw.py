@@ -34,7 +34,7 @@ TABLE = re.compile(
     rf"^(?P<begin>{BEGIN}(?P<name>[\w.]+) -->)\n(?P<text>(?:(?!<!-- /?table).*\n)*){END}$", re.M
 )
 MARKER = re.compile(rf"^(?:{BEGIN}|{END}).*$", re.MULTILINE)
-QUESTION = re.compile(r'^QUESTION = \(?\s*"(.+)"', re.MULTILINE)
+QUESTION = re.compile(r'^QUESTION\b[^=]*= \(?\s*"(.+)"', re.MULTILINE)
 TEXTS = ("README.md", "reports/README.md", "stage[0-9][0-9]_*/RE*.md")
 CORE = 7  # stages of the course; the others go beyond it
 

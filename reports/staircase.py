@@ -82,12 +82,14 @@ def run(prompts: Lists, counts: list[int]) -> dict[str, Any]:
     return {"seconds": seconds, "ids": ids, "bytes": watch.peak_so_far(os.getpid())}
 
 
-async def ask_all(url: str, prompts: Lists, counts: list[int]) -> dict[str, Any]:
+async def ask_all(
+    url: str, prompts: Lists, counts: list[int], ignore_eos: bool = True
+) -> dict[str, Any]:
     """All answers of one of our servers. Raises UserError if one fails."""
 
     async def ask(prompt: list[int], count: int) -> list[int]:
         body = {"prompt": prompt, "max_tokens": count, "temperature": 0}
-        body |= {"ignore_eos": True, "return_token_ids": True}
+        body |= {"ignore_eos": ignore_eos, "return_token_ids": True}
         async with session.post(f"{url}/v1/completions", json=body) as response:
             if response.status != 200:
                 raise UserError(
