@@ -102,7 +102,7 @@ def visit(loaded: cli.Loaded, options: argparse.Namespace) -> int:
         outputs = engine.generate(prompts, sampling)
         seconds = time.perf_counter() - started
         note(staircase.title(name), seconds, [output.token_ids for output in outputs])
-    if options.device == "cpu" and not options.random_weights:
+    if loaded.device.type == "cpu" and not options.random_weights:
         words = ["--model", options.model, "--dtype", str(loaded.dtype).removeprefix("torch.")]
         with own_server(words, quiet=True) as server:
             asyncio.run(staircase.ask_all(server.url, prompts[:1], [WARM_UP]))
@@ -140,4 +140,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main, loads=True)
+    cli.run(main)
