@@ -27,7 +27,10 @@ def test_greedy_tokens_are_those_of_transformers(engine, tiny, prompts):
 
 def test_stream_is_generate_token_by_token(engine):
     params = SamplingParams(max_tokens=9, temperature=1.0, seed=4)
-    streamed = list(engine.stream([1, 2, 3], params))
+    stream = engine.stream([1, 2, 3], params)
+    streamed = [next(stream)]
+    assert len(engine.steps) == 1  # a token comes as soon as it is sampled
+    streamed += stream
     (output,) = engine.generate([[1, 2, 3]], params)
     assert [token.id for token in streamed] == output.token_ids
     assert [token.finish_reason for token in streamed] == [None] * 8 + ["length"]

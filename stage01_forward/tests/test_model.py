@@ -53,6 +53,17 @@ def test_hidden_states_of_every_layer_match_transformers(shape, dtype):
     assert (ours.logits(states[-1]) - theirs.logits[0]).abs().max() <= BOUNDS[dtype]
 
 
+def test_attention_is_called_once_a_layer_in_order(tiny_model):
+    layers: list[int] = []
+
+    def attend(layer, q, k, v):
+        layers.append(layer)
+        return q
+
+    tiny_model(torch.tensor([1, 2]), torch.arange(2), attend)
+    assert layers == [0, 1, 2]
+
+
 @torch.inference_mode()
 def test_positions_are_data_and_every_norm_has_the_configs_epsilon():
     config = replace(SHAPES["one head, one layer"], layer_norm_epsilon=0.5)

@@ -39,7 +39,7 @@ def test_a_pair_turns_as_a_complex_number():
     angles = positions[:, None, None].float() * turns
     turned = torch.complex(x[..., :5], x[..., 5:]) * torch.polar(torch.ones_like(angles), angles)
     want = torch.cat([turned.real, turned.imag], -1) * 1.5
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-4)
     torch.testing.assert_close(got[0], x[0] * 1.5, rtol=0, atol=0)  # position 0 turns nothing
     for dtype in (torch.bfloat16, torch.float16):
         small = x.to(dtype)

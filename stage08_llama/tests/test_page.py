@@ -95,7 +95,7 @@ def test_a_layer_adds_twice():
             calls.append((number, q.shape, k.shape, v.shape))
             return q
 
-        got = layer(x, turn, attend)
+        got = layer(x.clone(), turn, attend)
         assert calls == [(3, (5, 6, 8), (5, 2, 8), (5, 2, 8))]
         if name == "mlp.down_proj":
             q = layer.self_attn.q_proj(layer.input_layernorm(x))
@@ -106,4 +106,4 @@ def test_a_layer_adds_twice():
     layer = filled(Layer(small(), 3))  # the MLP sees what attention has added
     added = x + layer.self_attn.o_proj(layer.self_attn.q_proj(layer.input_layernorm(x)))
     want = added + layer.mlp(layer.post_attention_layernorm(added))
-    torch.testing.assert_close(layer(x, turn, attend), want)
+    torch.testing.assert_close(layer(x.clone(), turn, attend), want)
