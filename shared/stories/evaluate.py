@@ -9,6 +9,7 @@ Two questions, each against the grammar, which knows the right answer:
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
@@ -141,23 +142,13 @@ def write_card(
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = cli.Parser(
-        "shared.stories.evaluate",
-        "Judges a trained story model and writes its card: about two minutes.",
-        "  python -m shared.stories.evaluate\n  python -m shared.stories.evaluate --folder "
-        "my-model --stories 100",
-    )
+    about = "Judges a trained story model and writes its card: about two minutes."
+    parser = argparse.ArgumentParser("python -m shared.stories.evaluate", description=about)
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
-        "--chat", action="store_true", help="judge stories-chat; default: stories, a GPT-2"
-    )
+    kind.add_argument("--chat", action="store_true", help="judge stories-chat")
     kind.add_argument("--draft", action="store_true", help="judge stories-draft")
-    parser.add_argument(
-        "--folder", type=Path, help="the checkpoint; default: the embedded one of its kind"
-    )
-    parser.add_argument(
-        "--stories", type=cli.whole_number(10, 100_000), default=1000, help="held-out stories"
-    )
+    parser.add_argument("--folder", type=Path, help="the checkpoint; default: the embedded one")
+    parser.add_argument("--stories", type=int, default=1000, help="held-out ones; default: 1000")
     options = parser.parse_args(argv)
     recipe = train.Chat if options.chat else train.Draft if options.draft else train.Stories
     folder = options.folder or recipe.folder

@@ -14,7 +14,6 @@ import torch
 import transformers
 
 from shared import chat_template, checkpoint, models, testing
-from shared.errors import UserError
 from shared.json_tokenizer import JsonTokenizer
 from shared.models import STORIES
 from shared.peers import transformers_greedy
@@ -225,12 +224,6 @@ def test_the_card_is_written_from_the_measurements(tmp_path, name):
     before = (tmp_path / "README.md").read_text(encoding="utf-8")
     write_card(tmp_path, evaluation, training, transformers.AutoConfig.from_pretrained(folder))
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == before
-
-
-def test_a_folder_that_cannot_be_written_is_refused_before_the_training(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be written .* name another --out"):
-        train(Stories, tmp_path / "file" / "out", 1, 0, 48, 2, 2)
 
 
 @pytest.mark.slow
