@@ -29,7 +29,7 @@ from .models import PRESETS, Found, Opened
 from .tokenizer import has_tokenizer
 
 if TYPE_CHECKING:
-    from .linear import Conversion
+    from .conversion import Conversion
     from .tokenizer import AnyTokenizer
 
 log = logging.getLogger(__name__)

@@ -41,7 +41,7 @@ ABOUT_WEIGHTS = (
     "computes what whole numbers in the file stand for; others round while the model loads"
 )
 ABOUT_KV = "format of keys and values in memory; auto is the --dtype"
-LINEAR = ("auto", "plain", "packed", "widened")  # as in linear.py, which imports PyTorch
+LINEAR = ("auto", "plain")  # as in linear.py, which imports PyTorch
 PROMPT = "Once upon a time"  # where none is given
 MOST_TOKENS = 1_000_000
 MOST_THREADS = max(64, os.cpu_count() or 1)  # thousands of threads exhaust the system
@@ -312,9 +312,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--linear",
         choices=LINEAR,
         default="auto",
-        help="linear layers on a CPU; auto tries packed weights or, for 16 bits without "
-        "instructions, products in float32 (widened) for a moment, and keeps plain ones if they "
-        "are faster",
+        help="linear layers on a CPU; auto lays the weights out once for this processor (packed), "
+        "or computes 16 bits without instructions in float32 (widened)",
     )
     group.add_argument(
         "--threads",
@@ -759,10 +758,7 @@ class AnswerDecoder(IncrementalDecoder):
         return "" if token_id in self._hidden else super().push(token_id)
 
 
-def run(
-    main: Callable[[list[str] | None], int | None],
-    argv: list[str] | None = None,
-) -> NoReturn:
+def run(main: Callable[[list[str] | None], int | None], argv: list[str] | None = None) -> NoReturn:
     """Run a program's `main` and exit with its status.
 
     A UserError becomes `error: ...` on standard error and status 2; Ctrl-C is status 130; a closed

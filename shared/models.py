@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .checkpoint import Checkpoint
-    from .linear import Conversion
+    from .conversion import Conversion
 
 AUTO = "auto"  # of --weights: as the checkpoint stores them
 MOST_HEADER = 2**26  # bytes of a safetensors file
@@ -114,7 +114,7 @@ def load_model(
     """The model of a checkpoint. It offers what all engines use: `config`, `device`, `dtype`, a
     call with (ids, positions, attend), and `logits`. Its linear layers are those of the
     checkpoint's conversion."""
-    from .linear import convert
+    from .conversion import convert
 
     make = registry.load(registry.MODELS[loaded.config.family])
     model = make(loaded, device=device, dtype=dtype)

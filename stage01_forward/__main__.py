@@ -10,7 +10,9 @@ ABOUT = "Stage 01, the naive engine: continue a text, recomputing everything for
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = cli.generation_parser("stage01_forward", ABOUT).parse_args(argv)
+    parser = cli.generation_parser("stage01_forward", ABOUT)
+    parser.set_defaults(linear="plain")  # the model as model.py has it, with nothing laid out anew
+    options = parser.parse_args(argv)
     prompt = cli.read_prompt(options)
     sampling = SamplingParams(**cli.sampling_fields(options))
 

@@ -102,7 +102,7 @@ def turns(plan: Any, subject: tuple[str, str, str]) -> Iterator[tuple[Load, dict
             yield load, {OFFLINE: 1, SERVER: 1} if load.case == NULL else often
 
 
-def options(plan: Any, model: str, dtype: str, engine: str, linear: str) -> list[str]:
+def options(plan: Any, model: str, dtype: str, engine: str) -> list[str]:
     """The command line of the server, which also configures the engine alone. Prefixes are not
     cached: the second run would find what the first computed."""
     more = {
@@ -111,7 +111,7 @@ def options(plan: Any, model: str, dtype: str, engine: str, linear: str) -> list
         "device": "cpu",
         "engine": engine,
     }
-    words = kit.server_options(model, dtype, 1, **more, linear=linear)
+    words = kit.server_options(model, dtype, 1, **more)
     return [*words, "--no-enable-prefix-caching", *plan.options]
 
 
@@ -323,7 +323,7 @@ def clocks(pid: int) -> dict[str, float]:
 def ways_to_run(subject: Subject, plan: Any, clients: Executor) -> Iterator[dict[str, Way]]:
     """The engine's process and the server, as ways to run a load; that of PARTS is profiled."""
     about = subject.about
-    arguments = options(plan, *(about[name] for name in ("model", "dtype", "engine", "linear")))
+    arguments = options(plan, *(about[name] for name in ("model", "dtype", "engine")))
     with measure.process(begin, arguments) as engine:
         # Both time their linear layers at the start, and must not do so at once.
         engine.submit(int).result()

@@ -83,9 +83,7 @@ class Settings(BaseSettings):
     weights: str = Field(
         default=AUTO, description=f"{cli.ABOUT_WEIGHTS}: {', '.join(cli.weight_formats())}"
     )
-    linear: Literal["auto", "plain", "packed", "widened"] = Field(
-        default="auto", description="linear layers on a CPU"
-    )
+    linear: Literal["auto", "plain"] = Field(default="auto", description="linear layers on a CPU")
     threads: int = Field(default=0, ge=0, le=1024, description="CPU threads; 0 is PyTorch's choice")
 
     host: str = Field(

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shared.linear import Linear as OwnLinear
+from shared.conversion import Linear as OwnLinear
 from stage01_forward.model import GPT2
 from stage08_llama.model import Llama
 from stage08_llama.rope import rotation

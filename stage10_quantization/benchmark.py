@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from shared import charts, cli, kit, linear, models
+from shared import charts, cli, kit, models
+from shared.conversion import convert
 from shared.kit import Results, Row, Subject
 from shared.roofline import Cost, block_weights
 from stage04_continuous.runner import Runner
@@ -40,7 +41,7 @@ def model_of(subject: Subject, weights: str) -> Any:
     model = models.load_model(subject.shape, torch.device("cpu"), dtype)
     if weights not in (F32, BF16):
         how = Quantize(INT8, "float") if weights == ONLY else Quantize(weights)
-        linear.convert(model, how, {})
+        convert(model, how, {})
     return model
 
 

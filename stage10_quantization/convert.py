@@ -1,7 +1,7 @@
 """Quantize the layers of a model as they are loaded, or of a float model that is there already.
 
 checkpoint = models.load("stories", conversion=Quantize("int4"))
-shared.linear.convert(model, Quantize("int8"), {})
+shared.conversion.convert(model, Quantize("int8"), {})
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def of_table(weight: Tensor) -> Format:
 
 
 class Quantize:
-    """A shared.linear.Conversion: the nearest codes for each weight.
+    """A shared.conversion.Conversion: the nearest codes for each weight.
 
     weights: a key of FORMATS, or the format itself. activations: see QuantizedLinear.
     """

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from shared.conversion import convert
 from shared.errors import UserError
-from shared.linear import convert
 from shared.stories import grammar
 from stage01_forward.attention import Recompute
 

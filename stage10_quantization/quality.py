@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from shared import cli, kit, linear, models, tokenizer
+from shared import cli, kit, models, tokenizer
+from shared.conversion import convert
 from shared.errors import UserError
 from shared.paths import ROOT
 from stage05_paged.blocks import BlockPool
@@ -111,7 +112,7 @@ def losses(windows: int = 40, calibration: int = 32) -> Iterator[dict[str, Any]]
             if kind == GPTQ:
                 calibrate(model, windows_of(learning, calibration), "int4")
             elif kind != KEYS:
-                linear.convert(model, Quantize(kind.partition(",")[0]), {})
+                convert(model, Quantize(kind.partition(",")[0]), {})
             engine = engine_of(model, dtype=torch.int8 if kind == KEYS else None)
             yield {"model": name, "rounded": kind, **asdict(divergence(reference, engine, ids))}
 

@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def quantize(options: argparse.Namespace) -> None:
-    from shared.linear import convert
+    from shared.conversion import convert
 
     from .convert import FORMATS, INT4_ZERO, Quantize
     from .folder import check_place, write_folder

@@ -22,11 +22,12 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from shared import charts, cli, linear, measure, models
+from shared import charts, cli, measure, models
 from shared.bench import kit, rows
 from shared.bench.claims import Claim, closing
 from shared.bench.kit import Case, Group, Subject
 from shared.bench.rows import Results, Row
+from shared.conversion import convert
 from shared.errors import UserError
 from shared.models import EMBEDDED
 from shared.tokenizer import Tokenizer, load_tokenizer
@@ -182,7 +183,7 @@ def formats(subject: Subject, plan: Any) -> Iterator[Group]:
         dtype = torch.bfloat16 if weights == "bfloat16" else torch.float32
         model = models.load_model(subject.shape, dtype=dtype)
         if weights.startswith("int"):
-            linear.convert(model, Quantize(weights), {})
+            convert(model, Quantize(weights), {})
         plain = engine_of(model, 2)
         (output,) = plain.generate(prompts, kit.greedy(answer))
         dial = Recorded(
@@ -220,7 +221,7 @@ def exits(subject: Subject, plan: Any) -> Iterator[Group]:
     def converted(weights: str, layers: int | None = None) -> Any:
         model = models.load_model(shape, dtype=torch.float32)
         model = model if layers is None else first_layers(model, layers)
-        linear.convert(model, Quantize(weights), {})
+        convert(model, Quantize(weights), {})
         return model
 
     _, answer = plan.long

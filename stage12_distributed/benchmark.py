@@ -80,7 +80,7 @@ def ranks(subject: Subject, plan: Any) -> Iterator[Group]:
     about, threads = subject.about, torch.get_num_threads()
     torch.set_num_threads(max(1, threads // 2))  # as many as each rank has
     load = partial(whole, about["model"], about["dtype"])
-    group = RankGroup(Setup(load, 2, timeout=60.0, linear=about["linear"]))
+    group = RankGroup(Setup(load, 2, timeout=60.0, linear="auto"))
     two = Threads(make_ranks(group.model, plan.contexts), max(1, threads // 2))
     engines = {ONE: Threads(make(subject.model, plan.contexts), threads), TWO: two}
     try:

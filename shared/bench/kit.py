@@ -163,7 +163,7 @@ class Subject:
     def __init__(self, shape: Checkpoint, dtype: torch.dtype, device: str = "cpu") -> None:
         self.shape, self.config, self.dtype = shape, shape.config, dtype
         self.model: GPT2 = models.load_model(shape, dtype=dtype, device=torch.device(device))
-        chosen = linear.optimize(self.model, "auto").split()[0]
+        chosen = linear.optimize(self.model)
         kind = str(dtype).removeprefix("torch.")
         self.about = {"model": shape.config.name, "dtype": kind, "linear": chosen}
         self.peer = cache(lambda attention: transformers_model(shape, dtype, attention))

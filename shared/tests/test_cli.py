@@ -166,7 +166,6 @@ BAD_OPTIONS = {  # the parser is the same for all stages
     "--seed many": "--seed.*'many' is not a whole number",
     "--dtype int8": "--dtype.*int8.*float32",
     "--device tpu": "--device.*tpu.*cuda",
-    "--linear packed --dtype float64": "float32.*not float64.*--linear auto",
     "--max-token 9": "unrecognized arguments: --max-token 9; did you mean --max-tokens",
     "--dtype float23": "choose from .*; did you mean float32",
     "--max-model-len 9999": "9999 is more than the .* positions",

@@ -121,8 +121,8 @@ def test_a_wrong_answer_stops_the_benchmark(server, tiny):
 
 def test_the_engine_alone_is_made_by_the_server_s_own_command_line():
     for model, dtype, engine in FULL.subjects:
-        settings = parse(benchmark.options(FULL, model, dtype, engine, "packed"))
-        assert (settings.model, settings.dtype, settings.linear) == (model, dtype, "packed")
+        settings = parse(benchmark.options(FULL, model, dtype, engine))
+        assert (settings.model, settings.dtype) == (model, dtype)
         assert settings.engine == engine
         assert settings.random_weights == (model != "stories")
         assert settings.threads == torch.get_num_threads()

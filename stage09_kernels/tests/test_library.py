@@ -86,7 +86,7 @@ def test_layers_that_were_packed_before_are_unpacked():
     if not linear.can_pack(torch.device("cpu"), torch.float32):
         pytest.skip("this build of PyTorch packs no weights")
     before = KernelRunner(model, KernelCache(model.config, 4)).run(*PASS).clone()
-    linear.optimize(model, "packed")
+    linear.optimize(model)
     assert torch.equal(before, KernelRunner(model, KernelCache(model.config, 4)).run(*PASS))
 
 

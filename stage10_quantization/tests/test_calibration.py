@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from shared.config import Config
+from shared.conversion import convert
 from shared.errors import UserError
-from shared.linear import convert
 from shared.models import load, load_model
 from shared.testing import random_checkpoint
 from shared.tokenizer import load_tokenizer

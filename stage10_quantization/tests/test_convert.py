@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from shared import linear
 from shared.config import Config
+from shared.conversion import Linear, convert
 from shared.errors import UserError
 from shared.models import load, load_model
 from shared.stories import grammar
@@ -90,7 +90,7 @@ def test_a_head_has_eight_bits_in_groups_where_they_divide_it(name, width, bits,
 def test_a_layer_computes_in_the_dtype_of_its_input(activations, most):
     plain = nn.Linear(64, 48)
     layer = Quantize("int8", activations).layer("one", plain, {})
-    assert isinstance(layer, linear.Linear) and layer.pack() is layer
+    assert isinstance(layer, Linear) and layer.pack() is layer
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         x = torch.randn(2, 3, 64, dtype=dtype)
         y, want = layer(x), plain(x.float())
@@ -133,7 +133,7 @@ def test_a_float_layer_is_dropped_before_the_next_is_quantized(monkeypatch):
             alive.append(sum(ref() is not None for ref in layers.values()))
             return super().layer(name, plain, tensors)
 
-    linear.convert(model, Watched("int4"), {})
+    convert(model, Watched("int4"), {})
     assert alive == list(range(8, 0, -1))  # the head went with the table
 
 
@@ -143,5 +143,5 @@ def test_a_converted_model_is_not_converted_again(config):
     model = quantized(random_checkpoint(config), "int8")
     before = dict(model.named_modules())
     with pytest.raises(UserError, match="is converted already: load its checkpoint anew"):
-        linear.convert(model, Quantize("int8"), {})
+        convert(model, Quantize("int8"), {})
     assert dict(model.named_modules()) == before

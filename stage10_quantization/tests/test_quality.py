@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 
+from shared.conversion import convert
 from shared.errors import UserError
-from shared.linear import convert
 from shared.models import load, load_model
 from shared.tokenizer import load_tokenizer
 from stage01_forward.attention import Recompute

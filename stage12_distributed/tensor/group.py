@@ -17,7 +17,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -134,9 +134,7 @@ class RankGroup:
         self.cache: Any = None  # rank 0's, of the engine that was made last
         self._folder: Any = None
         self.collectives, self.digest, self.linear = take_part(setup, self.model, 0)
-        # Only rank 0 measures which kind is fastest: ranks that measured together would slow each
-        # other.
-        self.setup = replace(setup, linear=self.linear.split()[0])
+        self.setup = setup
         self.model.ranks = self
         atexit.register(self.close)  # before multiprocessing ends the workers
         try:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from shared.checkpoint import without_weights
 from shared.config import Config
+from shared.conversion import Linear
 from shared.errors import UserError
-from shared.linear import Linear
 
 from .collectives import Collectives
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shared import models, parity
-from shared.linear import Linear
+from shared.conversion import Linear
 from shared.models import load_model
 from shared.testing import random_checkpoint
 from stage01_forward.engine import Engine as Naive
