@@ -355,7 +355,7 @@ class Results:
     def __init__(self, content: Mapping[str, Any]) -> None:
         self.content = content
 
-    def rows(self, case: str, **where: Any) -> list[Row]:
+    def rows(self, case: str, /, **where: Any) -> list[Row]:
         """The rows of a case whose fields have these values, without those that were refused."""
         rows = [Row(row) for row in self.content["results"].get(case, ()) if "refused" not in row]
         return [r for r in rows if all(r.get(key) == value for key, value in where.items())]
