@@ -23,7 +23,17 @@ from stage05_paged.planes import Planes
 
 from . import library
 from .backend import NoKernels
-from .operations import ALL_ROWS, ATTEND, MAX_HEAD_DIM, MAX_QUERIES, PAD, Attention, Operation, Pass
+from .operations import (
+    ALL_ROWS,
+    ATTEND,
+    MAX_HEAD_DIM,
+    MAX_QUERIES,
+    PAD,
+    TILE_QUERIES,
+    Attention,
+    Operation,
+    Pass,
+)
 
 FOLDER = ROOT / "stage09_kernels"  # students' copies of this file have no C files beside them
 NAIVE, FAST = FOLDER / "naive.c", FOLDER / "fast" / "step.c"
@@ -75,6 +85,8 @@ class KernelCache:
         self.tables = Tables(blocks)
         self.real = real or (torch.float64 if dtype == torch.float64 else torch.float32)
         self.library(real or dtype)  # compiled now, not during the first request
+        by_tiles = (level or library.levels()[0]) == "amx" or "EMULATE_TILES=1" in self.defines
+        self.queries = TILE_QUERIES if by_tiles and dtype == torch.bfloat16 else MAX_QUERIES
 
     def library(self, weights: torch.dtype) -> ctypes.CDLL:
         """The kernels for this cache and for weights of this dtype."""
@@ -177,7 +189,7 @@ class KernelAttention:
         self.count = row  # tokens
         self.end = max(start + tokens for _, start, tokens in shares)  # the highest position + 1
         self.shares = np.array(places, np.int64)  # start in the tables, position, tokens, row
-        self.item_tokens = max(1, MAX_QUERIES // cache.group)
+        self.item_tokens = max(1, cache.queries // cache.group)
         if row == count or self.shares[:, 2].max() <= self.item_tokens:  # mostly a decode step
             self.items = np.array(items, np.int64)
         else:

@@ -92,7 +92,6 @@ struct attention {
     int64_t block_stride;                             /* numbers from one block to the next */
     int64_t heads, group;                             /* KV heads; query heads for each */
     int64_t head_dim, block;
-    int64_t window; /* tokens that a token sees, itself included; 0: all */
     double scale;
 };
 
@@ -152,9 +151,4 @@ static inline cached *keys_of(const struct attention *a, int64_t block, int64_t 
 
 static inline cached *values_of(const struct attention *a, int64_t block, int64_t head) {
     return keys_of(a, block, head) + (a->head_dim + a->head_dim % 2) * padded(a->block);
-}
-
-/* The first position that a query at `position` sees. */
-static inline int64_t first_seen(const struct attention *a, int64_t position) {
-    return a->window && position >= a->window ? position - a->window + 1 : 0;
 }

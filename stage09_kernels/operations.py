@@ -9,7 +9,7 @@ EMBED, NORM, LINEAR, ROPE, ATTEND = range(5)
 ALL_ROWS, OUT_ROWS = range(2)
 PLAIN, GELU, SILU_MUL = range(3)
 PAD, PANEL, K_PAD, MAX_HEAD_DIM = 16, 64, 32, 512  # K_PAD: in bfloat16
-MAX_QUERIES = 8  # as in fast/attention.c
+MAX_QUERIES, TILE_QUERIES = 8, 32  # as in fast/attention.c: by vectors, by tiles
 
 
 def _fields(pointers: str, numbers: str) -> list[tuple[str, Any]]:
@@ -44,7 +44,7 @@ class Rope(ctypes.Structure):
 class Attention(ctypes.Structure):
     _fields_ = [
         *_fields("q k v out cache", "q_stride k_stride v_stride out_stride block_stride"),
-        *_fields("", "heads group head_dim block window"),
+        *_fields("", "heads group head_dim block"),
         ("scale", ctypes.c_double),
     ]
 

@@ -42,11 +42,11 @@ static void attend_codes(const struct operation *o, int64_t row) {
     int64_t token = o->rows == ALL_ROWS ? row : o->pass->out_rows[row], D = a->head_dim;
     const struct share *s = share_of(o->pass, token);
     const int32_t *table = o->pass->tables + s->table;
-    int64_t position = s->position + token - s->row, start = first_seen(a, position);
+    int64_t position = s->position + token - s->row;
     for (int64_t h = 0; h < a->heads * a->group; h++) {
         const real *q = a->q + token * a->q_stride + h * D;
         real scores[position + 1], result[MAX_HEAD_DIM] = {0}, max = -INFINITY, sum = 0;
-        for (int64_t t = start; t <= position; t++) {
+        for (int64_t t = 0; t <= position; t++) {
             const cached *keys = keys_of(a, table[t / a->block], h / a->group);
             real score = 0;
             for (int64_t d = 0; d < D; d++)
@@ -54,7 +54,7 @@ static void attend_codes(const struct operation *o, int64_t row) {
             scores[t] = score * scale_from(scales_of(a, keys)[t % a->block]);
             max = scores[t] > max ? scores[t] : max;
         }
-        for (int64_t t = start; t <= position; t++) {
+        for (int64_t t = 0; t <= position; t++) {
             const cached *keys = keys_of(a, table[t / a->block], h / a->group);
             const cached *values = values_of(a, table[t / a->block], h / a->group);
             real weight = exp(scores[t] - max);

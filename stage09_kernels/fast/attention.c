@@ -16,12 +16,21 @@
    are read once for all of them. */
 
 #include "pool.h"
+#include "tiles.h"
 #include "vec.h"
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
 
 #define KEY_TILE 256 /* keys in one round of the online softmax */
+#define BY_TILES (TILES && CACHE == 2)
+#define FEW_QUERIES 2 /* by vectors at a level with tiles */
 #ifndef MAX_QUERIES  /* the benchmark sets these three, to measure what they gain */
-#define MAX_QUERIES 8 /* that share one read of keys and values; gain: 1.13x, bfloat16 1.10x */
+/* That share one read of keys and values; gain: 1.13x, bfloat16 1.10x. cache.py has them too. */
+#define MAX_QUERIES (BY_TILES ? 32 : 8)
 #endif
+/* Numbers from one query to the next; no power of two, or they would share their places in L1. */
+#define ROOM (MAX_HEAD_DIM + (BY_TILES ? UNIT : 0))
 #ifndef UNROLL
 /* Vectors of keys at a time, at most: an addition takes 4 cycles. Gain: 1.20x, bfloat16 1.01x. */
 #define UNROLL 4
@@ -66,9 +75,9 @@ static inline void load_scales(const struct attention *a, const cached *keys, in
 }
 #endif
 
-/* Keys `start` to `end` of a tile that begins with key `first`. */
+/* Keys `first` to `end`. */
 struct tile {
-    int64_t first, start, end;
+    int64_t first, end;
     cached *blocks[KEY_TILE + 1]; /* that hold them: the keys of one head */
 };
 
@@ -89,7 +98,7 @@ struct queries {
 
 /* Of one query. The vector with the first key may begin before the tile does. */
 typedef real scores_of[KEY_TILE + 2 * PAD];
-typedef factor weights_of[KEY_TILE + 2 * PAD];
+typedef factor weights_of[KEY_TILE + UNIT];
 
 static inline cached_factor factor_at(const factor *p) { /* from a query, or a weight */
     cached_factor number;
@@ -101,9 +110,57 @@ static inline cached_factor factor_at(const factor *p) { /* from a query, or a w
    block. In float32 blocks are twice as large, and this gains nothing. */
 #define prefetch(p) (PREFETCH ? __builtin_prefetch(p) : (void)0)
 
+#if BY_TILES
+/* Queries and weights are tiles of x here: rows of whole units, zeros behind the last channel. */
+/* The scores of up to 16 queries with vectors of keys, four at a time. A tile of keys is 32 channels
+   of 16 keys, as they lie in a block. */
+static void score_tiles(const struct attention *a, const struct key_vec *vectors, int n_vectors,
+                        const factor (*query)[ROOM], scores_of *scores) {
+    const int64_t line = padded(a->block) * 4, left = a->head_dim % UNIT;
+    const int stride = sizeof(scores_of);
+    cached last[4][UNIT / 2 * 32]; /* behind the last channels of a key there are values, or NaN */
+    for (int v = 0; v < n_vectors; v += 4) {
+        const cached *keys[4];
+        for (int u = 0; u < 4; u++) keys[u] = vectors[v + u < n_vectors ? v + u : v].keys;
+        tile_zero(SUM0);
+        tile_zero(SUM1);
+        tile_zero(SUM2);
+        tile_zero(SUM3);
+        for (int64_t d = 0; d < a->head_dim; d += UNIT) {
+            const cached *part[4];
+            int64_t size = line;
+            for (int u = 0; u < 4; u++) part[u] = keys[u] + d / 2 * (line / 2);
+            if (a->head_dim - d < UNIT) {
+                memset(last, 0, sizeof last);
+                for (int u = 0; u < 4; u++)
+                    for (int64_t i = 0; 2 * i < left; i++)
+                        memcpy(last[u] + i * 32, part[u] + i * (line / 2), 64);
+                for (int u = 0; u < 4; u++) part[u] = last[u];
+                size = 64;
+                memory_is_written();
+            }
+            tile_load(X0, query[0] + d, sizeof query[0]);
+            tile_load(W0, part[0], size);
+            tile_madd(SUM0, X0, W0);
+            tile_load(W1, part[1], size);
+            tile_madd(SUM1, X0, W1);
+            tile_load(W0, part[2], size);
+            tile_madd(SUM2, X0, W0);
+            tile_load(W1, part[3], size);
+            tile_madd(SUM3, X0, W1);
+        }
+        real *out = scores[0] + PAD;
+        tile_store(SUM0, out + vectors[v].place, stride);
+        if (v + 1 < n_vectors) tile_store(SUM1, out + vectors[v + 1].place, stride);
+        if (v + 2 < n_vectors) tile_store(SUM2, out + vectors[v + 2].place, stride);
+        if (v + 3 < n_vectors) tile_store(SUM3, out + vectors[v + 3].place, stride);
+    }
+}
+#endif
+
 /* The scores of `count` queries with `unroll` vectors of keys. */
 static inline __attribute__((always_inline)) void
-score(const struct attention *a, const struct key_vec *vectors, const factor (*query)[MAX_HEAD_DIM],
+score(const struct attention *a, const struct key_vec *vectors, const factor (*query)[ROOM],
       scores_of *scores, const int count, const int unroll) {
     const int64_t line = padded(a->block);
     vec sums[MAX_QUERIES][UNROLL];
@@ -135,19 +192,19 @@ static inline cached_vec load_values(const cached *even, const cached *odd) {
    position, so a pair may lie in two blocks. */
 static inline __attribute__((always_inline)) void
 weigh_values(const struct attention *a, const struct tile *tile, int64_t d,
-             const weights_of *weights, real (*sums_out)[MAX_HEAD_DIM], const int count,
+             const weights_of *weights, real (*sums_out)[ROOM], const int count,
              const int wide) {
     const int64_t row = padded(a->head_dim), keys = values_of(a, 0, 0) - keys_of(a, 0, 0);
     vec sums[MAX_QUERIES][ACCUMULATORS];
     for (int i = 0; i < count; i++)
         for (int j = 0; j < wide; j++) sums[i][j] = (vec){0};
-    int64_t key = tile->start - tile->start % PAIR, begin = tile->start - tile->start % a->block;
+    int64_t key = tile->first, begin = key - key % a->block;
     for (int64_t b = 0; key < tile->end; b++) { /* begin: the first key of block b */
         const cached *values = tile->blocks[b] + keys + d - begin * row;
         int64_t stop = begin + a->block < tile->end ? begin + a->block : tile->end;
         const cached *next = tile->blocks[stop < tile->end ? b + 1 : b] + keys + d - begin * row;
         for (; key < stop; key += PAIR) {
-            const cached *even = key < tile->start ? nothing : values + key * row, *odd = nothing;
+            const cached *even = values + key * row, *odd = nothing;
             if (key + 1 < stop) odd = values + (key + 1) * row;
             else if (PAIR == 2 && key + 1 < tile->end) odd = tile->blocks[b + 1] + keys + d;
             for (int j = 0; j < wide; j++) {
@@ -158,7 +215,7 @@ weigh_values(const struct attention *a, const struct tile *tile, int64_t d,
                 }
                 for (int i = 0; i < count; i++)
                     sums[i][j] = madd(sums[i][j], value,
-                                      factor_at(weights[i] + PAD + key - tile->first));
+                                      factor_at(weights[i] + key - tile->first));
             }
         }
         begin += a->block;
@@ -167,71 +224,233 @@ weigh_values(const struct attention *a, const struct tile *tile, int64_t d,
         for (int j = 0; j < wide; j++) *(vec *)(sums_out[i] + d + j * LANES) = sums[i][j];
 }
 
+#if BY_TILES
+/* The values of a tile in pairs of tokens, (128, padded head_dim, 2). Behind the last one, which may
+   be anything, there are zeros up to a whole unit. */
+static void pair_values(const struct attention *a, const struct tile *tile, uint32_t *out) {
+    const int64_t row = padded(a->head_dim), keys = values_of(a, 0, 0) - keys_of(a, 0, 0);
+    int64_t slot = tile->first % a->block, b = 0;
+    for (int64_t key = tile->first; key < tile->end || key % UNIT; key += 2, out += row) {
+        const cached *of[2] = {nothing, nothing};
+        for (int i = 0; i < 2 && key + i < tile->end; i++) {
+            of[i] = tile->blocks[b] + keys + slot * row;
+            if (++slot == a->block) slot = 0, b++;
+        }
+        for (int64_t d = 0; d < row; d += LANES)
+            *(pairs *)(out + d) = load_values(of[0] + d, of[1] + d);
+    }
+}
+
+/* Sum values times weights, for 16 queries. */
+static void weigh_tiles(const struct attention *a, const struct tile *tile, const uint32_t *values,
+                        const weights_of *weights, real (*sums)[ROOM]) {
+    const int64_t row = padded(a->head_dim), end = tile->end - tile->first, stride = row * 4, line = sizeof sums[0];
+    for (int64_t d = 0; d < row; d += 64) {
+        const int64_t wide = (row - d) / 16;
+        tile_zero(SUM0);
+        tile_zero(SUM1);
+        tile_zero(SUM2);
+        tile_zero(SUM3);
+        for (int64_t key = 0; key < end; key += UNIT) {
+            const uint32_t *v = values + key / 2 * row + d;
+            tile_load(X0, weights[0] + key, sizeof weights[0]);
+            tile_load(W0, v, stride);
+            tile_madd(SUM0, X0, W0);
+            if (wide > 1) {
+                tile_load(W1, v + 16, stride);
+                tile_madd(SUM1, X0, W1);
+            }
+            if (wide > 2) {
+                tile_load(W0, v + 32, stride);
+                tile_madd(SUM2, X0, W0);
+            }
+            if (wide > 3) {
+                tile_load(W1, v + 48, stride);
+                tile_madd(SUM3, X0, W1);
+            }
+        }
+        tile_store(SUM0, sums[0] + d, line);
+        if (wide > 1) tile_store(SUM1, sums[0] + d + 16, line);
+        if (wide > 2) tile_store(SUM2, sums[0] + d + 32, line);
+        if (wide > 3) tile_store(SUM3, sums[0] + d + 48, line);
+    }
+}
+
+#if defined(__AVX512F__)
+/* The same for one query, by vectors: it would use one row of 16, and each instruction would wait
+   for the one before. Even and odd numbers of a unit are added up apart, and rounding flushes (see
+   `attend_items`), so the bits are those of tiles. Gain: a step of 32 rows 1.7x faster attention. */
+#define ONE_BY_VECTORS 1
+#define wide_low(x) ((vec)((x) << 16))
+#define wide_high(x) ((vec)((x) & 0xffff0000u))
+static inline vec fused(vec a, real b, vec sum) {
+    return (vec)_mm512_fmadd_ps((__m512)a, _mm512_set1_ps(b), (__m512)sum);
+}
+
+static void score_one(const struct attention *a, const struct key_vec *vectors, int n_vectors,
+                      const real *query, real *scores) {
+    const int64_t line = padded(a->block);
+    for (int v = 0; v < n_vectors; v += UNROLL) {
+        const cached *keys[UNROLL], *next[UNROLL];
+        vec sums[UNROLL] = {0};
+        for (int u = 0; u < UNROLL; u++) {
+            keys[u] = vectors[v + u < n_vectors ? v + u : v].keys;
+            next[u] = v + UNROLL + u < n_vectors ? vectors[v + UNROLL + u].keys : keys[u];
+        }
+        for (int64_t d = 0, end; d < a->head_dim; d = end) {
+            vec even[UNROLL] = {0}, odd[UNROLL] = {0};
+            end = d + UNIT < a->head_dim ? d + UNIT : a->head_dim;
+            for (int64_t c = d; c < end; c += 2)
+                for (int u = 0; u < UNROLL; u++) {
+                    pairs both = load_cached(keys[u] + c * line);
+                    prefetch(next[u] + c * line);
+                    even[u] = fused(wide_low(both), query[c], even[u]);
+                    odd[u] = fused(wide_high(both), query[c + 1], odd[u]);
+                }
+            for (int u = 0; u < UNROLL; u++) sums[u] += even[u] + odd[u];
+        }
+        for (int u = 0; u < UNROLL && v + u < n_vectors; u++)
+            *(vec *)(scores + vectors[v + u].place) = sums[u];
+    }
+}
+
+static inline __attribute__((always_inline)) void
+weigh_some(const struct attention *a, const struct tile *tile, int64_t d, const real *weights,
+           real *out, const int wide) {
+    const int64_t row = padded(a->head_dim), keys = values_of(a, 0, 0) - keys_of(a, 0, 0);
+    int64_t slot = tile->first % a->block, b = 0;
+    vec sums[4] = {0};
+    for (int64_t key = tile->first, end; key < tile->end; key = end) {
+        vec even[4] = {0}, odd[4] = {0};
+        end = key + UNIT < tile->end ? key + UNIT : tile->end;
+        for (int64_t k = key; k < end; k++) {
+            const cached *value = tile->blocks[b] + keys + slot * row + d;
+            const cached *next = tile->blocks[k + a->block < tile->end ? b + 1 : b] + keys;
+            for (int64_t j = 0; j < 2 * wide * LANES; j += 32) prefetch(next + slot * row + d + j);
+            if (++slot == a->block) slot = 0, b++;
+            for (int j = 0; j < wide; j++)
+                even[j] = fused(wide_low(load_low(value + j * LANES)), weights[k - tile->first],
+                                even[j]);
+            if (++k == end) break;
+            value = tile->blocks[b] + keys + slot * row + d;
+            if (++slot == a->block) slot = 0, b++;
+            for (int j = 0; j < wide; j++)
+                odd[j] = fused(wide_low(load_low(value + j * LANES)), weights[k - tile->first],
+                               odd[j]);
+        }
+        for (int j = 0; j < wide; j++) sums[j] += even[j] + odd[j];
+    }
+    for (int j = 0; j < wide; j++) *(vec *)(out + d + j * LANES) = sums[j];
+}
+
+static void weigh_one(const struct attention *a, const struct tile *tile, const factor *rounded,
+                      real *out) {
+    const int64_t row = padded(a->head_dim);
+    real weights[KEY_TILE];
+    for (int64_t t = 0; t < tile->end - tile->first; t += LANES)
+        *(vec *)(weights + t) = wide_low(load_low(rounded + t));
+    for (int64_t d = 0; d < row; d += 4 * LANES)
+        switch ((row - d) / LANES) {
+            case 1: weigh_some(a, tile, d, weights, out, 1); break;
+            case 2: weigh_some(a, tile, d, weights, out, 2); break;
+            case 3: weigh_some(a, tile, d, weights, out, 3); break;
+            default: weigh_some(a, tile, d, weights, out, 4);
+        }
+}
+#else
+#define ONE_BY_VECTORS 0
+#define score_one(...)
+#define weigh_one(...)
+#endif
+#endif
+
 /* The output of `count` queries that share their keys, by an online softmax: the largest score so
    far is subtracted from all, and what was summed with a smaller one is scaled down. */
 static inline __attribute__((always_inline)) void
-attend(const struct attention *a, const struct queries *group, const int count) {
+attend(const struct attention *a, const struct queries *group, const int count, int *set) {
     const int64_t row = padded(a->head_dim);
+#if BY_TILES
+    _Alignas(64) uint32_t values[KEY_TILE / 2 * padded(MAX_HEAD_DIM)];
+    const int few = ONE_BY_VECTORS && count <= FEW_QUERIES;
+    real wide[FEW_QUERIES][ROOM]; /* few queries */
+#else
     const int unroll = ACCUMULATORS / count < UNROLL ? ACCUMULATORS / count : UNROLL;
-    factor query[MAX_QUERIES][MAX_HEAD_DIM];
-    real result[MAX_QUERIES][MAX_HEAD_DIM], weighed[MAX_QUERIES][MAX_HEAD_DIM];
-    scores_of scores[MAX_QUERIES], key_scales, value_scales;
-    weights_of weights[MAX_QUERIES];
+    (void)set;
+#endif
+    _Alignas(64) factor query[MAX_QUERIES][ROOM];
+    _Alignas(64) real result[MAX_QUERIES][ROOM], weighed[MAX_QUERIES][ROOM];
+    _Alignas(64) scores_of scores[MAX_QUERIES], key_scales, value_scales;
+    _Alignas(64) weights_of weights[MAX_QUERIES];
     real max[MAX_QUERIES], sum[MAX_QUERIES];
-    int64_t end = 0, begin = INT64_MAX; /* keys that some query sees */
+    int64_t end = 0; /* of the keys that some query sees */
     for (int i = 0; i < count; i++) {
-        int64_t position = group->positions[i], first = first_seen(a, position);
         for (int64_t d = 0; d < row; d += LANES)
             store_operand(
                 query[i] + d,
                 load_partial(group->q[i] + d, a->head_dim - d, 0) * (real)a->scale, LANES);
+#if BY_TILES
+        for (int64_t d = row; d % UNIT; d++) query[i][d] = 0;
+        for (int64_t d = 0; few && d < row; d += LANES)
+            *(vec *)(wide[i] + d) = (vec)(load_low(query[i] + d) << 16);
+#endif
         memset(result[i], 0, sizeof(real) * row);
         max[i] = -INFINITY;
         sum[i] = 0;
-        if (position + 1 > end) end = position + 1;
-        if (first < begin) begin = first;
+        if (group->positions[i] >= end) end = group->positions[i] + 1;
     }
-    for (int64_t first = begin / KEY_TILE * KEY_TILE; first < end; first += KEY_TILE) {
+    for (int64_t first = 0; first < end; first += KEY_TILE) {
         struct tile tile;
         tile.first = first;
-        tile.start = first > begin ? first : begin;
         tile.end = first + KEY_TILE < end ? first + KEY_TILE : end;
         struct key_vec vectors[KEY_TILE + 1 + UNROLL]; /* the last ones only for `prefetch` */
         int n_vectors = 0;
-        int64_t key = tile.start - tile.start % a->block;
+        int64_t key = first - first % a->block;
         for (int64_t b = 0; key < tile.end; b++, key += a->block) {
             tile.blocks[b] = keys_of(a, group->table[key / a->block], group->head);
             for (int64_t slot = 0; slot < a->block; slot += LANES)
-                if (key + slot < tile.end && key + slot + LANES > tile.start) {
+                if (key + slot < tile.end && key + slot + LANES > first) {
                     int64_t place = key + slot - first;
                     load_scales(a, tile.blocks[b], slot, key_scales + PAD + place,
                                 value_scales + PAD + place);
                     vectors[n_vectors++] = (struct key_vec){tile.blocks[b] + slot * PAIR, place};
                 }
         }
+#if BY_TILES
+        memory_is_written();
+        for (int i = 0; few && i < count; i++)
+            score_one(a, vectors, n_vectors, wide[i], scores[i] + PAD);
+        for (int i = 0; !few && i < count; i += TILE_ROWS) {
+            use_tiles(set, count - i);
+            score_tiles(a, vectors, n_vectors, query + i, scores + i);
+        }
+        memory_is_written();
+#else
         for (int u = 0; u < unroll; u++) vectors[n_vectors + u].keys = tile.blocks[0];
         int v = 0;
         for (; v + unroll <= n_vectors; v += unroll)
             score(a, vectors + v, query, scores, count, unroll);
         for (; v < n_vectors; v++) score(a, vectors + v, query, scores, count, 1);
+#endif
         /* Softmax of this tile. Keys that a query does not see get weight 0. */
         real decay[MAX_QUERIES];
         for (int i = 0; i < count; i++) {
             real *s = scores[i] + PAD;
-            int64_t low = first_seen(a, group->positions[i]) - first;
-            int64_t high = group->positions[i] + 1 - first, size = padded(tile.end - first);
+            const int64_t all = (tile.end - first + UNIT - 1) / UNIT * UNIT;
+            int64_t high = group->positions[i] + 1 - first; /* of the keys that it sees */
+            if (high < 0) high = 0;
+            if (high > tile.end - first) high = tile.end - first;
+            const int64_t size = padded(high);
             const real *scale = key_scales + PAD;
             for (int64_t t = 0; CACHE == 1 && t < size; t += LANES)
                 *(vec *)(s + t) *= *(const vec *)(scale + t);
-            for (int64_t t = 0; t < low && t < size; t++) s[t] = -INFINITY;
-            for (int64_t t = high > 0 ? high : 0; t < size; t++) s[t] = -INFINITY;
+            for (int64_t t = high; t < size; t++) s[t] = -INFINITY;
             vec top = (vec){0} - INFINITY, total = {0};
             for (int64_t t = 0; t < size; t += LANES) top = vmax(*(vec *)(s + t), top);
             real now = hmax(top, max[i]);
             decay[i] = now > max[i] ? (real)exp(max[i] - now) : 1;
             max[i] = now;
             real shift = now == -INFINITY ? 0 : now;
-            factor *weight = weights[i] + PAD;
+            factor *weight = weights[i];
             scale = value_scales + PAD;
             for (int64_t t = 0; t < size; t += LANES) {
                 vec w = vexp(*(vec *)(s + t) - shift);
@@ -239,10 +458,21 @@ attend(const struct attention *a, const struct queries *group, const int count) 
                 if (CACHE == 1) w *= *(const vec *)(scale + t);
                 store_operand(weight + t, w, LANES);
             }
+            memset(weight + size, 0, (all - size) * sizeof(factor));
             /* Not left to the compiler, which fuses it for some numbers of queries only. */
             sum[i] = (real)fma(sum[i], decay[i], hsum(total));
         }
         /* Values. Those before `start` or past `end` may be anything, even NaN: not read. */
+#if BY_TILES
+        for (int i = 0; few && i < count; i++) weigh_one(a, &tile, weights[i], weighed[i]);
+        if (!few) pair_values(a, &tile, values);
+        memory_is_written();
+        for (int i = 0; !few && i < count; i += TILE_ROWS) {
+            use_tiles(set, count - i);
+            weigh_tiles(a, &tile, values, weights + i, weighed + i);
+        }
+        memory_is_written();
+#else
         for (int64_t d = 0, wide; d < row; d += wide * LANES) {
             wide = (row - d) / LANES < ACCUMULATORS / count ? (row - d) / LANES
                                                             : ACCUMULATORS / count;
@@ -251,6 +481,7 @@ attend(const struct attention *a, const struct queries *group, const int count) 
             else if (wide >= 2) weigh_values(a, &tile, d, weights, weighed, count, wide = 2);
             else weigh_values(a, &tile, d, weights, weighed, count, wide = 1);
         }
+#endif
         for (int i = 0; i < count; i++)
             for (int64_t d = 0; d < row; d += LANES) {
                 vec *r = (vec *)(result[i] + d);
@@ -260,6 +491,22 @@ attend(const struct attention *a, const struct queries *group, const int count) 
     for (int i = 0; i < count; i++)
         for (int64_t d = 0; d < a->head_dim; d += LANES)
             store_operand(group->out[i] + d, *(vec *)(result[i] + d) / sum[i], a->head_dim - d);
+}
+
+/* Numbers too small to be normal count as 0, as in tiles: before and after each operation. */
+static inline unsigned flush_subnormals(void) {
+#if BY_TILES && defined(__SSE2__)
+    const unsigned mode = _mm_getcsr();
+    _mm_setcsr(mode | 0x8040);
+    return mode;
+#endif
+    return 0;
+}
+static inline void restore(unsigned mode) {
+    (void)mode;
+#if BY_TILES && defined(__SSE2__)
+    _mm_setcsr(mode);
+#endif
 }
 
 /* Whether each share is one item whose output is wanted: then no item reads what another writes. */
@@ -284,6 +531,8 @@ static void attend_items(int64_t first, int64_t last, void *context) {
     const struct pass *p = o->pass;
     const struct item *items = o->rows == ALL_ROWS ? p->items : p->out_items;
     int64_t n_items = o->rows == ALL_ROWS ? p->n_items : p->n_out_items;
+    int set = 0; /* rows of the tiles */
+    const unsigned mode = flush_subnormals();
     for (int64_t n = first; n < last; n++) {
         const struct item *item = items + (is_single(o) ? n / a->heads : n % n_items);
         const struct share *share = p->shares + item->share;
@@ -293,7 +542,7 @@ static void attend_items(int64_t first, int64_t last, void *context) {
         int64_t total = item->tokens * a->group;
         for (int64_t done = 0; done < total;) {
             int64_t left = total - done < MAX_QUERIES ? total - done : MAX_QUERIES;
-            int count = left == 7 ? 6 : left == 5 ? 4 : (int)left;
+            int count = BY_TILES || left != 7 && left != 5 ? (int)left : (int)left - 1;
             for (int i = 0; i < count; i++) {
                 int64_t token = (done + i) / a->group;
                 int64_t head = group.head * a->group + (done + i) % a->group;
@@ -302,17 +551,23 @@ static void attend_items(int64_t first, int64_t last, void *context) {
                 group.out[i] = a->out + out_row * a->out_stride + head * a->head_dim;
                 group.positions[i] = share->position + item->first + token;
             }
+#if BY_TILES
+            attend(a, &group, count, &set);
+#else
             switch (count) { /* a constant number of queries keeps their sums in registers */
-                case 1: attend(a, &group, 1); break;
-                case 2: attend(a, &group, 2); break;
-                case 3: attend(a, &group, 3); break;
-                case 4: attend(a, &group, 4); break;
-                case 6: attend(a, &group, 6); break;
-                case 8: attend(a, &group, 8); break;
+                case 1: attend(a, &group, 1, &set); break;
+                case 2: attend(a, &group, 2, &set); break;
+                case 3: attend(a, &group, 3, &set); break;
+                case 4: attend(a, &group, 4, &set); break;
+                case 6: attend(a, &group, 6, &set); break;
+                case 8: attend(a, &group, 8, &set); break;
             }
+#endif
             done += count;
         }
     }
+    release_tiles(set);
+    restore(mode);
 }
 
 /* Store the new keys and values of all tokens, then attend. */

@@ -224,7 +224,7 @@ static void linear(int64_t first, int64_t last, void *context) { /* panels */
                     const int64_t full = (end < whole ? end : whole) - k;
                     const int64_t done = (i / TILE_ROWS - 1) * full * lines;
                     const weight *next = w + (end - k) * UNIT * PANEL + done * LINE;
-                    if (some != set) set_tiles(set = some);
+                    use_tiles(&set, some);
                     madd_tiles(x, l->x_stride, w, full, next, i ? lines : 0, sums + i, k > 0);
                     if (end < units) continue;
                     if (left) {
@@ -241,7 +241,7 @@ static void linear(int64_t first, int64_t last, void *context) { /* panels */
                 }
             }
     }
-    tile_release();
+    release_tiles(set);
 }
 #else
 static void linear(int64_t first, int64_t last, void *context) { /* panels */

@@ -46,31 +46,41 @@ static void embed(int64_t first, int64_t last, void *context) { /* rows */
     }
 }
 
+/* Four sums at a time, because an addition takes 4 cycles. */
 static real sum_of(const real *x, int64_t count, real mean, int squared) {
-    vec total = {0};
-    for (int64_t i = 0; i < count; i += LANES) {
+    vec totals[4] = {0};
+    int64_t i = 0;
+    for (; i + 4 * LANES <= count; i += 4 * LANES)
+        for (int u = 0; u < 4; u++) {
+            vec y = *(const vec *)(x + i + u * LANES) - mean;
+            totals[u] += squared ? y * y : y;
+        }
+    for (; i < count; i += LANES) {
         vec y = load_partial(x + i, count - i, mean) - mean;
-        total += squared ? y * y : y;
+        totals[0] += squared ? y * y : y;
     }
-    return hsum(total);
+    return hsum(totals[0] + totals[1] + (totals[2] + totals[3]));
+}
+
+/* Numbers i to i + LANES of a normed row, of which `left` exist. */
+static inline void norm_vector(const struct norm *n, const real *x, int64_t out, int64_t i,
+                               int64_t left, real mean, real scale) {
+    vec y = (load_partial(x + i, left, 0) - mean) * scale * load_partial(n->gain + i, left, 0);
+    if (n->bias) y += load_partial(n->bias + i, left, 0);
+    if (n->out_is_operand) store_operand((operand *)n->out + out + i, y, left);
+    else store_real((real *)n->out + out + i, y, left);
 }
 
 static void norm(int64_t first, int64_t last, void *context) { /* heads of rows */
     const struct norm *n = &((const struct operation *)context)->of.norm;
     for (int64_t item = first; item < last; item++) {
-        int64_t row = item / n->heads, place = item % n->heads * n->width;
+        int64_t row = item / n->heads, place = item % n->heads * n->width, i = 0;
         const real *x = n->x + row * n->x_stride + place;
         int64_t out = row * n->out_stride + place;
         real mean = n->centred ? sum_of(x, n->width, 0, 0) / n->width : 0;
         real scale = 1 / sqrt(sum_of(x, n->width, mean, 1) / n->width + n->epsilon);
-        for (int64_t i = 0; i < n->width; i += LANES) {
-            int64_t left = n->width - i;
-            vec gain = load_partial(n->gain + i, left, 0);
-            vec y = (load_partial(x + i, left, 0) - mean) * scale * gain;
-            if (n->bias) y += load_partial(n->bias + i, left, 0);
-            if (n->out_is_operand) store_operand((operand *)n->out + out + i, y, left);
-            else store_real((real *)n->out + out + i, y, left);
-        }
+        for (; i + LANES <= n->width; i += LANES) norm_vector(n, x, out, i, LANES, mean, scale);
+        if (i < n->width) norm_vector(n, x, out, i, n->width - i, mean, scale);
     }
 }
 

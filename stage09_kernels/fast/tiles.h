@@ -81,14 +81,24 @@ static inline void tile_madd_codes(int sums, int x, int w) { /* signed x, unsign
 }
 #endif
 
+/* Tiles of x and sums with `rows` rows, at most 16, if they do not have them; those of weights have
+   16. `set`: the rows they have; 0: there are no tiles yet. */
+static inline void use_tiles(int *set, int64_t rows) {
 #if TILES
-/* Tiles of x and sums with `rows` rows; those of weights have 16. Sets all of them to 0. */
-static inline void set_tiles(int rows) {
     struct tile_shape shape = {.palette = 1};
+    if (rows > TILE_ROWS) rows = TILE_ROWS;
+    if (*set == rows) return;
     for (int i = 0; i < 8; i++) {
         shape.bytes[i] = 64;
         shape.rows[i] = i == W0 || i == W1 ? TILE_ROWS : rows;
     }
     tile_configure(&shape);
-}
+    *set = (int)rows;
 #endif
+}
+
+static inline void release_tiles(int set) {
+#if TILES
+    if (set) tile_release();
+#endif
+}

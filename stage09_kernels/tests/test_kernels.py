@@ -154,14 +154,14 @@ def test_slots_that_no_token_has_written_change_no_bit(dtype):
     inputs = torch.randn(31, 8 * 24 + 1).to(dtype)[:, 1:].unflatten(1, (8, 24))
     q, k, v = inputs[:, :4], inputs[:, 4:6], inputs[:, 6:]
     prefix, tables = [9, 4], ([9, 4, 7], [9, 4, 2, 11])
-    steps = [[(prefix, 0, 10)], [(tables[0], 10, 5), (tables[1], 10, 16)], [([8, 5, 3], 20, 1)]]
+    steps = [[(prefix, 0, 14)], [(tables[0], 14, 5), (tables[1], 14, 12)], [([8, 5, 3], 20, 1)]]
     outputs = []
     for other in (0.0, torch.nan, torch.inf, -torch.inf):
         oracle, kernel = caches(4, 2, 24, 7, dtype)
         room = torch.full((kernel.kv.numel() + 98,), 7.0, dtype=dtype)  # with guards around it
         kernel.kv = room[49:-49].view(kernel.kv.shape).fill_(other)
         several = []
-        for shares, rows in zip(steps, (slice(10), slice(10, 31), slice(15, 16)), strict=True):
+        for shares, rows in zip(steps, (slice(14), slice(14, 31), slice(15, 16)), strict=True):
             if shares == steps[2]:  # first those that the last one sees
                 seen = [x[:20] for x in (q, k, v)]
                 kernel.extend([([8, 5, 3], 0, 20)]).attend(1, *seen)
