@@ -52,14 +52,14 @@ CACHES = {  # dtype of keys and values -> cache with the arguments of stage 05's
     "int8": "stage10_quantization.cache:Int8Cache"
 }
 KERNELS = {  # type of device -> a stage09_kernels.backend.Backend
-    "cpu": "stage09_kernels.cpu:BACKEND",
+    "cpu": "stage09_kernels.engine:BACKEND",
     "cuda": "stage13_gpu.backend:BACKEND",
 }
 KERNEL_CACHES = {  # dtype of keys and values, type of device -> cache that the kernels read
     ("int8", "cpu"): "stage10_quantization.cache:Int8KernelCache"
 }
 TRIALS = {  # engine -> unsupported_reason(dtype, device) -> "" if the machine can run it
-    "kernels": "stage09_kernels.trial:unsupported_reason"
+    "kernels": "stage09_kernels.backend:unsupported_reason"
 }
 DRAFTS = {  # --speculate -> speculate(engine, value, count, draft model, drawn) -> engine
     "ngram": "stage11_speculative.engine:speculate",

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 
 from shared import registry
+from shared.config import Config
 from shared.errors import UserError
 from stage04_continuous.engine import Sampled
 from stage04_continuous.runner import AnyRunner
+
+SMALL = Config(211, 64, 48, 2, 3)
 
 
 class NoKernels(UserError):
@@ -30,14 +33,11 @@ class Backend:
     runner: takes a model, such a cache, and `release`: whether the model may drop the weights that
         the kernels keep in their own layout.
     sample_tokens: stage 04's, or one that draws the same tokens.
-    fingerprint: of the kernels for a dtype, as a file name: it changes with all that could change
-        what they compute. Raises NoKernels if they cannot be built.
     """
 
     cache: Callable[..., Any]
     runner: Callable[..., AnyRunner]
     sample_tokens: Callable[..., list[Sampled]]
-    fingerprint: Callable[[torch.dtype], str]
 
 
 def backend_of(device: torch.device | str) -> Backend:
@@ -48,3 +48,13 @@ def backend_of(device: torch.device | str) -> Backend:
         raise NoKernels(f"There are no kernels for {kind}, only for {known}.")
     backend: Backend = registry.load(registry.KERNELS[kind])
     return backend
+
+
+def unsupported_reason(dtype: torch.dtype, device: torch.device | str = "cpu") -> str:
+    """Why the kernels do not run models in `dtype` on `device`, in a sentence; "" if they do, and
+    then they are compiled."""
+    try:
+        backend_of(device).cache(SMALL, 1, dtype=dtype, device=device)
+    except NoKernels as error:
+        return str(error)
+    return ""

@@ -12,9 +12,13 @@ from shared import registry
 from stage04_continuous.engine import Engine
 from stage05_paged.engine import make as make_paged
 
-from .backend import NoKernels, backend_of
+from .backend import Backend, NoKernels, backend_of
+from .cache import KernelCache
+from .runner import KernelRunner
+from .sample import sample_tokens
 
 log = logging.getLogger(__name__)
+BACKEND = Backend(KernelCache, KernelRunner, sample_tokens)  # of CPUs
 
 
 def make(

@@ -23,14 +23,6 @@ class KernelRunner:
         self.config: Config = model.config
         self.program = Program(model, cache, release)
         self.unused = getattr(model, "unused", None)
-        self.rows = 0  # of the last pass
-
-    @property
-    def hidden(self) -> Tensor:
-        """(R, C), of the last pass's rows."""
-        if not self.rows:
-            return torch.empty(0, self.config.n_embd)
-        return self.program.buffers["normed"][: self.rows, : self.config.n_embd]
 
     def move(self, moves: Sequence[Any]) -> None:
         self.cache.move(moves)
@@ -41,5 +33,4 @@ class KernelRunner:
         if not ids:
             return torch.empty(0, self.config.vocab_size)
         logits = self.program.run(ids, self.cache.extend(shares), rows)
-        self.rows = len(rows)
         return logits if self.unused is None else logits.index_fill_(-1, self.unused, -torch.inf)

@@ -234,7 +234,7 @@ def product_of(
     naive = cache.source.name.startswith("naive")
     sizes = {"REAL": cache.real, "WEIGHT": dtype, "CACHE": cache.real}
     defines = tuple(f"{name}={dtype.itemsize}" for name, dtype in sizes.items())
-    loaded = library.load(NAIVE if naive else FAST, defines, cache.level)
+    loaded = library.load(NAIVE if naive else FAST, defines + cache.defines, cache.level)
     function = loaded.product if naive else loaded.add_product
     addresses = (ctypes.cast(f, ctypes.c_void_p).value for f in (function, loaded.read_row))
     return PanelProduct(layers, epilogue, *addresses)

@@ -158,13 +158,13 @@ static void epilogue(const struct operation *o, int64_t panel, int64_t row, real
     }
 }
 
-#if TILES && WEIGHT == 2
 /* Few rows read a panel at once, from memory: 16 rows a whole one. 17 to 64 rows take 128 inputs at
    a time, and those after the first 16 prefetch the next 128, because memory is idle then. Many
    rows take 192 inputs, 24 KiB that stay in L1. */
 #define UNITS(ROWS) ((ROWS) <= TILE_ROWS ? INT64_MAX : (ROWS) <= 64 ? 4 : 6)
 #define TILE_MC 512 /* rows at a time: their x stays in L2 */
 
+#if TILES && WEIGHT == 2
 /* sums (rows, 64) = or += x times `units` tiles of a panel. Each prefetches `lines` lines at `next`
    and further on. */
 static inline __attribute__((always_inline)) void

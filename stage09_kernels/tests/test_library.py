@@ -18,14 +18,15 @@ from shared.checkpoint import Checkpoint, random_tensors
 from shared.config import Config
 from shared.errors import UserError
 from shared.models import load_model
-from shared.testing import random_checkpoint
+from shared.testing import python, random_checkpoint
 from stage01_forward.params import SamplingParams
 from stage05_paged.cache import PagedCache
 from stage06_serving.__main__ import make_engine, plan
 from stage06_serving.choice import choose
 from stage06_serving.settings import parse
 from stage06_serving.tests.conftest import checkpoint
-from stage09_kernels import cpu, library, trial
+from stage08_llama.config import LlamaConfig
+from stage09_kernels import engine, library
 from stage09_kernels.backend import NoKernels, backend_of
 from stage09_kernels.cache import FAST, KernelCache
 from stage09_kernels.engine import make
@@ -33,6 +34,7 @@ from stage09_kernels.program import PanelLinear
 from stage09_kernels.runner import KernelRunner
 
 SMALL = Config(11, 64, 32, 1, 2)
+SHAPES = (Config(211, 64, 48, 2, 3), LlamaConfig(211, 64, 48, 2, 6, 2, n_inner=80))
 DEFINES = ("REAL=4", "WEIGHT=4", "CACHE=4")
 PASS = [1, 2, 3], [([2], 0, 3)], [2]  # three tokens in block 2, and the logits of the last
 
@@ -90,7 +92,7 @@ def test_layers_that_were_packed_before_are_unpacked():
     assert torch.equal(before, KernelRunner(model, KernelCache(model.config, 4)).run(*PASS))
 
 
-@pytest.mark.parametrize("config", trial.SHAPES)
+@pytest.mark.parametrize("config", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_released_model_has_its_weights_in_panels_alone(config, dtype):
     model = load_model(Checkpoint(config, random_tensors(config)), dtype=dtype)
@@ -229,39 +231,40 @@ def test_a_stage_brings_kernels_for_another_device(monkeypatch):
     toy = SimpleNamespace(BACKEND=object())
     monkeypatch.setitem(sys.modules, "stage99_toy.kernels", toy)
     monkeypatch.setitem(registry.KERNELS, "meta", "stage99_toy.kernels:BACKEND")
-    assert backend_of("meta") is toy.BACKEND and backend_of("cpu") is cpu.BACKEND
+    assert backend_of("meta") is toy.BACKEND and backend_of("cpu") is engine.BACKEND
     with pytest.raises(NoKernels, match="no kernels for mps, only for cpu and cuda and meta"):
         backend_of(torch.device("mps", 0))
 
 
-def test_the_kernels_are_chosen_where_they_are_right(fresh, monkeypatch):
-    """Tried once for a library; not taken if they are wrong, or ended the process of a trial."""
+def chosen(name="auto", dtype=torch.float32):
+    choice = choose(name, dtype, torch.device("cpu"))
+    return choice.name, choice.reason
 
-    def broken(*_):
-        raise RuntimeError("no assembler")
 
-    def chosen(name="auto", dtype=torch.float32):
-        choice = choose(name, dtype, torch.device("cpu"))
-        return choice.name, choice.reason
-
+def test_the_kernels_are_chosen_where_they_compile(fresh, monkeypatch):
     assert parse([]).engine == "auto"
     assert chosen() == chosen("kernels") == ("kernels", "") and chosen("paged") == ("paged", "")
-    (note,) = fresh.glob("*.right")
-    monkeypatch.setattr(KernelRunner, "run", lambda *_: torch.full((2, 211), torch.nan))
-    assert chosen() == ("kernels", "")  # not tried again
-    note.unlink()
-    name, reason = chosen()
-    assert name == "paged" and "disagree on this machine" in reason
-    with pytest.raises(UserError, match="disagree .*--engine auto"):
-        chosen("kernels")
-    monkeypatch.setattr(KernelRunner, "run", broken)
-    name, reason = chosen()
-    assert name == "paged" and "do not run on this machine (RuntimeError: no assembler)" in reason
-    note.with_suffix(".trying").touch()
-    name, reason = chosen()
-    assert name == "paged" and "delete" in reason
     with pytest.raises(UserError, match="not support float16"):
         chosen("kernels", torch.float16)
+    library.load.cache_clear()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    name, reason = chosen()
+    assert name == "paged" and "cannot be compiled" in reason and "\n" not in reason
+    with pytest.raises(UserError, match="cannot be compiled .*--engine auto"):
+        chosen("kernels")
+
+
+def test_two_first_starts_at_once_both_get_the_kernels(fresh):
+    """One used to stay on stage 05's engine for good: it took the other's trial for a crash."""
+    program = """
+import torch
+from stage09_kernels.backend import unsupported_reason
+print("reason:", unsupported_reason(torch.float32))
+"""
+    with ThreadPoolExecutor(2) as both:
+        runs = list(both.map(lambda _: python("-c", program), range(2)))
+    assert [run.stdout for run in runs] == ["reason: \n"] * 2, runs
+    assert len(list(fresh.glob("step-*"))) == 1 and not list(fresh.glob("building-*"))
 
 
 def test_a_model_that_the_kernels_do_not_support_gets_another_engine(tmp_path):
@@ -275,26 +278,3 @@ def test_a_model_that_the_kernels_do_not_support_gets_another_engine(tmp_path):
     assert "\n  engine  paged, float32 " in shown and "\n  faster  The kernels " in shown
     with pytest.raises(UserError, match="kernels"):
         make_engine(parse(["--model", str(folder), "--engine", "kernels"]))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_default_server_embeds_as_stage_05_does(dtype):
-    hidden = {}
-    for name in ("auto", "paged"):
-        options = ["--kv-memory", "1MiB", "--linear", "plain", "--dtype", dtype, "--engine", name]
-        engine: Any
-        engine, _ = make_engine(parse(options))
-        assert engine.embeds
-        runner = engine.engine.runner.runner
-        runner.run([5, 6, 7, 8], [([0], 0, 4)], [1, 3])
-        hidden[name] = runner.hidden.float()
-    assert type(runner) is not KernelRunner and hidden["auto"].shape == (2, runner.config.n_embd)
-    tolerance = 1e-4 if dtype == "float32" else 0.1
-    assert torch.allclose(hidden["auto"], hidden["paged"], atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_trial_agrees_in_every_dtype(dtype):
-    """It compared logits that the next pass had overwritten, where `double` makes no copy."""
-    kernels, device = backend_of("cpu"), torch.device("cpu")
-    assert all(trial._agree(kernels, config, dtype, device) for config in trial.SHAPES)

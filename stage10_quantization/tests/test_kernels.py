@@ -35,6 +35,7 @@ from stage10_quantization.layers import (
 )
 
 LEVELS = library.levels()
+EMULATED = "emulated"  # the loops over tiles, on any processor
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 EACH = [  # source and level; levels but the first are compiled for this test alone
     pytest.param(source, level, marks=() if level == LEVELS[0] else pytest.mark.slow)
@@ -78,9 +79,11 @@ def inputs_of(rows: int, width: int) -> Tensor:
 
 def a_cache(source, level, real) -> Any:
     """What a product needs of a KernelCache."""
+    emulated = level == EMULATED
     cache: Any = SimpleNamespace(
-        real=real, kv=SimpleNamespace(dtype=real), level=level, source=source, defines=()
-    )
+        real=real, kv=SimpleNamespace(dtype=real), source=source,
+        level="plain" if emulated else level, defines=("EMULATE_TILES=1",) if emulated else (),
+    )  # fmt: skip
     cache.library = lambda *arguments: KernelCache.library(cache, *arguments)
     return cache
 
@@ -135,7 +138,7 @@ def cases():
     yield from ((24, 32, 200, 33), (1, 768, 130, 40), (2, 2048, 64, 2))
 
 
-@pytest.mark.parametrize(("source", "level"), EACH)
+@pytest.mark.parametrize(("source", "level"), [*EACH, (FAST, EMULATED)])
 def test_every_shape_has_the_bits_of_the_reference(source, level):
     torch.manual_seed(0)
     for number, (groups, group, outputs, rows) in enumerate(cases()):

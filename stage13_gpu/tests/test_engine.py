@@ -24,7 +24,6 @@ from stage04_continuous.tests import oracle
 from stage05_paged.blocks import BlockPool
 from stage05_paged.engine import cache_type, make
 from stage08_llama.tests.test_contract import GROUPED
-from stage09_kernels import trial
 from stage09_kernels.backend import NoKernels, backend_of
 from stage13_gpu.backend import BACKEND
 from stage13_gpu.cache import GpuCache
@@ -110,19 +109,8 @@ def test_layers_of_another_format(name):
     torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_trial_of_stage_09_finds_them_right(dtype, tmp_path, monkeypatch):
-    """And keeps its verdict on a machine that has compiled nothing before."""
-    monkeypatch.setattr(trial, "backend_of", lambda device: BACKEND)
-    monkeypatch.setattr(trial, "cache_folder", lambda: tmp_path / "new")
-    assert trial.unsupported_reason(dtype, DEVICE) == ""
-    (kept,) = (tmp_path / "new").rglob("*.right")
-    assert kept.stem == BACKEND.fingerprint(dtype)
-
-
 def test_the_stage_offers_kernels_for_cuda():
     assert backend_of("cuda") is BACKEND
-    assert BACKEND.fingerprint(torch.float32) != BACKEND.fingerprint(torch.float16)
 
 
 def test_a_projection_is_a_view_of_the_joined_weights():
