@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from shared import checkpoint, models
 from shared.checkpoint import Opened
 from shared.config import read_config
 from shared.errors import UserError
-from shared.testing import python
 
 
 class Sealed:
@@ -55,13 +53,6 @@ def test_a_file_and_a_known_name_are_models(file):
             )
             assert list(loaded.files) == ([] if random else [file])
             assert loaded.folder == models.STORIES
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no named pipes")
-def test_a_pipe_in_place_of_the_weights_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "model.safetensors")
-    code = "import sys; from shared import models; print([models.stored_dtype(sys.argv[1])])"
-    assert python("-c", code, tmp_path, timeout=60).stdout == "['']\n"
 
 
 def test_what_no_format_reads_is_refused_with_what_is_read(file, tmp_path):
