@@ -1,6 +1,6 @@
 """What several processes buy and cost: `python -m stage12_distributed.benchmark`.
 
-In simulated time, with passes as long as this machine's: policies, deaths, and bounds of the load.
+In simulated time, with passes as long as this machine's: policies, and bounds of the load.
 In real time: two ranks, and a choice among replicas. All answers of real engines are proved.
 """
 
@@ -23,7 +23,8 @@ from stage05_paged.engine import make
 
 from .passes import PassTime, calibrate
 from .routing import BLOCK_SIZE, Routing
-from .simulator import Cell, bounds, scenarios
+from .simulator import Cell, bounds
+from .simulator import policies as compare_policies
 from .tensor.group import RankGroup, Setup
 from .tensor.group import make as make_ranks
 
@@ -32,7 +33,7 @@ SUM = 0.2e-3  # seconds, assumed for a sum over a socket of this machine
 ONE, TWO = "one process", "two ranks"
 PROMPT = 276  # tokens: a system prompt, and a question
 CONTEXTS = 8  # memory of a replica, in whole contexts
-REPLICAS, LOAD, DEATHS = 10, 0.7, 5
+REPLICAS, LOAD = 10, 0.7
 
 
 def measure(bench: kit.Bench) -> None:
@@ -41,7 +42,7 @@ def measure(bench: kit.Bench) -> None:
         blocks = CONTEXTS * subject.config.n_positions // BLOCK_SIZE
         cell = Cell(4 if bench.quick else REPLICAS, blocks=blocks)
         requests = 200 if bench.quick else 1500
-        fleets = scenarios(cell, times, requests, LOAD, DEATHS)
+        fleets = compare_policies(cell, times, requests, LOAD)
         bench.results["fleets"] = [subject.about | group for group in fleets]
         limited = bounds(cell, times, 50 if bench.quick else 400)
         bench.results["bounded"] = [subject.about | group for group in limited]

@@ -150,6 +150,7 @@ def main(argv: list[str] | None = None) -> int:
         "Starts Ray on this machine and, on Ray, servers of stage 06 behind the router.",
         "  python -m stage12_distributed serve --replicas 2 -- --max-num-seqs 8\n"
         "  python -m stage12_distributed serve --replicas 1 --max-replicas 4\n"
+        "  python -m stage12_distributed serve --update -- --max-num-seqs 16\n"
         "  serve deploy stage12_distributed/serve.yaml     the same on your own cluster",
     )
     port, count = cli.whole_number(1, 65_535), cli.whole_number(1, 64)
@@ -158,6 +159,8 @@ def main(argv: list[str] | None = None) -> int:
     about = "servers that may run under load; default: as many as --replicas"
     parser.add_argument("--max-replicas", type=count, metavar="N", help=about)
     parser.add_argument("--port", type=port, default=8000, metavar="N", help="port to listen on")
+    about = "replace the servers of a `serve` that runs here, one by one, and return"
+    parser.add_argument("--update", action="store_true", help=about)
     about = "options of each server, none by default"
     parser.add_argument("server", nargs="*", metavar="-- OPTION", help=about)
     options = parser.parse_args(argv)
@@ -165,12 +168,15 @@ def main(argv: list[str] | None = None) -> int:
     if most < options.replicas:
         raise UserError("--max-replicas is less than --replicas: raise it.")
     os.environ[HOST] = "127.0.0.1"  # Ray's processes inherit it
-    try:
-        ray.init(num_cpus=most, include_dashboard=False, object_store_memory=MEMORY)
+    engine = ["--threads", "1", *options.server]
+    settings = {"replicas": options.replicas, "scaling": {"max_replicas": most}, "engine": engine}
+    if options.update:
+        ray.init(address="auto")
+        serve.run(build(settings), name=NAME)
+        return 0
+    try:  # in an update, each server has a successor for a while
+        ray.init(num_cpus=2 * most, include_dashboard=False, object_store_memory=MEMORY)
         serve.start(http_options={"host": "127.0.0.1", "port": options.port})
-        engine = ["--threads", "1", *options.server]
-        scaling = {"max_replicas": most}
-        settings = {"replicas": options.replicas, "scaling": scaling, "engine": engine}
         serve.run(build(settings), name=NAME)
         print(f"Staircase serves on Ray at http://127.0.0.1:{options.port}", flush=True)
         threading.Event().wait()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import pairwise
@@ -37,8 +37,6 @@ PREFIXES, SYSTEM, QUESTION, ANSWER = 64, 256, (8, 32), 50  # system prompts; tok
 TURNS = 8  # of a chat
 LOADS, REPLICAS = (0.1, 0.4, 0.8), (2, 10, 100)  # of `bounds`
 CROWD = 100  # requests at once, to find what a replica answers a second
-NONE_READY = "no replica was ready"
-LOST = "its replica died after the first token, or two died"
 
 
 def simpy() -> Any:
@@ -62,8 +60,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Cell:
-    """Replicas behind one router. Times are in seconds; a replica dies at each of `failures`, and
-    another one is there `starting` seconds later. bound, slack: see Routing."""
+    """Replicas behind one router. bound, slack: see Routing."""
 
     replicas: int = 1
     policy: str = "prefix"
@@ -72,8 +69,6 @@ class Cell:
     blocks: int = 512
     sequences: int = 32
     budget: int = 256
-    failures: tuple[float, ...] = ()
-    starting: float = 30.0
 
 
 class Server:
@@ -84,27 +79,20 @@ class Server:
         self.env, self.pass_time, self.rng = env, pass_time, rng
         budget = max(cell.budget, cell.sequences)
         self.scheduler = Scheduler(BlockPool(cell.blocks), cell.sequences, budget)
-        self.dead, self.busy = False, 0.0
+        self.busy = 0.0  # seconds
         self._ends: dict[Request, tuple[Any, Any, list[float]]] = {}
         self._work = env.event()
         env.process(self._run())
 
     def submit(self, request: Request, times: list[float]) -> tuple[Any, Any]:
-        """The events that its first token comes and that it ends; both happen if the replica dies.
-        `times` collects the times of its tokens."""
+        """The events that its first token comes and that it ends. `times` collects the times of its
+        tokens."""
         self.scheduler.add(request)
         if not self._work.triggered:
             self._work.succeed()
         first, end = self.env.event(), self.env.event()
         self._ends[request] = first, end, times
         return first, end
-
-    def kill(self) -> None:
-        self.dead = True
-        for first, end, times in self._ends.values():
-            if not times:
-                first.succeed()
-            end.succeed()
 
     def _run(self) -> Iterator[Any]:
         while True:
@@ -114,8 +102,6 @@ class Server:
             plan = self.scheduler.schedule()
             seconds = self.pass_time.seconds(plan, self.rng)
             yield self.env.timeout(seconds)
-            if self.dead:
-                return
             self.busy += seconds
             self.scheduler.advance(plan)
             for request in [work.request for work in plan.work if work.rows]:
@@ -133,12 +119,10 @@ class Server:
 
 @dataclass
 class SimRequest:
-    """A request: the times of its tokens, and why it was lost, if it was."""
+    """A request, and the times of its tokens."""
 
     ask: Ask
     tokens: list[float] = field(default_factory=list)
-    error: str = ""
-    retried: bool = False
 
 
 class Fleet:
@@ -149,35 +133,29 @@ class Fleet:
         self.requests, self.left = [SimRequest(ask) for ask in asks], len(asks)
         self.env = simpy().Environment()
         self.over = self.env.event()
-        self.servers: dict[Replica, Server] = {}  # the dead ones too
+        self.servers: dict[Replica, Server] = {}
         self.routing = Routing(bound=cell.bound, slack=cell.slack, seed=0)
-        for _ in range(cell.replicas):
-            self._add()
+        for number in range(cell.replicas):
+            replica = self.routing.add(f"replica {number}", cell.blocks)
+            self.servers[replica] = Server(self.env, cell, pass_time, self.rng)
 
     def run(self) -> Fleet:
         self.env.process(self._arrive())
-        self.env.process(self._fail())
         self.env.run(self.over)
         return self
 
-    def choose(
-        self, digests: Sequence[bytes], ask: Ask, without: Collection[Replica]
-    ) -> Route | None:
+    def choose(self, digests: Sequence[bytes], ask: Ask) -> Route:
         """Choose by the cell's policy."""
         if self.cell.policy == "prefix":
-            return self.routing.choose(digests, len(ask.prompt), ask.max_tokens, without)
-        able = [r for r in self.routing.replicas.values() if r not in without]
-        if not able:
-            return None
+            route = self.routing.choose(digests, len(ask.prompt), ask.max_tokens)
+            assert route is not None  # all replicas are ready
+            return route
+        able = list(self.servers)
         if self.cell.policy == "random":
             best = self.rng.choice(able)
         else:
             best = min(able, key=lambda replica: (replica.requests, self.rng.random()))
-        return Route(best, [], 0, len(ask.prompt) + ask.max_tokens)
-
-    def _add(self) -> None:
-        replica = self.routing.add(f"replica {len(self.servers) + 1}", self.cell.blocks)
-        self.servers[replica] = Server(self.env, self.cell, self.pass_time, self.rng)
+        return Route(best, [], 0, len(ask.prompt) + ask.max_tokens, ask.max_tokens)
 
     def _arrive(self) -> Iterator[Any]:
         for sim in self.requests:
@@ -186,54 +164,26 @@ class Fleet:
             self.env.process(self._serve(sim))
 
     def _serve(self, sim: SimRequest) -> Iterator[Any]:
-        """Run an answer on one replica; on a second one if the first dies before its first
-        token."""
-        tried, digests = list[Replica](), self.routing.digests(sim.ask.prompt)
-        while not sim.error:
-            route = self.choose(digests, sim.ask, tried)
-            if route is None:
-                sim.error = NONE_READY
-                break
-            self.routing.start(route)
-            request = Request(sim.ask.prompt, greedy(sim.ask.max_tokens))
-            first, end = self.servers[route.replica].submit(request, sim.tokens)
-            yield first
-            self.routing.begin(route)
-            yield end
-            self.routing.finish(route)
-            if request.output.finish_reason:
-                break
-            if sim.tokens or tried:
-                sim.error = LOST
-            tried, sim.retried = [route.replica], True
+        route = self.choose(self.routing.digests(sim.ask.prompt), sim.ask)
+        self.routing.start(route)
+        request = Request(sim.ask.prompt, greedy(sim.ask.max_tokens))
+        first, end = self.servers[route.replica].submit(request, sim.tokens)
+        yield first
+        self.routing.begin(route)
+        yield end
+        self.routing.finish(route)
         self.left -= 1
         if not self.left:
             self.over.succeed()
 
-    def _fail(self) -> Iterator[Any]:
-        for at in self.cell.failures:
-            yield self.env.timeout(at - self.env.now)
-            if self.routing.replicas:
-                replica = self.rng.choice(list(self.routing.replicas.values()))
-                self.routing.remove(replica.name)
-                self.servers[replica].kill()
-                self.env.process(self._begin())
-
-    def _begin(self) -> Iterator[Any]:
-        yield self.env.timeout(self.cell.starting)
-        self._add()
-
     def summary(self) -> dict[str, float]:
-        """Latencies in seconds, without lost requests. hits: share of the prompts' tokens that were
-        found. balance: time that the busiest replica was busy, over the mean. tokens: per
-        second."""
-        ended, now = [sim for sim in self.requests if not sim.error], self.env.now
+        """Latencies in seconds. hits: share of the prompts' tokens that were found. balance: time
+        that the busiest replica was busy, over the mean. tokens: per second."""
+        ended, now = self.requests, self.env.now
         counts = [server.scheduler.counts for server in self.servers.values()]
         busy = [server.busy for server in self.servers.values()]
         summary = {
             "requests": len(self.requests),
-            "lost": len(self.requests) - len(ended),
-            "retried": sum(sim.retried for sim in self.requests),
             "hits": sum(c.hit_tokens for c in counts) / sum(c.lookup_tokens for c in counts),
             "balance": max(busy) * len(busy) / sum(busy),
             "tokens": sum(len(sim.tokens) for sim in self.requests) / now,
@@ -301,21 +251,16 @@ def capacity(cell: Cell, pass_time: PassTime) -> float:
 Case = dict[str, Any]
 
 
-def scenarios(
-    cell: Cell, pass_time: PassTime, count: int, load: float = 0.7, deaths: int = 5
-) -> Iterator[Case]:
-    """Questions to a cell of replicas, each with `count` requests at a share `load` of its
-    capacity: all traffic by all policies, and deaths."""
+def policies(cell: Cell, pass_time: PassTime, count: int, load: float = 0.7) -> Iterator[Case]:
+    """All traffic by all policies: `count` requests at a share `load` of what a cell of replicas
+    can answer."""
     starts = arrivals(load * cell.replicas * capacity(cell, pass_time), count)
-    cases = [("policies", kind, replace(cell, policy=p)) for kind in TRAFFIC for p in POLICIES]
-    last = starts[-1]
-    failures = tuple(last * (n + 1) / (deaths + 1) for n in range(deaths))
-    cases.append(("deaths", "prefix", replace(cell, failures=failures, starting=last / 20)))
-    for case, kind, varied in cases:
+    for kind in TRAFFIC:
         asks = traffic(kind, starts)
-        about: Case = {"case": case, "traffic": kind, "policy": varied.policy}
-        about |= {"load": load, "replicas": cell.replicas, "big": one_big_cache(asks)}
-        yield about | Fleet(varied, pass_time, asks).run().summary()
+        for policy in POLICIES:
+            about: Case = {"case": "policies", "traffic": kind, "policy": policy}
+            about |= {"load": load, "replicas": cell.replicas, "big": one_big_cache(asks)}
+            yield about | Fleet(replace(cell, policy=policy), pass_time, asks).run().summary()
 
 
 def bounds(
@@ -329,7 +274,7 @@ def bounds(
     many replicas at low and high load; by the policy as it is, without its slack, without any
     bound, and by the least load."""
     rate = capacity(cell, pass_time)
-    policies = {
+    kinds = {
         "bound and slack": replace(cell),
         "bound alone": replace(cell, slack=0),
         "no bound": replace(cell, bound=UNBOUND),
@@ -339,7 +284,7 @@ def bounds(
         for load in loads or LOADS:
             for kind in ("chats", "prefix"):
                 asks = traffic(kind, arrivals(load * number * rate, count))
-                for policy, varied in policies.items():
+                for policy, varied in kinds.items():
                     about: Case = {"case": "bounds", "traffic": kind, "policy": policy}
                     about |= {"load": load, "replicas": number, "big": one_big_cache(asks)}
                     fleet = Fleet(replace(varied, replicas=number), pass_time, asks)
@@ -355,8 +300,6 @@ COLUMNS = {
     "TTFT p50": ("ttft_p50", "{:,.0f} ms", 1e3),
     "TTFT p99": ("ttft_p99", "{:,.0f} ms", 1e3),
     "ITL p99": ("itl_p99", "{:,.0f} ms", 1e3),
-    "retried": ("retried", "{:.0f}", 1.0),
-    "lost": ("lost", "{:.0f}", 1.0),
     "tok/s": ("tokens", "{:,.0f}", 1.0),
 }
 NAMES = ("case", "traffic", "policy", "replicas")
@@ -367,7 +310,7 @@ def main(argv: list[str] | None = None) -> int:
         "stage12_distributed simulate",
         "Simulates replicas behind one router: the real scheduler, blocks and routing, and pass "
         "times from a short run of the real engine here. A line for each policy and kind of "
-        "traffic, and one with deaths; with --bounds, lines for loads and numbers of replicas.",
+        "traffic; with --bounds, lines for loads and numbers of replicas.",
         "  python -m stage12_distributed simulate\n"
         "  python -m stage12_distributed simulate --load 0.9 --model gpt2 --random-weights",
     )
@@ -388,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.bounds:
         cases = bounds(cell, pass_time, count)
     else:
-        cases = scenarios(cell, pass_time, count, options.load)
+        cases = policies(cell, pass_time, count, options.load)
     print(" ".join(name.rjust(15) for name in (*NAMES, *COLUMNS)))
     for case in cases:
         line = [str(case[name]) for name in NAMES]

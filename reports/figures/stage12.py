@@ -1,4 +1,4 @@
-"""Pictures of stage 12: routing by prefix, a block of two ranks, and blocks that are leased."""
+"""Pictures of stage 12: routing by prefix, and a block of two ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def routing() -> Figure:
         axes,
         0,
         34.6,
-        "Replicas with more than 1.5 times the mean in flight are left out; ties break at random.",
+        "Left out: who has 1.5 times the mean number of requests, and four or more.",
         ha="left",
     )
     return figure
@@ -85,37 +85,10 @@ def ranks() -> Figure:
     box(axes, 58, 8, 4, 21, "", fill=ORANGE)
     words(axes, 60, 18.5, "all-reduce", rotation=90, color=WHITE)
     words(
-        axes, 0, 32, "No call before the sum: each rank reads what it has. The bias is", ha="left"
+        axes, 0, 32, "Until the sum, no rank needs another. The bias is", ha="left"
     )
     words(axes, 0, 34, "added once, after it. A block has two: attention, and the MLP.", ha="left")
     return figure
 
 
-def lease() -> Figure:
-    """A generation that is read after the copy shows that a block was taken in the meantime."""
-    figure, axes = canvas("A lease that expires while its block is copied", 72, 30)
-    for y, name in ((7, "prefill"), (22, "decode")):
-        words(axes, 0, y, name, ha="left", weight="bold")
-        arrow(axes, (8, y), (71, y), colour="#9a9aa6")
-    box(axes, 9, 3, 11, 3.2, "prompt A", fill=NAVY)
-    words(axes, 9, 8.8, "block 5, generation 3", ha="left")
-    arrow(axes, (25, 7.6), (29, 21.2), colour=NAVY)
-    words(axes, 25.4, 14.8, "lease: block 5,\ngeneration 3", ha="right")
-    box(axes, 28, 22.8, 22, 3.2, "copies block 5", fill=PALE)
-    box(axes, 35, 3, 9, 3.2, "expires", fill=WHITE, dashed=True)
-    box(axes, 46, 3, 12, 3.2, "prompt B", fill=ORANGE)
-    words(axes, 52, 8.8, "block 5, generation 4")
-    arrow(axes, (52, 10), (56, 21.2), dashed=True)
-    words(axes, 56, 15, "reads the generation:\n4 is not 3", ha="left")
-    box(axes, 55, 22.8, 15, 3.2, "the request fails", fill=WHITE)
-    words(
-        axes,
-        0,
-        28.6,
-        "Part of the copy may be of prompt B. A generation read before the copy would not show it.",
-        ha="left",
-    )
-    return figure
-
-
-DRAW = (routing, ranks, lease)
+DRAW = (routing, ranks)

@@ -1,5 +1,5 @@
-"""The contract of engines. Without drafts it holds as it stands; with drafts of every quality the
-answers are the same, and only what counts passes is another."""
+"""The contract of engines: with drafts the answers are the same, and only what counts passes is
+another. Drafts of other qualities: test_engine.py, in random lives."""
 
 from __future__ import annotations
 
@@ -13,39 +13,17 @@ from stage04_continuous.tests.oracle import ask, assert_answered, finish, greedy
 from stage05_paged.tests import test_contract as paged
 from stage05_paged.tests.engines import engine_of
 from stage11_speculative.engine import with_drafts
-from stage11_speculative.proposers import NGram
 
 from .guesses import Guess
 
 MOST = 2  # so few that the answers of the contract take several passes
 
 
-class TestWithoutDrafts(paged.TestPaged):
-    @staticmethod
-    def engine(*args: Any, **options: Any) -> Any:
-        return with_drafts(engine_of(*args, **options), Guess(None), MOST)
-
-
 class TestDrafts(paged.TestPaged):
     token_a_step = False
-    proposers: Any = {
-        "right": lambda: Guess(1.0),
-        "mixed": lambda: Guess(0.7),
-        "wrong": lambda: Guess(0.0),
-        "n-gram": lambda: NGram(3, 1),
-    }
-    proposer: Any
-
-    @pytest.fixture(
-        autouse=True,
-        params=["right", "mixed", "n-gram", pytest.param("wrong", marks=pytest.mark.slow)],
-    )
-    def each_proposer(self, request):
-        self.proposer = self.proposers[request.param]
-        self.right = request.param == "right"
 
     def engine(self, *args: Any, **options: Any) -> Any:
-        return with_drafts(engine_of(*args, **options), self.proposer(), MOST)
+        return with_drafts(engine_of(*args, **options), Guess(1.0), MOST)
 
     def test_a_stop_makes_room_at_once(self):
         """Also one inside of the drafts, which may have gone on."""
@@ -62,13 +40,12 @@ class TestDrafts(paged.TestPaged):
         computed = sum(tokens for tokens, _ in passes())
         wasted = sum(record.wasted_tokens for record in engine.steps)
         assert computed - wasted == 5 + 6 + 3 + 1 + 1 + 2 + 1  # the last token is never computed
-        if self.right:
-            assert records == [
-                [("a", 5, 0, None), ("b", 3, 0, None)],
-                [("a", 0, 1, "length"), ("b", 3, 2, "length")],
-                [("c", 3, 1, "length"), ("d", 1, 0, "length")],
-            ]
-            assert not wasted
+        assert not wasted
+        assert records == [
+            [("a", 5, 0, None), ("b", 3, 0, None)],
+            [("a", 0, 1, "length"), ("b", 3, 2, "length")],
+            [("c", 3, 1, "length"), ("d", 1, 0, "length")],
+        ]
 
     def test_records_are_timed_and_limited(self):
         engine = self.engine(2, steps_kept=3)

@@ -273,19 +273,6 @@ def test_an_n_gram_is_continued_as_the_last_time():
     assert request not in proposer.ends and request not in proposer.indexed
 
 
-def test_the_dial_is_right_as_often_as_it_is_set():
-    request = Request(prompt_of(9), greedy(64))
-    known = {tuple(prompt_of(9)): list(range(50))}
-    for alpha in (0.0, 0.7, 1.0):
-        dial = Recorded(known, alpha, 101)
-        right = [
-            id == place
-            for _ in range(100)
-            for place, id in enumerate(dial.propose([request], [40])[0])
-        ]
-        assert len(right) == 4000 and abs(sum(right) / 4000 - alpha) < 0.03
-
-
 class DraftLife(paged.PagedLife):
     """The answers and the sanitizer judge; a plan is stage 05's up to its drafts."""
 

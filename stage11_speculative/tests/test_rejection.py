@@ -19,7 +19,6 @@ from shared.testing import random_checkpoint
 from stage01_forward.attention import Recompute
 from stage01_forward.params import SamplingParams
 from stage01_forward.sampling import distribution
-from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request
 from stage04_continuous.tests.oracle import (
     CONFIG,
@@ -27,11 +26,10 @@ from stage04_continuous.tests.oracle import (
     ask,
     assert_answered,
     finish,
-    greedy,
     prompt_of,
     the_model,
 )
-from stage05_paged.blocks import BlockPool, Move
+from stage05_paged.blocks import BlockPool
 from stage05_paged.engine import make
 from stage05_paged.fork import add_samples
 from stage05_paged.tests.engines import engine_of, evict, preempt
@@ -219,34 +217,6 @@ def test_a_draft_model_that_is_the_target_is_never_refused():
         assert_answered(*requests)
         assert sum(request.sampling.greedy for request in requests) == 4
         assert counts.accepted > 40
-
-
-def test_the_draft_cache_follows_copies_and_swaps():
-    engine = with_draft_model(engine_of(swap_blocks=60), the_model(), most=3)
-    requests = [ask(engine, 9, 20), *add_samples(engine, prompt_of(14), [greedy(12), greedy(12)])]
-    target: Any = engine.runner
-    draft: Any = engine.observers[-1]
-    free = engine.scheduler.pool.free
-    for request in requests:
-        engine.step()
-        plan = Plan()
-        engine.scheduler._preempt(plan, request)
-        target.move(plan.moves)
-        draft.runner.move([*plan.moves, *(Move("wipe", block, block) for block in free)])
-    finish(engine)
-    counts = engine.scheduler.draft_counts
-    assert engine.scheduler.counts.copies and engine.scheduler.counts.swapped_in >= 3
-    assert counts.proposed == counts.accepted > 20
-    assert_answered(*requests)
-
-
-def test_every_draft_of_the_target_itself_is_accepted_when_greedy():
-    engine = with_draft_model(engine_of(), the_model(), most=3)
-    requests = [ask(engine, length, 17) for length in (3, 9, 30)]
-    finish(engine)
-    counts = engine.scheduler.draft_counts
-    assert counts.proposed == counts.accepted > 30
-    assert_answered(*requests)
 
 
 def test_drawn_drafts_of_the_target_itself_are_all_accepted():

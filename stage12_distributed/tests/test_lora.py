@@ -237,26 +237,6 @@ def test_what_is_not_implemented_is_refused_by_name(tmp_path, fields, message):
         lora.read(write(tmp_path / "bad", **fields), CONFIG, SHAPES)
 
 
-@pytest.mark.parametrize(
-    "base", [None, "", "odd", "someone/Odd", "/models/odd/", "C:\\models\\odd"]
-)
-def test_the_base_model_is_compared_by_the_last_part_of_its_name(tmp_path, base):
-    folder = write(tmp_path / "good", base_model_name_or_path=base)
-    assert lora.read(folder, CONFIG, SHAPES).pairs.keys() == SHAPES.keys()
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-@pytest.mark.parametrize("matrix", "AB")
-def test_an_adapter_that_is_not_finite_is_refused(tmp_path, value, matrix):
-    folder = write(tmp_path / "broken")
-    tensors = load_file(folder / lora.WEIGHTS)
-    key = f"base_model.model.transformer.h.1.mlp.c_proj.lora_{matrix}.weight"
-    tensors[key][-1, -1] = value
-    save_file(tensors, folder / lora.WEIGHTS)
-    with pytest.raises(UserError, match=f"{key} in .* has NaN or infinite numbers"):
-        lora.read(folder, CONFIG, SHAPES)
-
-
 def test_files_that_do_not_fit_are_refused(tmp_path):
     """For another model, half an adapter, damaged, a pickle, or missing altogether."""
 

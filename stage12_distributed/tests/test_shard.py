@@ -14,7 +14,6 @@ from shared.testing import random_checkpoint
 from shared.tests.int8 import Int8, Int8Linear
 from stage01_forward.attention import Recompute
 from stage08_llama.tests.test_contract import GROUPED
-from stage10_quantization.convert import Quantize
 from stage12_distributed.tensor.collectives import Collectives
 from stage12_distributed.tensor.shard import digest, heads_of, shard
 from stage12_distributed.tests.parts import in_threads, random_model
@@ -95,18 +94,6 @@ def test_layers_of_another_format_split_themselves(config):
     assert all(a + b == both for both, a, b in zip(*sizes, strict=True)) and len(sizes[0]) > 8
 
 
-def test_every_weight_keeps_its_dtype():
-    """A norm may have another one than the matrices."""
-    model = random_model(GROUPED, dtype=torch.bfloat16)
-    norms = {name for name, _ in model.named_parameters() if "norm" in name}
-    for name in norms:
-        model.get_parameter(name).data = model.get_parameter(name).data.float()
-    shard(model, Collectives(0, 2))
-    for name, weight in model.named_parameters():
-        assert weight.dtype == (torch.float32 if name in norms else torch.bfloat16), name
-    assert norms
-
-
 def test_what_a_part_cannot_do_is_refused():
     """A model outside of its engine's passes ends with an error, not with a rank's partial sums."""
     for config, ranks in ((ODD, 4), (GROUPED, 7)):
@@ -130,23 +117,3 @@ def test_the_digest_knows_config_and_weights():
         digests.add(digest(model))
     model.ln_f.bias.data = torch.zeros(2, 12, dtype=dtype)
     assert len(digests | {digest(model)}) == 3
-
-
-def test_the_digest_knows_quantized_weights():
-    """Codes, scales and biases of layers in a format of their own, and how they read their input,
-    are in no state_dict."""
-
-    def quantized(**change: float) -> bytes:
-        checkpoint = random_checkpoint(ODD)
-        checkpoint.conversion = Quantize("int8", "float" if "float" in change else "int8")
-        model = models.load_model(checkpoint)
-        layer, table = model.h[1].mlp.c_proj, model.wte
-        layer.matrix.codes[2, 3] += int(change.get("code", 0))
-        layer.matrix.scale[4] += change.get("scale", 0)
-        layer.bias[5] += change.get("bias", 0)
-        table.matrix.codes[6, 7] += int(change.get("token", 0))
-        return digest(model)
-
-    changes = [{name: 1.0} for name in ("code", "scale", "bias", "token", "float")]
-    assert quantized() == quantized()
-    assert len({quantized(), *(quantized(**change) for change in changes)}) == 6

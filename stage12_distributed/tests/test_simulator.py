@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 from dataclasses import replace
-from itertools import pairwise
 from operator import mul
 from typing import Any
 
@@ -22,7 +21,6 @@ pytest.importorskip("simpy", reason="requirements-distributed.txt is not install
 
 from stage12_distributed import simulator  # noqa: E402
 from stage12_distributed.simulator import (  # noqa: E402
-    LOST,
     Ask,
     Cell,
     Fleet,
@@ -143,23 +141,8 @@ def test_a_few_in_flight_do_not_send_a_chat_away_from_its_prefix() -> None:
     assert hits["least load"] < 0.5 * hits["bound alone"]
 
 
-def test_a_death_loses_only_what_had_begun() -> None:
-    asks = load(CELL, "prefix", 600, share=0.9)
-    last = asks[-1].at
-    cell = replace(CELL, starting=1.0, failures=tuple(last * n / 25 for n in range(1, 25)))
-    fleet = Fleet(cell, TIMES, asks).run()
-    lost = [sim for sim in fleet.requests if sim.error]
-    whole = [sim for sim in fleet.requests if not sim.error]
-    assert lost and all(sim.error == LOST and (sim.tokens or sim.retried) for sim in lost)
-    assert all(len(sim.tokens) == 20 for sim in whole)
-    assert all(a < b for sim in whole for a, b in pairwise(sim.tokens))
-    assert any(sim.retried for sim in whole)
-    assert len(lost) < 24 * cell.sequences / 2  # others went on
-
-
 @pytest.mark.parametrize(
-    "words, cases",
-    [(["--replicas", "5"], ["policies"] * 9 + ["deaths"]), (["--bounds"], ["bounds"] * 8)],
+    "words, cases", [(["--replicas", "5"], ["policies"] * 9), (["--bounds"], ["bounds"] * 8)]
 )
 def test_the_command_prints_a_line_for_each_case(words, cases, monkeypatch, capsys) -> None:
     monkeypatch.setattr(simulator, "calibrate", lambda engine: [(1, 2, 3, 4, 5, 0.01)] * 9)
