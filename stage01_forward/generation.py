@@ -28,14 +28,12 @@ class Row:
 
     output: the ids so far; the list that grows, so one row serves for a whole answer.
     generator: of its random numbers; None: `dart` makes it, from the seed in `params`.
-    mask: (V,) of bool, True for ids that may come next; None: all may.
     """
 
     params: SamplingParams
     prompt: Sequence[int] = ()
     output: Sequence[int] = ()
     generator: torch.Generator | None = None
-    mask: Tensor | None = None
 
     def dart(self) -> float:
         """The row's next random number, at least 0 and below 1. A drawn token takes one."""

@@ -4,8 +4,7 @@ The operations run in a fixed order, that of vLLM's V1 sampler. The order matter
 not commute:
 
     1. log probabilities, if a request wants them, come from the model's unmodified logits
-    2. the ids that a row's mask forbids get -inf, and while the output is shorter than min_tokens,
-       so do those that would end it
+    2. while the output is shorter than min_tokens, the ids that would end it get -inf
     3. logit_bias is added
     4. repetition_penalty (ids of the prompt and the output), then frequency_penalty and
        presence_penalty (output only)
@@ -77,8 +76,6 @@ def distribution(scores: Tensor, params: SamplingParams) -> Tensor:
 def edit(scores: Tensor, row: Row, eos_ids: Sequence[int]) -> None:
     """Steps 2 to 4, in place, on one row of scores (V,)."""
     p = row.params
-    if row.mask is not None:
-        scores.masked_fill_(~row.mask.to(scores.device), -math.inf)
     if len(row.output) < p.min_tokens:
         scores[[*p.stop_token_ids, *eos_ids]] = -math.inf
     if p.logit_bias:  # all at once: one by one, 300 of them take longer than a small model's pass

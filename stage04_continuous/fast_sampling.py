@@ -64,7 +64,7 @@ def sample(
     for i, row in enumerate(rows):
         p = row.params
         early = len(row.output) < p.min_tokens
-        if early or p.penalised or p.logit_bias or row.mask is not None:
+        if early or p.penalised or p.logit_bias:
             edit(scores[i], row, eos_ids)
     ids = choose(scores, rows)
     logprobs: list[Logprobs | None] = [None] * len(rows)

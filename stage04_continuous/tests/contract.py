@@ -327,27 +327,6 @@ class EngineContract(StepContract):
         assert_answered(*healthy)
         self.assert_idle(engine)
 
-    @pytest.mark.parametrize("temperature", [0.0, 2.0])
-    def test_a_mask_on_a_row_holds_for_its_tokens_and_no_other_row(self, temperature):
-        """Set anew before every pass, by an observer: no engine knows what it is for."""
-        engine = self.engine(3)
-        params = SamplingParams(max_tokens=12, temperature=temperature, seed=1, ignore_eos=True)
-        masked, plain = engine.add(Request(prompt_of(9), params)), ask(engine, 5, 14)
-
-        class Alternate:
-            def before(self, plan: Any) -> None:
-                allowed = torch.arange(CONFIG.vocab_size) % 2 == len(masked.output.token_ids) % 2
-                masked.row.mask = allowed
-
-            def after(self, plan: Any) -> None:
-                pass
-
-        engine.observers.append(Alternate())
-        finish(engine)
-        assert [id % 2 for id in masked.output.token_ids] == [0, 1] * 6
-        assert temperature == 0 or len(set(masked.output.token_ids)) > 6
-        assert_answered(plain)
-
     def test_several_streams_read_in_turn(self):
         """Reading one moves all of them on, and none misses a token or repeats one."""
         engine = self.engine(4, **self.tight)  # where memory is little, they preempt each other

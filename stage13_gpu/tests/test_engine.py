@@ -6,7 +6,6 @@ import pytest
 
 pytest.importorskip("triton", reason="requirements-gpu.txt is not installed")
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,7 +17,6 @@ from shared.testing import random_checkpoint
 from shared.tests.int8 import Int8
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.params import SamplingParams
-from stage04_continuous.request import Request
 from stage04_continuous.runner import Runner
 from stage04_continuous.tests import oracle
 from stage05_paged.blocks import BlockPool
@@ -74,25 +72,6 @@ def test_preempted_and_shared_blocks():
     wanted = Naive(model).generate(prompts, params)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in wanted]
     assert engine.scheduler.counts.preemptions and engine.scheduler.counts.hit_tokens
-
-
-def test_a_mask_on_a_row_holds_for_its_tokens_and_no_other_row():
-    """As a grammar's does: the tokens are those of stage 05's engine with the same mask."""
-    model, params = model_of("gpt2"), SamplingParams(max_tokens=6, ignore_eos=True)
-    drawn = replace(params, temperature=0.9, top_p=0.9, seed=3)
-    answers = []
-    for organs in (KERNELS, {}):
-        engine = make(model, pool=BlockPool(20, 4), sanitize=True, **organs)
-        requests = [Request([5, 6, 7, 8], it) for it in (params, params, drawn)]
-        for request in requests:
-            engine.add(request)
-        requests[0].row.mask = requests[2].row.mask = torch.arange(101) % 2 == 0
-        for _ in engine.run():
-            pass
-        answers.append([request.output.token_ids for request in requests])
-    assert answers[0] == answers[1]
-    first, free, last = answers[0]
-    assert not any(id % 2 for id in first + last) and any(id % 2 for id in free)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "grouped"])

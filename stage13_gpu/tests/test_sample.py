@@ -9,7 +9,7 @@ from stage01_forward.generation import Row
 from stage01_forward.params import SamplingParams
 from stage01_forward.sampling import sample
 from stage04_continuous.request import Request
-from stage13_gpu.sample import choose, sample_tokens
+from stage13_gpu.sample import choose
 
 OPTIONS: list[dict] = [
     {"temperature": 0},
@@ -40,20 +40,6 @@ def test_all_options_draw_the_tokens_of_stage_01(spread, dtype):
         scores[3, 40:60] = scores[3, 7]  # a tie
         wanted, _ = sample(scores.clone(), rows_of(seed))
         assert choose(scores.clone(), rows_of(seed)) == wanted
-
-
-def test_a_row_s_mask_holds_for_it_and_no_other():
-    """By the sampler that engines have, which masks scores before they are chosen from."""
-    torch.manual_seed(0)
-    mask = torch.arange(97) % 5 == 2
-    for seed in range(0, 200, 10):
-        scores = 3 * torch.randn(len(OPTIONS), 97)
-        wanted, requests = rows_of(seed), requests_of(seed)
-        for row in (*wanted[::2], *(request.row for request in requests[::2])):
-            row.mask = mask
-        ids = [id for _, id, _ in sample_tokens(requests, scores.clone(), [])]
-        assert ids == sample(scores, wanted)[0]
-        assert all(id % 5 == 2 for id in ids[::2]) and any(id % 5 != 2 for id in ids[1::2])
 
 
 def test_rows_without_options_are_not_sorted(monkeypatch):
