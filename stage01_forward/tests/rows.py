@@ -1,4 +1,4 @@
-"""Random rows for the samplers: all options mixed, many ties, short histories, masks."""
+"""Random rows for the samplers: all options mixed, many ties, short histories, forbidden ids."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def batches(draw, dtypes=DTYPES):
     rows = []
     for p in params:
         prompt, output = (random.integers(0, ids, n).tolist() for n in random.integers(0, 9, 2))
-        mask = None
-        if draw(st.booleans()):
-            mask = torch.from_numpy(random.random(vocabulary) < 0.5)
-            mask[min({*range(4)} - {*eos_ids, *p.stop_token_ids})] = True
-        rows.append(Row(p, prompt, output, mask=mask))
+        if draw(st.booleans()):  # as a grammar leaves them
+            forbidden = random.random(vocabulary) < 0.5
+            forbidden[min({*range(4)} - {*eos_ids, *p.stop_token_ids})] = False
+            logits[len(rows), forbidden] = -np.inf
+        rows.append(Row(p, prompt, output))
     return torch.from_numpy(logits).to(draw(st.sampled_from(dtypes))), rows, eos_ids
 
 

@@ -18,9 +18,9 @@ from stage01_forward.tests.rows import close
 EMPTY: tuple[list[int], list[int]] = ([], [])
 
 
-def one(logits, history=EMPTY, eos_ids=(), mask=None, **options):
+def one(logits, history=EMPTY, eos_ids=(), **options):
     """The token that `sample` takes for one row."""
-    row = Row(SamplingParams(**options), history[0], history[1], mask=mask)
+    row = Row(SamplingParams(**options), history[0], history[1])
     return sample(torch.tensor(logits)[None], [row], eos_ids)[0][0]
 
 
@@ -137,15 +137,6 @@ def test_a_tiny_temperature_is_raised_to_a_hundredth():
     """At 0.01 the second weighs 0.6 of the first."""
     drawn = {one([0.0, -0.005], temperature=1e-9, seed=seed) for seed in range(40)}
     assert drawn == {0, 1}
-
-
-def test_a_mask_leaves_only_what_it_allows():
-    """No engine has masks yet. Neither a bias nor a penalty brings a masked id back."""
-    mask = torch.tensor([False, True, False, True, False])
-    options: dict[str, Any] = {"logit_bias": {0: 100}, "repetition_penalty": 0.5}
-    assert one([9.0, 1.0, 8.0, 2.0, 7.0], ([0], [2]), mask=mask, **options) == 3
-    drawn = {one([0.0] * 5, mask=mask, temperature=2.0, seed=seed) for seed in range(40)}
-    assert drawn == {1, 3}
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 130])
