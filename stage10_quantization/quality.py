@@ -1,4 +1,4 @@
-"""What quantization costs in quality: `python -m stage10_quantization.quality` prints a table.
+"""What quantization costs in quality: rows for the table of the benchmark.
 
 The protocol is llama.cpp's: a text in disjoint windows of 512 tokens, the tail dropped, and only
 the second half of each scored. Mean KL(float || quantized) of the next token; how often the
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from shared import cli, kit, models, tokenizer
+from shared import models, tokenizer
 from shared.conversion import convert
 from shared.errors import UserError
 from shared.paths import ROOT
@@ -127,17 +127,3 @@ def line(row: dict[str, Any]) -> dict[str, str]:
         "KL": f"{row['kl']:.5f}",
         "same likeliest token": f"{row['top_1']:.2%}",
     }
-
-
-def main(argv: list[str] | None = None) -> int:
-    about = "Prints what each format of weights, keys and values costs: minutes to half an hour."
-    parser = cli.Parser("stage10_quantization.quality", about, "")
-    whole = cli.whole_number(1, 4096)
-    parser.add_argument("--windows", type=whole, default=40, metavar="N", help="default: 40")
-    options = parser.parse_args(argv)
-    print(kit.table(map(line, losses(options.windows))))
-    return 0
-
-
-if __name__ == "__main__":
-    cli.run(main)
