@@ -192,7 +192,7 @@ def make(
         options["max_sequences"] = contexts
     if scheduler is None:
         scheduler = Scheduler(**options)
-    config, slot_count = model.config, scheduler.max_sequences
-    cache = SlotCache(config, slot_count, dtype=model.dtype, device=model.device)
+    slots = scheduler.max_sequences
+    cache = SlotCache(model.config, slots, dtype=model.dtype, device=model.device)
     recorder = Recorder(scheduler, steps_kept)
-    return Engine(Runner(model, cache, config), scheduler, eos_ids, recorder, observers)
+    return Engine(Runner(model, cache), scheduler, eos_ids, recorder, observers)

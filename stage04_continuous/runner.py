@@ -50,12 +50,10 @@ class AnyRunner(Protocol):
 
 
 class Runner:
-    """Runs passes of `model` over the keys and values in `cache`. `config` None: the model's."""
+    """Runs passes of `model` over the keys and values in `cache`."""
 
-    def __init__(self, model: Model, cache: Cache, config: Config | None = None) -> None:
-        self.model, self.cache = model, cache
-        self.config = model.config if config is None else config
-        self.hidden = torch.empty(0, self.config.n_embd)  # (R, C), of the last pass's rows
+    def __init__(self, model: Model, cache: Cache) -> None:
+        self.model, self.cache, self.config = model, cache, model.config
 
     def move(self, moves: Sequence[Move]) -> None:
         """Prepare memory for the next pass, as if one move after the other."""
@@ -77,5 +75,4 @@ class Runner:
         tokens = torch.tensor(ids)[order].to(self.model.device)  # (N,)
         hidden = self.model(tokens, attention.positions, attention.attend)  # (N,) -> (N, C)
         wanted = order.argsort()[torch.tensor(rows, dtype=torch.int64)]  # (R,)
-        self.hidden = hidden[wanted.to(hidden.device)]
-        return self.model.logits(self.hidden)  # (R, C) -> (R, V)
+        return self.model.logits(hidden[wanted.to(hidden.device)])  # (R, C) -> (R, V)

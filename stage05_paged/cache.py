@@ -171,30 +171,22 @@ class PagedAttention:
         for run in runs(ranked):
             count = run[0][2]
             rows = slice(row, row + len(run) * count)
-            if run[0][1] == 0 and self.sees_all(count):
+            if run[0][1] == 0:
                 self.prompts.append((rows, count))
             else:
                 used = -(-(max(start for _, start, _ in run) + count) // size)
                 blocks = tables[sequence : sequence + len(run), :used]
-                self.add_tiles(rows, count, blocks, positions[rows])
+                self._add_tiles(rows, count, blocks, positions[rows])
             row, sequence = rows.stop, sequence + len(run)
         self.slots, self.positions = slots.to(kv.device), positions.to(kv.device)
 
-    def sees_all(self, tokens: int) -> bool:
-        """Whether each of the first `tokens` tokens of a sequence sees all before it."""
-        return True
-
-    def visible(self, columns: Tensor, positions: Tensor) -> Tensor:
-        """Which tokens at `columns` those at `positions` see; both broadcast to the result."""
-        return columns <= positions
-
-    def add_tiles(self, rows: slice, new: int, tables: Tensor, positions: Tensor) -> None:
+    def _add_tiles(self, rows: slice, new: int, tables: Tensor, positions: Tensor) -> None:
         """Cut a run of B sequences with `tables` (B, W) into tiles of about TILE bytes: as many
         sequences with all their heads as fit, or one sequence with as many heads as fit. Positions
         count from the beginning of the tables."""
         _, _, heads, blocks, size, width = self.kv.shape
         columns = torch.arange(tables.shape[1] * size)
-        seen = self.visible(columns, positions.view(-1, 1, new, 1))  # (B, 1, T, W * block_size)
+        seen = columns <= positions.view(-1, 1, new, 1)  # (B, 1, T, W * block_size)
         lines = torch.arange(2 * heads).view(2, 1, heads, 1) * blocks + tables[:, None]
         # lines: (2, B, H, W)
         head_bytes = 2 * len(columns) * width * self.kv.itemsize  # of one sequence

@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 import sys
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from shared.errors import UserError
 from stage04_continuous.plan import Plan, Work
@@ -23,6 +22,11 @@ from stage04_continuous.scheduler import check_settings
 from .blocks import BlockPool, BlockTable, Move
 
 PREEMPTIONS = ("auto", "recompute", "swap")
+# Of each policy of stage 04: the priority of a request, the lowest first, before arrival decides.
+PRIORITIES: dict[str, Callable[[Request], int]] = {
+    "fcfs": lambda request: 0,
+    "priority": lambda request: request.priority,
+}
 
 
 @dataclass
@@ -44,21 +48,6 @@ class Counts:
     def hit_rate(self) -> float:
         """Share of the looked-up tokens that were found and need not be computed."""
         return self.hit_tokens / self.lookup_tokens if self.lookup_tokens else 0.0
-
-
-class BlockStore(Protocol):
-    """A place behind the pool that keeps full blocks: what the scheduler needs of it."""
-
-    def offer(self, request: Request, index: int, block: int, digest: bytes) -> None:
-        """`block`, the one at `index` of `request`, was published: it may be kept."""
-
-    def forget(self, digests: Sequence[bytes]) -> None:
-        """These blocks are not trusted any more."""
-
-    def loading(self, request: Request, digests: Sequence[bytes], known: int) -> bool:
-        """Whether blocks of `digests`, the full blocks of a waiting request of which the pool has
-        the first `known`, are on their way to the pool, so that it is admitted later."""
-        ...
 
 
 class Scheduler:
@@ -94,6 +83,10 @@ class Scheduler:
     ) -> None:
         max_sequences = min(max_sequences, pool.count)  # each has at least one block
         check_settings("sequence", max_sequences, token_budget, policy, max_chunk, patience)
+        if policy not in PRIORITIES:
+            raise UserError(
+                f"Blocks know no policy '{policy}': choose one of {', '.join(PRIORITIES)}."
+            )
         if not 0 <= watermark < 1:
             raise UserError(
                 f"The watermark must be a share of the blocks, from 0 to below 1, not {watermark}."
@@ -117,7 +110,6 @@ class Scheduler:
         self.prefix_caching, self.preemption = prefix_caching, preemption
         self.cheaper, self.longest = cheaper, longest
         self.watermark = math.ceil(watermark * pool.count)  # in blocks
-        self.store: BlockStore | None = None
         self.tables: dict[Request, BlockTable] = {}  # of all requests that wait or run
         self.swapped: dict[Request, list[int]] = {}  # waiting requests -> blocks of the swap pool
         self.counts = Counts()
@@ -170,8 +162,6 @@ class Scheduler:
         for heir in heirs:  # the first computes what the others still need
             heir.parent = heirs[0] if heir is not heirs[0] else None
         self._preempted.discard(request)
-        if self.store is not None and request.output.error is not None:
-            self.store.forget(self.tables[request].digests)
         self.tables.pop(request).release(trusted=request.output.error is None)
         for block in self.swapped.pop(request, ()):
             self._swap_pool.give_back(block)
@@ -190,8 +180,6 @@ class Scheduler:
         table.digest(request.tokens(digested, max(0, end - digested)))
         for index in range(work.start // size, end // size):
             self.pool.publish(table.blocks[index], table.digests[index])
-            if self.store is not None:
-                self.store.offer(request, index, table.blocks[index], table.digests[index])
 
     @property
     def unfinished(self) -> int:
@@ -342,20 +330,16 @@ class Scheduler:
 
     def _rank(self, request: Request) -> tuple[int, int]:
         """Seniority: the lowest rank keeps its memory longest."""
-        return (request.priority if self.policy == "priority" else 0), request.arrival
+        return PRIORITIES[self.policy](request), request.arrival
 
     def _next_waiting(self) -> Request | None:
-        ready = (
-            request
-            for request in self.waiting
-            if not (self._awaits_parent(request) or self._awaits_store(request))
-        )
+        ready = (request for request in self.waiting if not self._awaits_parent(request))
         if self.policy == "fcfs":
             return next(ready, None)
         return min(
             ready,
             key=lambda request: (
-                request.priority - self._waited(request) // self.patience,
+                PRIORITIES[self.policy](request) - self._waited(request) // self.patience,
                 request.arrival,
             ),
             default=None,
@@ -367,15 +351,6 @@ class Scheduler:
         if parent is None or parent not in self.tables:  # ended, or never queued here
             return False
         return parent.computed < request.token_count - 1
-
-    def _awaits_store(self, request: Request) -> bool:
-        """Whether blocks that `request` can begin with are on their way to the pool."""
-        if self.store is None or not self.prefix_caching or request in self.swapped:
-            return False
-        known = request.token_count - 1
-        blocks = len(self._lookup(request, known))
-        digests = self.tables[request].digests[: known // self.pool.block_size]
-        return self.store.loading(request, digests, blocks)
 
     def _waited(self, request: Request) -> int:
         return self.step - request.arrival_step

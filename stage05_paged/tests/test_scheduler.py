@@ -13,11 +13,12 @@ from unittest.mock import Mock
 import pytest
 
 from shared.errors import UserError
+from stage04_continuous import scheduler as stage04
 from stage04_continuous.request import State
 from stage04_continuous.tests.test_scheduler import ORDERS, TRACES, WRONG
 from stage04_continuous.tests.traces import WORD, Trace
 from stage05_paged.blocks import BlockPool, Move
-from stage05_paged.scheduler import Scheduler
+from stage05_paged.scheduler import PRIORITIES, Scheduler
 
 STAGE_04 = TRACES | ORDERS
 PROMPT = list(range(100, 130))
@@ -403,3 +404,11 @@ def test_a_sample_that_was_admitted_needs_its_parent_no_more():
 def test_when_the_first_sample_is_aborted_the_next_one_leads():
     trace = begin("s10 t<s u<s > s0-6", blocks=20, max_sequences=4, token_budget=6)
     trace.play("-s > t4-10!", "t10-11! u9-10!")  # the first block can still be found
+
+
+def test_no_policy_of_stage_04_runs_as_another(monkeypatch):
+    """One that stage 04 learns is refused here until it has its priority; its default is known."""
+    assert tuple(PRIORITIES) == stage04.POLICIES
+    monkeypatch.setattr(stage04, "POLICIES", (*stage04.POLICIES, "shortest"))
+    with pytest.raises(UserError):
+        Scheduler(BlockPool(4), policy="shortest")
