@@ -106,7 +106,8 @@ def _environment(home: str, cache: str) -> dict[str, str]:
     """What a judged process knows of the world."""
     names = {"HOME": home, "XDG_CACHE_HOME": cache, "TMPDIR": home, "MPLBACKEND": "agg"}
     names |= {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"}
-    return names | {"PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"}
+    names |= {"PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"}
+    return names | {"TRITON_INTERPRET": "1"}
 
 
 def container(confined: bool) -> Container:

@@ -119,6 +119,7 @@ class Slot:
         from . import inside
 
         os.environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"}
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, which PyTorch may do
         os.environ["XDG_CACHE_HOME"] = str(self.folder / "cache")
         torch.set_num_threads(1)
         if not job.fails:

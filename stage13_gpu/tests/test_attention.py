@@ -80,6 +80,7 @@ def test_blocks_of_any_size(block, small):
 
 def test_tiles_and_pieces_of_full_size():
     agree(2, 1, 16, 16, torch.float32, [1, 257, 520])
+    agree(2, 1, 16, 16, torch.float32, [40, 90])  # one piece, whose result is final
 
 
 @pytest.mark.slow
