@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shared import checkpoint, models, parity, testing
-from shared.bench.kit import prove_answer
+from shared.kit import prove_answer
 from shared.peers import transformers_greedy
 from shared.testing import random_checkpoint, wide_norm
 from shared.tokenizer import load_tokenizer
