@@ -17,13 +17,15 @@ from tqdm import tqdm
 from shared import cli, kit, measure, paths
 
 from . import draw
+from .peers.install import any_installed
 
 FULL = 60.0  # minutes that a whole run takes, at most
 
 
 def programs() -> dict[str, str]:
     """The modules to run, by the names of their results."""
-    return {name: module.__name__ for name, module in draw.modules().items()}
+    found = {name: module.__name__ for name, module in draw.modules().items()}
+    return {name: module for name, module in found.items() if name != "peers" or any_installed()}
 
 
 def measured(name: str) -> bool:

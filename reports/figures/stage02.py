@@ -9,8 +9,8 @@ import torch
 from matplotlib.figure import Figure
 
 from shared import charts
-from shared.bench.claims import ROUND
 from shared.checkpoint import PRESETS
+from shared.kit import ROUND
 from shared.roofline import forward_cost
 
 from . import ORANGE, TEAL, Look, box, canvas, cells, words

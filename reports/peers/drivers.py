@@ -24,14 +24,12 @@ TOKENS, SEQUENCES, BUDGET = 16_384, 64, 4096
 BLOCK = 16  # tokens, of ours
 
 
-def ours(
-    folder: Path, dtype: str, threads: int, stage: str, weights: str = "", activations: str = ""
-) -> Loaded:
-    """An engine of this project."""
+def ours(folder: Path, dtype: str, threads: int, weights: str = "") -> Loaded:
+    """Stage 09's engine, with weights of stage 10."""
     import torch
 
-    from shared import linear, models, registry
-    from stage01_forward.params import SamplingParams
+    from shared import models, registry
+    from shared.kit import greedy
     from stage04_continuous.request import Request
     from stage05_paged.blocks import BlockPool
     from stage10_quantization.convert import Quantize
@@ -39,27 +37,18 @@ def ours(
     torch.set_num_threads(threads)
     checkpoint = models.load(str(folder))
     if weights:
-        checkpoint.conversion = Quantize(weights, activations)
+        checkpoint.conversion = Quantize(weights)
     model = models.load_model(checkpoint, dtype=getattr(torch, dtype))
-    read = sum(parameter.nbytes for parameter in model.parameters())
-    name = next(name for name, entry in registry.ENGINES.items() if entry.startswith(stage))
-    kernels = name in registry.TRIALS  # which lay the weights out themselves
-    linear.optimize(model, "plain" if kernels else "auto")
-    options: dict[str, Any] = {"max_sequences": SEQUENCES, "token_budget": BUDGET}
-    if kernels:
-        options |= {"insist": True, "release": True}  # the kernels, or an error
-    pool = BlockPool(TOKENS // BLOCK, BLOCK)
-    make = registry.load(registry.ENGINES[name])
-    engine = make(model, pool=pool, prefix_caching=False, **options)
-    program = getattr(engine.runner, "program", None)
+    options = {"max_sequences": SEQUENCES, "token_budget": BUDGET, "prefix_caching": False}
+    make = registry.load(registry.ENGINES["kernels"])
+    engine = make(model, pool=BlockPool(TOKENS // BLOCK, BLOCK), release=True, **options)
 
     def answer(prompts: list[list[int]], count: int, emit: Emit) -> None:
-        params = SamplingParams(max_tokens=count, ignore_eos=True)
-        rows = {engine.add(Request(ids, params)).id: row for row, ids in enumerate(prompts)}
+        rows = {engine.add(Request(ids, greedy(count))).id: row for row, ids in enumerate(prompts)}
         while engine.requests:
             emit((rows[id], token.id) for id, token in engine.step())
 
-    return answer, program.bytes if program else read
+    return answer, engine.runner.program.bytes
 
 
 def transformers(folder: Path, dtype: str, threads: int) -> Loaded:
@@ -192,31 +181,3 @@ def openvino(folder: Path, dtype: str, threads: int, weights: str = "") -> Loade
             emit((row, token) for row, output in outputs for token in output.generated_ids)
 
     return answer, (exported / "openvino_model.bin").stat().st_size
-
-
-def ctranslate2(folder: Path, dtype: str, threads: int) -> Loaded:
-    """CTranslate2's generator. It takes tokens as texts from the checkpoint's vocabulary."""
-    from ctranslate2 import Generator, get_supported_compute_types
-    from ctranslate2.converters import TransformersConverter
-
-    if dtype not in get_supported_compute_types("cpu"):
-        raise SystemExit(f"it does not compute in {dtype} on this processor")
-    converted = folder / "ctranslate2"
-    if not (converted / "model.bin").exists():
-        TransformersConverter(str(folder)).convert(str(converted), force=True)
-    generator = Generator(str(converted), compute_type=dtype, intra_threads=threads)
-    names = json.loads((converted / "vocabulary.json").read_text(encoding="utf-8"))
-
-    def answer(prompts: list[list[int]], count: int, emit: Emit) -> None:
-        generator.generate_batch(
-            [[names[id] for id in ids] for ids in prompts],
-            max_batch_size=0,
-            max_length=count,
-            min_length=count,
-            sampling_topk=1,
-            end_token=[],
-            include_prompt_in_result=False,
-            callback=lambda step: emit([(step.batch_id, step.token_id)]),
-        )
-
-    return answer, (converted / "model.bin").stat().st_size

