@@ -22,8 +22,8 @@ import pytest
 
 MOST = 300  # characters of a reason
 # In place of the project's own options, which name plugins.
-OPTIONS = ("-o", "addopts=", "-m", "not slow and not gpu", "-p", "no:cacheprovider", "-q")
-OPTIONS += ("--tb=short", "--show-capture=no", "--no-header", "--capture=no")
+OPTIONS = ("-o", "addopts=", "-m", "not slow and not gpu", "-p", "no:cacheprovider")
+OPTIONS += ("-p", "no:terminal", "--capture=no")  # what a student prints is shown
 
 
 def difference(value: Any, expected: Any, atol: float = 0.0, rtol: float = 0.0) -> str:

@@ -129,7 +129,7 @@ def beside(left: str, right: str) -> str:
 
 def check(exhibit: Edit) -> int:
     """Whether the tests that catch the bug pass again."""
-    run = running.here({"tests": list(exhibit.tests)}, SECONDS, echo=True, cwd=paths.ROOT)
+    run = running.here({"tests": exhibit.tests}, paths.ROOT, SECONDS)
     if not (run.ended or run.failures) and run.outcomes:
         print("Mended: the tests that this bug failed pass. `museum reveal` tells its story.")
         return 0

@@ -18,7 +18,7 @@ from typing import IO, Any
 import psutil
 
 INSIDE = Path(__file__).with_name("inside.py")
-MOST_OUTPUT, MOST_RESULTS = 10 * 2**20, 4 * 2**20  # bytes that are read at most
+MOST_RESULTS, MOST_OUTPUT, KEPT = 4 * 2**20, 10 * 2**20, 4000  # bytes
 POLL = 0.05  # seconds
 
 
@@ -54,31 +54,29 @@ class Run:
         ]
 
 
+def here(job: Mapping[str, Any], root: Path, seconds: float) -> Run:
+    """Run one's own code in the tree `root`; its output goes to the terminal."""
+    command, limits = [sys.executable, str(INSIDE)], Limits(seconds, 2**20, 2**16)
+    return run(command, job, limits, stderr=None, cwd=root)
+
+
 def run(
     command: Sequence[str],
     job: Mapping[str, Any],
     limits: Limits,
-    stop: Callable[[], None] | None = None,
-    echo: bool = False,
+    stop: Callable[[], object] = lambda: None,
     **options: Any,
 ) -> Run:
     """Start `command` with a job for inside.py as its last argument. stop: ends what is not a child
-    of it. echo: the output goes to the terminal. options: of Popen."""
-    started, result = time.monotonic(), Run()
-    process = subprocess.Popen(
-        [*command, json.dumps(job)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=None if echo else subprocess.PIPE,
-        start_new_session=not echo,
-        **options,
-    )
-    pipes = [
-        (process.stdout, MOST_RESULTS, bytearray()),
-        (process.stderr, MOST_OUTPUT, bytearray()),
-    ]
-    full = threading.Event()
-    readers = [threading.Thread(target=_read, args=(*pipe, full)) for pipe in pipes if pipe[0]]
+    of it. options: of Popen."""
+    started, result, full = time.monotonic(), Run(), threading.Event()
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": -1, "stderr": -1, **options}
+    process = subprocess.Popen([*command, json.dumps(job)], start_new_session=True, **pipes)
+    results, output = bytearray(), bytearray()
+    readers = [threading.Thread(target=_read, args=(process.stdout, MOST_RESULTS, results, full))]
+    if process.stderr is not None:
+        args = process.stderr, MOST_OUTPUT, output, full
+        readers.append(threading.Thread(target=_read, args=args))
     for reader in readers:
         reader.start()
     try:
@@ -87,42 +85,40 @@ def run(
             with suppress(subprocess.TimeoutExpired):
                 process.wait(POLL)
     finally:
-        _end(process, own_session=not echo)
-        if stop is not None and result.ended:
+        if result.ended:
             stop()
+        _end(process)
         for reader in readers:
             reader.join(5)
     if full.is_set():
         result.ended = f"it printed more than {MOST_OUTPUT >> 20} MB"
-    for line in pipes[0][2].decode(errors="replace").splitlines():
+    for line in results.decode(errors="replace").splitlines():
         with suppress(ValueError, KeyError, TypeError):
             entry = json.loads(line)
             if "status" in entry:
                 result.status = entry["status"]
             else:
                 result.outcomes[str(entry["id"])] = str(entry["outcome"]), str(entry["why"])
-    result.output = bytes(pipes[1][2][-4000:]).decode(errors="replace")
+    result.output = output.decode(errors="replace")
     result.seconds = time.monotonic() - started
     if not result.ended and result.status is None:
         code = process.returncode
-        result.ended = (
-            f"its process ended by {signal.Signals(-code).name}"
-            if code < 0
-            else (f"its process ended with status {code} before its tests did")
-        )
+        how = signal.Signals(-code).name if code < 0 else f"with status {code}"
+        result.ended = f"its process ended {how} before its tests did"
     return result
 
 
 def _read(pipe: IO[bytes], most: int, kept: bytearray, full: threading.Event) -> None:
-    read, count = pipe.fileno(), 0
-    while piece := os.read(read, 2**16):
-        count += len(piece)
-        kept += piece
-        if most == MOST_OUTPUT:
-            del kept[:-4000]
-        if count > most:
-            full.set()
-            return
+    count = 0
+    with pipe:
+        while piece := os.read(pipe.fileno(), 2**16):
+            count += len(piece)
+            kept += piece
+            if most == MOST_OUTPUT:
+                del kept[:-KEPT]
+            if count > most:
+                return full.set()
+    return None
 
 
 def _exceeded(pid: int, started: float, limits: Limits, full: threading.Event) -> str:
@@ -131,42 +127,29 @@ def _exceeded(pid: int, started: float, limits: Limits, full: threading.Event) -
         return "full"
     if time.monotonic() - started > limits.seconds:
         return f"it took more than {limits.seconds:.0f} s: an endless loop?"
-    try:
+    memory, family = 0, []
+    with suppress(psutil.Error):
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    except psutil.Error:
-        return ""
-    if len(family) > limits.processes:
-        return f"it started more than {limits.processes} processes"
-    memory = 0
     for process in family:
         with suppress(psutil.Error):
             memory += process.memory_info().rss
+    if len(family) > limits.processes:
+        return f"it started more than {limits.processes} processes"
     return (
         f"it took more than {limits.memory} MiB of memory" if memory >> 20 > limits.memory else ""
     )
 
 
-def _end(process: subprocess.Popen[bytes], own_session: bool) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill a process and its descendants, also those in sessions of their own."""
-    for _ in range(100):  # a process may start others meanwhile
+    family = [None]
+    while family:  # they may start others meanwhile
         family = []
         with suppress(psutil.Error):
             family = psutil.Process(process.pid).children(recursive=True)
         for child in family:
             with suppress(psutil.Error):
                 child.kill()
-        if own_session:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-        if not family:
-            break
-    if process.poll() is None:
-        process.kill()
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def here(job: Mapping[str, Any], seconds: float, echo: bool = False, **options: Any) -> Run:
-    """Run one's own code, in the tree as it stands."""
-    return run(
-        [sys.executable, str(INSIDE)], job, Limits(seconds, 2**20, 2**16), None, echo, **options
-    )

@@ -136,7 +136,7 @@ def check(task: Task) -> int:
     missing = [f for f in task.functions if splice.segment(task.file, read(task.file), f) is None]
     if missing:
         raise UserError(f"{task.file} has no {missing[0]}: its name must stay, or tests miss it.")
-    run = running.here({"tests": list(task.tests)}, SECONDS, echo=True, cwd=paths.ROOT)
+    run = running.here({"tests": task.tests}, paths.ROOT, SECONDS)
     passed = not (run.ended or run.failures) and bool(run.outcomes) and run.status == 0
     print(f"{task.name}: {task.title}")
     for test, why in run.failures[:SHOWN]:

@@ -1,0 +1,112 @@
+"""Hand-ins of every kind: right ones, wrong ones, empty ones, and those that forge or exhaust."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+
+import pytest
+
+from exercises import judge
+from exercises.__main__ import main
+from shared.errors import UserError
+
+from .conftest import TOY, git
+
+LOOP = "sums = []\n"
+
+
+@pytest.fixture(autouse=True)
+def contained(monkeypatch):
+    try:
+        judge.container(True)
+    except UserError:
+        pytest.skip("nothing here can contain a hand-in")
+    monkeypatch.setattr(judge, "PATIENCE", 0.01)  # times the reference's seconds
+    monkeypatch.setattr(judge, "LEAST", 5.0)
+
+
+def graded(folder, tmp_path):
+    """For each hand-in the points of both tasks, and what is said of the first."""
+    assert main(["grade", str(folder), "--stage", "1", "--out", str(tmp_path / "out")]) == 0
+    results = {}
+    for path in (tmp_path / "out").glob("*.json"):
+        tests = json.loads(path.read_text())["tests"]
+        results[path.stem] = [test["score"] for test in tests], tests[0]["output"]
+    return results
+
+
+def hand_in(folder, name, body):
+    """A folder whose first task has `body` in place of the reference's first line, and whose second
+    is solved in another way."""
+    path = folder / name / "stage01_toy"
+    path.mkdir(parents=True)
+    text = TOY.replace(LOOP, body).replace("[0] * count for", "[0 for _ in range(count)] for")
+    (path / "toy.py").write_text(text)
+    return folder / name
+
+
+HOSTILE = {
+    "loops": ("while True: pass\n", "endless loop"),
+    "exits": ("import os; os._exit(0)\n", "before its tests did"),
+    "ends": ("raise SystemExit(0)\n", "SystemExit"),
+    "skips": ("import pytest; pytest.skip()\n", "Skipped"),
+    "prints": ("while True: print('x' * 10**6)\n", "printed more than"),
+    "forks": ("import os\n        while True: os.fork()\n", "processes"),
+    "takes": ("x = [bytearray(2**28) for _ in range(30)]\n", "emory"),
+    "passes": (
+        "import _pytest.reports as r\n        old = r.TestReport.from_item_and_call\n"
+        "        def new(item, call):\n            report = old(item, call)\n"
+        "            report.outcome = 'passed'\n            return report\n"
+        "        r.TestReport.from_item_and_call = staticmethod(new)\n        return []\n",
+        "results are not those",
+    ),
+}
+
+
+def test_a_class(project, tmp_path):
+    folder = tmp_path / "class"
+    for name, (body, _) in HOSTILE.items():
+        hand_in(folder, name, body)
+    hand_in(folder, "right", "sums = list()\n")
+    wrong = hand_in(folder, "wrong", "sums = [0]\n")
+    (wrong / "conftest.py").write_text("raise SystemExit(0)\n")
+    (wrong / "stage01_toy/tests").mkdir()
+    (wrong / "stage01_toy/tests/test_toy.py").write_text("")
+    (folder / "nothing").mkdir()
+    (hand_in(folder, "typo", "") / "stage01_toy/toy.py").write_text("def x(:\n")
+    hand_in(folder, "undone", LOOP)
+    with zipfile.ZipFile(folder / "zipped.zip", "w") as archive:
+        archive.write(
+            hand_in(tmp_path, "z", "sums = list()\n") / "stage01_toy/toy.py", "z/stage01_toy/toy.py"
+        )
+    toy = project / "stage01_toy/toy.py"
+    toy.write_text(TOY.replace(LOOP, "sums = list()\n"))
+    (folder / "patched.patch").write_text(git(project, "diff", "main"))
+    toy.write_text(TOY)
+    results = graded(folder, tmp_path)
+    for name, (_, why) in HOSTILE.items():
+        points, output = results[name]
+        assert points == [0, 40] and why in output, (name, output)
+    assert results["right"][0] == results["zipped"][0] == [60, 40]
+    assert results["patched"][0] == [60, 0]  # its second task is the project's
+    assert results["wrong"][0] == [0, 40] and "item 0 is 0, not 2" in results["wrong"][1]
+    assert results["nothing"][0] == [0, 0] and "not in the hand-in" in results["nothing"][1]
+    assert results["typo"][0] == [0, 0] and "line 1: not Python" in results["typo"][1]
+    assert results["undone"][0] == [0, 40] and "not done" in results["undone"][1]
+    assert "to read: it uses os" in results["exits"][1]
+    lines = (tmp_path / "out/grades.csv").read_text().splitlines()
+    assert lines[0] == "name,points,stage01 task 1,stage01 task 2" and "right,100,60,40" in lines
+
+
+def test_what_was_graded_is_not_judged_again(project, tmp_path, monkeypatch):
+    path = hand_in(tmp_path, "right", "sums = list()\n")
+    assert graded(path, tmp_path)["right"][0] == [60, 40]
+    monkeypatch.setattr(judge.Judge, "judge", lambda *_: pytest.fail("judged again"))
+    assert graded(path, tmp_path)["right"][0] == [60, 40]
+
+
+def test_without_a_container_nothing_runs(project, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(judge.shutil, "which", lambda name: None)
+    assert main(["grade", str(project), "--out", str(tmp_path / "out")]) == 2
+    assert "install bubblewrap" in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""What is taken out of a hand-in, what is left behind, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from exercises import splice
+from exercises.inside import difference
+
+REFERENCE = '''
+import math
+
+
+class Sums:
+    @staticmethod
+    def add(x, y: int = 1):
+        """Adds."""
+        return x + y
+
+    def _inner(self):
+        return 1
+
+
+def other():
+    return math.pi
+'''
+
+
+def taken(submitted, *functions, others=()):
+    return splice.splice("a.py", REFERENCE, submitted, functions or ("Sums.add",), others)
+
+
+def run(spliced, call):
+    namespace = {}
+    exec(spliced.source, namespace)
+    return eval(call, namespace)
+
+
+def test_the_body_is_taken_under_the_references_signature_with_its_helpers():
+    submitted = """
+from functools import reduce as fold, lru_cache
+import os.path
+LIMIT = base() if False else 10
+class Wide(int):
+    more = 5
+@lru_cache
+def base(): return Wide(LIMIT).more
+class Sums:
+    scale = 2
+    def add(x, y):
+        def nested(a, b): return a + b
+        return fold(nested, [x, y]) * Sums.scale + Sums._twice() + base()
+    @staticmethod
+    def _twice(): return 100
+    def _inner(self): return 7
+def other(): return 3
+unused = open("nothing")
+"""
+    spliced = taken(submitted)
+    assert run(spliced, "Sums.add(1)") == 109  # a default and a decorator of the reference
+    assert run(spliced, "Sums()._inner()") == 1 and run(spliced, "other()") > 3
+    assert spliced.notes == [
+        "line 16: your change of Sums._inner is not taken",
+        "line 17: your change of other is not taken",
+    ]
+    assert taken(submitted, others=("Sums._inner", "other")).notes == []
+    for text in (
+        submitted.replace("\n", "\r\n"),
+        submitted.replace("    ", "\t"),
+        "\ufeff" + submitted,
+    ):
+        assert run(taken(text), "Sums.add(1)") == 109
+
+
+@pytest.mark.parametrize(
+    ("submitted", "why"),
+    [
+        ("def x(:", "line 1: not Python"),
+        ("class Sums:\n    pass", "Sums.add is missing"),
+        ("class Sums:\n    add = lambda x, y: x", "Sums.add is missing"),
+        ("class Sums:\n    def add(x, z): return x", "line 2: the signature of Sums.add"),
+        ("class Sums:\n    async def add(x, y): return x", "line 2: the signature of Sums.add"),
+        ("x = " + "(" * 300 + ")" * 300, "not Python"),
+    ],
+)
+def test_what_cannot_be_taken_is_refused_with_a_reason(submitted, why):
+    with pytest.raises(splice.Refused, match=why):
+        taken(submitted)
+
+
+def test_imports_of_stages_are_left_behind_and_a_missing_private_function_is_no_present():
+    spliced = taken(
+        "from stage05_paged.x import z\nclass Sums:\n    def add(x, y):\n        return z(x)\n"
+    )
+    assert "line 1: not taken: from stage05_paged.x import z" in spliced.notes
+    alone = taken("class Sums:\n    def add(x, y): return 1\n", "Sums.add", "Sums._inner")
+    with pytest.raises(NotImplementedError):
+        run(alone, "Sums()._inner()")
+
+
+def test_an_emptied_function_keeps_signature_and_docstring():
+    text = splice.emptied("a.py", REFERENCE, ["Sums.add", "other"], "stage01 task 1")
+    assert '"""Adds."""' in text and "return x + y" not in text and "return 1" in text
+    with pytest.raises(NotImplementedError, match="stage01 task 1"):
+        run(splice.Spliced(text), "Sums.add(1)")
+    with pytest.raises(splice.Refused, match="gone is missing"):
+        splice.emptied("a.py", REFERENCE, ["gone"], "")
+    assert splice.same("a.py", REFERENCE, REFERENCE + "x = 1\n", ["Sums.add"])
+    assert not splice.same("a.py", REFERENCE, REFERENCE.replace("Adds", "Add"), ["Sums.add"])
+
+
+def test_functions_in_c():
+    reference = "static int one(int x) {\n    return x;\n}\n\nint two(void) {\n    return 2;\n}\n"
+    submitted = reference.replace("return x;", "return helped(x);").replace("return 2", "return 3")
+    submitted = "static int helped(int x)\n{\n    return x + 1;\n}\n\n" + submitted
+    spliced = splice.splice("a.c", reference, submitted, ["one"])
+    assert spliced.source.index("helped(int x)") < spliced.source.index("int one(int x)")
+    assert "return 2" in spliced.source and spliced.notes == ["your change of two is not taken"]
+    for wrong, why in (("int one(long x)", "signature"), ("int gone(int x)", "missing")):
+        with pytest.raises(splice.Refused, match=why):
+            splice.splice("a.c", reference, submitted.replace("int one(int x)", wrong), ["one"])
+    with pytest.raises(splice.Refused, match="preprocessor"):
+        splice.splice("a.c", reference, submitted.replace("    return x +", "#if 1\n x"), ["one"])
+    assert "abort" in splice.emptied("a.c", reference, ["one"], "")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "shown"),
+    [
+        ([[0, 0], [0, 6]], [[0, 0], [0, 0]], "row 1, column 1 is 6, not 0"),
+        ([1, 2], [1, 3], "item 1 is 2, not 3"),
+        ([1], [1, 2], "it has 1 items, not 2"),
+        ({"a": [1]}, {"a": [2]}, "a[0] is 1, not 2"),
+        ({}, {"a": 1}, "it lacks 'a'"),
+        ("x", "y", "it is 'x', not 'y'"),
+        (1.0, 1, ""),
+        (None, 0, "it is None, not 0"),
+    ],
+)
+def test_the_first_difference(value, expected, shown):
+    assert difference(value, expected) == shown

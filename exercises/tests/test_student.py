@@ -1,0 +1,95 @@
+"""A student's way: start, check, status, hand in; and the museum. On a project of one stage."""
+
+from __future__ import annotations
+
+import pytest
+
+from exercises import museum, student, tasks
+from exercises.__main__ import main
+
+from .conftest import git
+
+
+def said(capsys, *words, status=0):
+    assert main([*words]) == status
+    output = capsys.readouterr()
+    return output.out + output.err
+
+
+def test_from_start_to_hand_in(project, capsys):
+    toy = project / "stage01_toy/toy.py"
+    assert "Rows of zeros." in said(capsys, "start", "1", "2")
+    assert "not committed" in said(capsys, "start", "1", "1", status=2)
+    out = said(capsys, "check", status=1)
+    assert "test_rows: NotImplementedError: stage01 task 2 is not written yet (toy.py" in out
+    text = toy.read_text().replace(
+        "raise NotImplementedError('stage01 task 2 is not written yet')",
+        "return [[0] * count, [0] * count + [6]]",
+    )
+    toy.write_text(text)
+    assert "row 1 has 3 items" in said(capsys, "check", status=1).replace("item 1", "row 1")
+    toy.write_text(text.replace(" + [6]", ""))
+    assert "1 of 1 pass" in said(capsys, "check")
+    assert "passed  " in said(capsys, "status") and "not started" in said(capsys, "status")
+    toy.write_text(toy.read_text().replace("self.total = start", "self.total = start + 0"))
+    assert "passed before your last edit" in said(capsys, "status")
+    assert "your change of Sums.__init__ is not taken" in said(capsys, "check")
+    base = git(project, "rev-parse", "main").strip()
+    assert base[:12] in said(capsys, "status") and git(project, "diff", base)
+    assert "There is no task 7" in said(capsys, "start", "1", "7", status=2)
+    assert "There is no stage '77'" in said(capsys, "list", "77", status=2)
+
+
+def test_hints_come_one_by_one(project, capsys):
+    said(capsys, "start", "1", "1")
+    assert "Hint 1 of 1: What is kept?" in said(capsys, "hint")
+    assert "No task is started" not in said(capsys, "hint", "stage01", "2")
+
+
+def test_nothing_is_changed_on_main_or_without_git(project, capsys):
+    git(project, "switch", "-q", "main")
+    assert "git switch -c mine" in said(capsys, "start", "1", "2", status=2)
+    (project / ".git").rename(project / "gone")
+    assert "no git repository" in said(capsys, "start", "1", "2", status=2)
+    assert "NotImplementedError" not in (project / "stage01_toy/toy.py").read_text()
+
+
+def test_an_exhibit_is_planted_found_and_cleared(project, capsys):
+    toy = project / "stage01_toy/toy.py"
+    before = toy.read_text()
+    assert "a row is too long" in said(capsys, "museum", "list")
+    assert "No bug is planted" in said(capsys, "museum", "check", status=2)
+    shown = said(capsys, "museum", "plant", "1")
+    assert "[[0]]" in shown and "[[0, 0]]" in shown and toy.read_text() != before
+    assert "planted already" in said(capsys, "museum", "plant", "1", status=2)
+    assert "museum clear" in said(capsys, "start", "1", "1", status=2)
+    assert "test_rows" in said(capsys, "museum", "check", status=1)
+    assert "Count." in said(capsys, "museum", "hint")
+    assert "long ago" in said(capsys, "museum", "reveal")
+    toy.write_text(before.replace("count for", "(count) for"))
+    assert "Mended" in said(capsys, "museum", "check")
+    assert "is kept in" in said(capsys, "museum", "clear") and toy.read_text() == before
+
+
+def test_a_museum_beside_unfinished_work_says_what_to_do(project, capsys):
+    toy = project / "stage01_toy/toy.py"
+    toy.write_text(toy.read_text() + "\n")
+    assert "not committed" in said(capsys, "museum", "plant", "1", status=2)
+    toy.write_text(toy.read_text().replace("[0] * count", "[0] * n"))
+    git(project, "commit", "-qam", "mine")
+    assert "git switch -c museum main" in said(capsys, "museum", "plant", "1", status=2)
+    assert "they are 1 to 1" in said(capsys, "museum", "plant", "2", status=2)
+
+
+def test_two_columns():
+    assert museum.beside("a\nb", "c").splitlines()[-1].startswith("b")
+    assert student.standing(tasks.Task("s", 1, "", 1, "", (), (), "", ()), _State()) == ""
+
+
+class _State:
+    results: dict = {}
+
+
+@pytest.mark.parametrize("words", [["check", "stage01"], ["museum", "plant"]])
+def test_what_is_missing_is_asked_for(project, capsys, words):
+    assert "error: " in said(capsys, *words, status=2)
