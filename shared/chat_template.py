@@ -81,7 +81,7 @@ class FolderTemplate:
                 f"The model's chat template is invalid ({error}): choose another with "
                 "--chat-template."
             ) from None
-        self._tokens = dict(tokens or {})
+        self.source, self._tokens = source, dict(tokens or {})
         longest_first = sorted(control, key=len, reverse=True)  # "|" takes the first match
         self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 

@@ -8,11 +8,13 @@ import contextlib
 import errno
 import gc
 import logging
+import signal
 import socket
 import sys
-from collections import Counter
+import threading
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +22,12 @@ import uvicorn
 
 from shared import cli, models, registry
 from shared.errors import UserError
+from shared.files import read_json
 from stage05_paged.memory import default_memory, free_memory, make_pool, parse_memory, size
 
 from . import logs
 from .async_engine import EngineThread
-from .chat import ChatTemplate, load_template
-from .connection import Connection, Door, Listening, most_connections
-from .settings import AUTO, OFF, Settings, parse
-from .status import AnyEngine, Status
+from .settings import OFF, Settings, parse
 
 if TYPE_CHECKING:  # the settings are checked, and the port is taken, before these are imported
     from fastapi import FastAPI
@@ -38,6 +38,9 @@ RECORDS = 1_000  # steps whose records the engine keeps: 100,000 take half a gig
 COLLECT = 10_000, 10, 100  # new objects until a collection; as many of these until an older one
 SWITCH = 0.0002  # seconds until the engine's thread, which runs little Python, gets the lock
 CLOSE = 2  # seconds for connections to close once their answers have ended
+MOST_CONNECTIONS = 4096  # and requests at a time; uvicorn answers more with 503
+GENERATION = "generation_config.json"
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class Server(uvicorn.Server):
@@ -74,50 +77,39 @@ class Server(uvicorn.Server):
                 )
             await engine.drain(self.grace, lambda: self.force_exit)
         self.force_exit = False  # all answers have ended: let the application end in order
-        asyncio.get_running_loop().call_later(CLOSE / 2, self._hang_up)
         await super().shutdown(sockets)
-        for handler in logging.root.handlers:  # a signal may end the process now
-            handler.flush()
-
-    def _hang_up(self) -> None:
-        """End streams that clients do not read to the end: uvicorn would log them as our errors."""
-        for connection in list(self.server_state.connections):
-            connection.transport.abort()
 
 
-def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.Loaded]:
+@dataclass
+class Served:
+    """What the server runs: an engine with its model, the sampling options of requests that do not
+    give them, and what the engine counts of its drafts, if it makes any."""
+
+    engine: Any
+    loaded: cli.Loaded
+    defaults: dict[str, Any]
+    drafts: Any = None
+
+
+def make_engine(settings: Settings) -> Served:
     """The model and its engine; `settings` then has the engine's name, and what would be faster.
 
-    maker: `load`, `make` and `serve` in place of `cli.load_model_from`, of the stage's `make` and
-        of Paged, for an engine that a later stage sets up by options of its own.
     Raises UserError for a model that cannot be loaded, for an engine that cannot run here, and for
     lack of memory.
     """
+    from .choice import choose, faster
 
-    from .choice import PAGED, Choice, choose, faster
-    from .engines import Paged
-
-    if maker:
-        if settings.engine not in (AUTO, PAGED):
-            raise UserError("This server has an engine of its own: leave --engine out.")
-        chosen = Choice(PAGED, automatic=True)
-    else:
-        device, dtype = cli.device_and_dtype(settings)
-        chosen = choose(settings.engine, dtype, device)
-    settings.engine = chosen.name
-    speculates = settings.speculate != OFF
-    if speculates and maker:
-        raise UserError("This server has an engine of its own: leave --speculate out.")
     if bool(settings.speculative_model) != (settings.speculate == "draft"):
         raise UserError(
             "--speculate draft and --speculative-model NAME need each other: give both or neither."
         )
     if settings.drawn_drafts and settings.speculate != "draft":
         raise UserError("--drawn-drafts needs --speculate draft: give both, or leave it out.")
+    device, dtype = cli.device_and_dtype(settings)
+    chosen = choose(settings.engine, dtype, device)
     linear, threads = chosen.linear(settings.linear), settings.threads or None
     changed = {"seed": 0, "linear": linear, "threads": threads}
-    options = argparse.Namespace(**settings.model_dump() | changed)
-    loaded = (maker.load if maker else cli.load_model_from)(options)
+    loaded = cli.load_model_from(argparse.Namespace(**settings.model_dump() | changed))
     config, dtype, block_size = loaded.config, loaded.kv_dtype, settings.block_size
     free = free_memory(loaded.device)
     if settings.kv_memory:
@@ -129,12 +121,8 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
     if settings.swap_memory:
         swap = parse_memory(settings.swap_memory, free_memory("cpu"))
         swap_pool = make_pool(swap, config, dtype, block_size)
-    make = (
-        partial(maker.make, loaded.model)
-        if maker
-        else partial(chosen.make, loaded, settings.linear)
-    )
-    engine = make(
+    engine = chosen.make(
+        *(loaded, settings.linear),
         pool=make_pool(memory, config, dtype, block_size),
         swap_pool=swap_pool,
         sanitize=settings.sanitize,
@@ -146,13 +134,33 @@ def make_engine(settings: Settings, maker: Any = None) -> tuple[AnyEngine, cli.L
         preemption=settings.preemption,
         **cli.cache_options(settings.kv_dtype),
     )
-    settings.engine, settings._faster = chosen.name, "" if maker else faster(chosen, loaded)
-    if speculates:
-        engine = speculate(settings, engine, loaded)
-    served = (maker.serve if maker else Paged)(engine)
-    if speculates:
-        served.drafts = engine.scheduler.draft_counts
-    return served, loaded
+    settings.engine, settings._faster = chosen.name, faster(chosen, loaded)
+    served = Served(engine, loaded, sampling_defaults(settings, loaded.folder))
+    if settings.speculate != OFF:
+        served.engine = speculate(settings, engine, loaded)
+        served.drafts = served.engine.scheduler.draft_counts
+    return served
+
+
+def sampling_defaults(settings: Settings, folder: Path | None) -> dict[str, Any]:
+    """The sampling options of requests that do not give them: the server's, else those of the
+    model's generation_config.json, else OpenAI's. Raises UserError for an invalid file."""
+    from stage01_forward.params import SamplingParams
+
+    fields: dict[str, Any] = {}
+    if settings.generation_config == "auto" and folder and (folder / GENERATION).exists():
+        kept = read_json(folder / GENERATION).items()
+        fields = {name: value for name, value in kept if name in SAMPLED and value is not None}
+    given = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k")}
+    given = {name: value for name, value in given.items() if value is not None}
+    try:
+        SamplingParams(**fields)
+    except UserError as error:
+        raise UserError(
+            f"{folder}/{GENERATION} has a wrong value ({str(error).removesuffix('.')}): correct "
+            "it, or start the server with --generation-config none."
+        ) from None
+    return {"temperature": 1.0, **fields, **given}
 
 
 def speculate(settings: Settings, engine: Any, loaded: cli.Loaded) -> Any:
@@ -166,69 +174,70 @@ def speculate(settings: Settings, engine: Any, loaded: cli.Loaded) -> Any:
     return registry.load(registry.DRAFTS[kind])(engine, kind, count, draft, settings.drawn_drafts)
 
 
-def plan(settings: Settings, status: Status, loaded: cli.Loaded, address: str) -> str:
+def plan(settings: Settings, served: Served, address: str) -> str:
     """The text at the start: address, model, memory, and a command to try."""
-    config, count = loaded.config, status.blocks
+    loaded, pool = served.loaded, served.engine.scheduler.pool
+    config, count = loaded.config, pool.count
     name = settings.served_model_name or config.name
-    whole = count // -(-config.n_positions // status.block_size)
-    memory = size(count * status.block_size * config.kv_bytes_per_token(loaded.kv_dtype))
+    whole = count // -(-config.n_positions // pool.block_size)
+    memory = size(count * pool.block_size * config.kv_bytes_per_token(loaded.kv_dtype))
     contexts = f"{whole} whole context{'' if whole == 1 else 's'}"
     drafts = f"{settings.speculate}, at most {settings.num_speculative_tokens} in a step"
     drafts += ", drawn" if settings.drawn_drafts else ""
+    sampling = ", ".join(f"{name} {value:g}" for name, value in served.defaults.items())
     key = ' -H "Authorization: Bearer $STAIRCASE_API_KEY"' if settings.keys else ""
     return (
         f"Staircase serves {name} at {address}\n"
-        f"  model   {config.name}, context of {config.n_positions:,} tokens\n"
-        f"  engine  {settings.engine}, {loaded.machine}\n"
-        + (f"  faster  {settings._faster}\n" if settings._faster else "")
-        + f"  memory  {memory} in {count} blocks of {status.block_size} tokens: {contexts} of "
-        f"{config.n_positions}; at most {status.max_sequences} sequences at a time, "
+        f"  model    {config.name}, context of {config.n_positions:,} tokens\n"
+        f"  engine   {settings.engine}, {loaded.machine}\n"
+        + (f"  faster   {settings._faster}\n" if settings._faster else "")
+        + f"  memory   {memory} in {count} blocks of {pool.block_size} tokens: {contexts} of "
+        f"{config.n_positions}; at most {settings.max_num_seqs} sequences at a time, "
         f"{settings.max_queue} more in the queue\n"
-        + (f"  drafts  {drafts}\n" if settings.speculate != OFF else "")
-        + f"  page    {address}/\n"
-        f"  try     curl -N {address}/v1/completions{key} -H 'Content-Type: application/json' "
+        f"  sampling {sampling}, unless a request says otherwise\n"
+        + (f"  drafts   {drafts}\n" if settings.speculate != OFF else "")
+        + f"  page     {address}/\n"
+        f"  try      curl -N {address}/v1/completions{key} -H 'Content-Type: application/json' "
         f"""-d '{{"prompt": "Once upon a time", "max_tokens": 40, "stream": true}}'"""
     )
 
 
-def main(argv: list[str] | None = None, maker: Any = None) -> int:
-    """Run the server. maker: as for `make_engine`."""
+def main(argv: list[str] | None = None) -> int:
     settings = parse(argv)
     logs.start(settings.log_requests)
-    template = load_template(settings.chat_template)
     # Before the model is loaded, which takes longer.
     with listen(settings.host, settings.port) as listening:
         # Python's own handler would end the interpreter under a thread that computes, and abort.
         # The server shuts down first, and then lets the signal end the process.
-        serve(settings, template, listening, maker)
+        main_thread = threading.current_thread() is threading.main_thread()
+        if main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        serve(settings, listening)
     return 0
 
 
-def serve(
-    settings: Settings, template: ChatTemplate | None, listening: socket.socket, maker: Any = None
-) -> None:
+def serve(settings: Settings, listening: socket.socket) -> None:
     """Answer on `listening` until a signal ends the process."""
     from .app import create_app
 
     thread = EngineThread()
-    starting = thread.run(lambda: make_engine(settings, maker))
-    app = create_app(starting, settings, template, thread)
-    host, port = listening.getsockname()[:2]
-    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    starting = thread.run(lambda: make_engine(settings))
+    app = create_app(starting, settings, thread)
+    address = address_of(listening)
     if settings.open_to_all:
         say(
             f"WARNING: --host {settings.host} opens the server to every machine that can reach "
-            "this one, without an API key: set one with --api-key-file, or listen on 127.0.0.1."
+            "this one, without an API key: set one with --api-key-file, or listen on 127.0.0.1 "
+            "behind a proxy."
         )
     say(f"Loading {settings.model}; {address} answers 503 until then.")
 
     def loaded() -> None:
-        engine, model = starting.result()
         keep_objects()
-        say(plan(settings, engine.status, model, address))
+        say(plan(settings, starting.result(), address))
 
     sys.setswitchinterval(SWITCH)
-    server = Server(configure(app, app.state.statuses), app, settings.grace, loaded)
+    server = Server(configure(app), app, settings.grace, loaded)
     asyncio.run(server.serve(sockets=[listening]))
     loading: asyncio.Task[None] = app.state.loading
     if not loading.cancelled():
@@ -244,24 +253,24 @@ def say(text: str) -> None:
 def keep_objects() -> None:
     """Hide all objects so far, such as the libraries', from the garbage collector: it would visit
     them again and again, and stop the event loop for a third of a second each time. And let it look
-    less often: a body of 250,000 lists, or the tokens of a thousand answers, made it visit all that
-    was alive each time they had grown by a quarter."""
+    less often: the tokens of a thousand answers made it visit all that was alive each time they had
+    grown by a quarter."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECT)
 
 
-def configure(app: FastAPI, statuses: Counter[int] | None = None) -> uvicorn.Config:
-    """How uvicorn serves `app`: with our limits, and our log. statuses: counts what is refused."""
+def configure(app: FastAPI) -> uvicorn.Config:
+    """How uvicorn serves `app`: with our log, and at most MOST_CONNECTIONS at a time."""
     return uvicorn.Config(
         app,
         log_config=None,
         log_level="warning",
         access_log=False,
-        http=partial(Connection, Door(most_connections(), statuses)),  # type: ignore[arg-type]
         ws="none",
         lifespan="on",
         server_header=False,
+        limit_concurrency=MOST_CONNECTIONS,
         timeout_graceful_shutdown=CLOSE,
     )
 
@@ -285,7 +294,12 @@ def listen(host: str, port: int) -> socket.socket:
     # Events are small, and must not wait until the client confirms the one before (Nagle). asyncio
     # turns that off for its own sockets, and not for this one; connections inherit it.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Listening(fileno=listening.detach())
+    return listening
+
+
+def address_of(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 if __name__ == "__main__":

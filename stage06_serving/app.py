@@ -3,316 +3,190 @@
 protocol.py describes their bodies, service.py does their work, and formats.py writes the answers.
 """
 
-from __future__ import annotations
-
 import asyncio
-import json
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from functools import partial
+from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from shared.cli import Loaded
 from shared.errors import UserError
+from stage05_paged.blockmap import blockmap
 
-from .async_engine import CLOSING, AsyncEngine, Broken, EngineDead, EngineThread, Overloaded
-from .chat import ChatTemplate, OwnTemplate, own_template
-from .errors import NOT_AN_OBJECT, ApiError, error_body, failure, validation_message
-from .formats import Completion, Echo, Generate, Offsets, Scores, completion_logprobs
+from .access import Door, Keys
+from .async_engine import CLOSING, AsyncEngine, Broken, EngineDead, EngineThread, Overloaded, Step
+from .chat import Simple, template_of
+from .errors import REFUSALS, ApiError, error_body, failure, unreadable, validation_message
+from .formats import Completion, Format, Generate, Scored
 from .forms import brought
-from .guard import Guard, loading
-from .live import Live
 from .metrics import Metrics
-from .protocol import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    ErrorBody,
-    GenerateBody,
-    TokenizeBody,
-)
-from .service import Answer, Choice, Format, Service, due, off_loop
+from .protocol import DetokenizeBody, GenerateBody, TokenizeBody
+from .service import Generation, Service, off_loop
 from .settings import Settings
-from .sse import EventStream
-from .status import AnyEngine
-from .writer import Events, Stream, gone
 
 VERSION = "staircase stage06"
 PAGE = Path(__file__).with_name("page.html")
-LONG_BODY = 2**14  # bytes: a longer one is parsed off the event loop
-LONG_ANSWER = 256  # tokens: a longer one is formatted off the event loop
-GATHERED = 64  # tokens of a whole answer that are read at a time
+LONG_ANSWER = 256  # tokens with log-probabilities: a longer one is formatted off the event loop
+STEPS = 256  # of the page's chart
+MOST_BLOCKS = 2**14  # on the page's map
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+DONE = b"data: [DONE]\n\n"
+NO_RESPONSES = "This server has no Responses API: send the messages to /v1/chat/completions."
 Result = TypeVar("Result")
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody}
-    for status in (400, 401, 403, 404, 405, 408, 413, 431, 500, 503, 504)
-}  # as in /openapi.json
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events as an iterator makes them. However they end, even before the first,
+    `release` is called."""
+
+    def __init__(self, events: AsyncIterator[bytes], release: Callable[[], None]) -> None:
+        super().__init__(events, headers=HEADERS, media_type="text/event-stream")
+        self.release = release
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.release()
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """One event with `data` as JSON: in ASCII, as for some clients U+2028 and U+0085 end a line."""
+    return b"data: %b\n\n" % to_json(data, ensure_ascii=True)
+
+
+async def events(generation: Generation, answer: Format) -> AsyncIterator[bytes]:
+    """A streamed answer. A failure is reported in the stream: the status is sent already, and the
+    official client takes a stream that just ends for a complete answer."""
+    try:
+        async for choice, piece in generation.pieces():
+            if chunks := answer.chunks(choice, piece):
+                yield b"".join(map(event, chunks))
+        for chunk in answer.last():
+            yield event(chunk)
+    except Exception as error:
+        yield event(failure(error).body())
+    yield DONE
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """The result of `work`; if the client leaves, `work` is cancelled and ApiError raised."""
 
-    working, leaving = asyncio.create_task(work), asyncio.create_task(gone(request.receive))
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.create_task(work), asyncio.create_task(gone())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ApiError(499, "The client has disconnected.")
         return working.result()
+    except asyncio.CancelledError:  # the shutdown waits no longer
+        raise EngineDead(CLOSING) from None
     finally:
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-class Api:
-    """The endpoints that answer with text, streaming or not. One object serves all requests."""
-
-    def __init__(self, service: Service) -> None:
-        self.service = service
-
-    async def generate(self, request: Request, body: GenerateBody) -> ASGIApp:
-        deadline = self._deadline()
-        choices = await self.service.generate(body, request.scope["tenant"])
-        form = Generate(choices, self.service.note(body.max_tokens, choices))
-        return await self._respond(request, choices, form, bool(body.stream), deadline)
-
-    async def complete(self, request: Request, body: CompletionBody) -> ASGIApp:
-        service, deadline, streams = self.service, self._deadline(), bool(body.stream)
-        choices = await service.complete(body, request.scope["tenant"])
-        echoes: dict[int, Echo] = {}
-        if body.echo:
-            n = body.n or 1
-            try:
-                echoed = await self._echoes(request, choices[::n], body, deadline)
-            except BaseException:
-                self._release(choices)
-                raise
-            echoes = {choice.index: echoed[choice.index // n] for choice in choices}
-            if body.max_tokens == 0:
-                self._release(choices)
-                scores = Scores(body, echoed, choices, service.name)
-                return await self._respond(request, (), scores, streams, deadline, echoes=True)
-        form = Completion(body, choices, service, echoes)
-        return await self._respond(request, choices, form, streams, deadline, bool(body.echo))
-
-    async def chat(self, request: Request, body: ChatBody) -> ASGIApp:
-        service, deadline = self.service, self._deadline()
-        choices = await service.chat(body, request.scope["tenant"])
-        form = service.forms.answer(body, choices, service)
-        return await self._respond(request, choices, form, bool(body.stream), deadline)
-
-    def _deadline(self) -> float:
-        """The event-loop time by which a request that arrives now must be answered."""
-        return asyncio.get_running_loop().time() + self.service.timeout
-
-    async def _respond(
-        self,
-        request: Request,
-        choices: Sequence[Choice],
-        form: Format,
-        streams: bool,
-        deadline: float,
-        echoes: bool = False,
-    ) -> ASGIApp:
-        """Answer with `choices`, which the engine has, in the format `form`: as a stream or as one
-        body, by `deadline` (event-loop time). echoes: the body has the prompts, too."""
-        if streams:
-            events = Events(self.service, choices, form, self.service.stream_interval)
-            return Stream(events, lambda: self._release(choices), deadline)
-
-        async def answer() -> Response:
-            async with asyncio.timeout_at(deadline):
-                answers = await self._answers(choices)
-            # Log-probabilities of thousands of tokens take half a second.
-            if echoes or sum(len(answer.tokens) for answer in answers) > LONG_ANSWER:
-                return await self.service.in_turn(lambda: body(answers))
-            return body(answers)
-
-        def body(answers: Sequence[Answer]) -> Response:
-            return Response(to_json(form.whole(answers)), media_type="application/json")
-
-        try:
-            return await unless_gone(request, answer())
-        finally:
-            self._release(choices)
-
-    async def _answers(self, choices: Sequence[Choice]) -> list[Answer]:
-        """The whole answers. Raises Broken, EngineDead."""
-        answers, enough = [Answer() for _ in choices], asyncio.Event()
-
-        def news() -> None:
-            if due(choices, GATHERED):
-                enough.set()
-
-        for choice in choices:
-            choice.ticket.news = news
-        while True:
-            for choice, piece in self.service.pieces(choices):
-                answers[choice.index].add(piece)
-            if all(choice.ended for choice in choices):
-                return answers
-            enough.clear()
-            await enough.wait()
-
-    def _release(self, choices: Sequence[Choice]) -> None:
-        for choice in choices:
-            self.service.engine.abort(choice.ticket)
-
-    async def _echoes(
-        self, request: Request, choices: Sequence[Choice], body: CompletionBody, deadline: float
-    ) -> list[Echo]:
-        """The texts of the prompts, with log-probabilities if the body asks for them. choices: one
-        for each prompt.
-
-        Raises ApiError, Broken, EngineDead, TimeoutError.
-        """
-        engine, tokenizer = self.service.engine, self.service.loaded.tokenizer
-
-        def text_of(prompt: str | Sequence[int]) -> str:
-            return prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
-
-        # Thousands of texts: decoded off the event loop.
-        texts = await self.service.in_turn(lambda: [*map(text_of, body.prompts)])
-        if body.logprobs is None:
-            return [(text, None) for text in texts]
-
-        async def tables() -> list[Echo]:
-            echoes: list[Echo] = []
-            for text, choice in zip(texts, choices, strict=True):
-                scores = await engine.result(choice.ticket)
-                scored = list(zip(choice.prompt_ids, scores, strict=True))
-                table = await self.service.in_turn(
-                    completion_logprobs, tokenizer, scored, Offsets()
-                )
-                echoes.append((text, table))
-            return echoes
-
-        async with asyncio.timeout_at(deadline):
-            return await unless_gone(request, tables())
-
-
-Endpoint = Callable[[Request, Any], Coroutine[Any, Any, ASGIApp]]
-
-
-class Direct:
-    """Calls the endpoints that take a body, past FastAPI, whose way to them takes longer than their
-    own work. endpoints: by path, with their bodies. The guard is outside."""
-
-    def __init__(self, app: ASGIApp, endpoints: Mapping[str, tuple[Any, Endpoint]]) -> None:
-        self.app, self.endpoints = app, endpoints
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self.endpoints.get(scope.get("path", ""))
-        if endpoint is None or scope["method"] != "POST":
-            await self.app(scope, receive, send)
-            return
-        kind, answer = endpoint
-        try:
-            data = (await receive())["body"]  # all of it: the guard has read it
-            request, long = Request(scope, receive), len(data) > LONG_BODY
-            body = await off_loop(long, parse, kind, data)
-            # A thousand texts may be tokenized first, and not for a client that has left.
-            work = answer(request, body)
-            response = await (unless_gone(request, work) if long else work)
-        except asyncio.CancelledError:  # the shutdown waits no longer
-            response = error_response(EngineDead(CLOSING))
-        except Exception as error:
-            response = error_response(error)
-        await response(scope, receive, send)
-
-
-def described(kind: Any) -> Callable[..., Coroutine[Any, Any, None]]:
-    """An endpoint with this body, for /openapi.json alone: `Direct` answers in its place."""
-
-    async def endpoint(body: Any) -> None:
-        raise NotImplementedError
-
-    endpoint.__annotations__["body"] = kind
-    return endpoint
-
-
-def parse(kind: Any, data: bytes) -> Any:
-    """The body of a request. Raises ApiError."""
+async def respond(request: Request, generation: Generation, answer: Format) -> Response:
+    """The answer to a request that the engine has: a stream, or one body."""
+    if generation.body.stream:
+        return EventStream(events(generation, answer), generation.release)
     try:
-        return kind.model_validate(json.loads(data))
-    except ValidationError as error:
-        raise ApiError(400, *validation_message(error.errors())) from None
-    except (ValueError, RecursionError):
-        raise ApiError(400, NOT_AN_OBJECT) from None
+        answers = await unless_gone(request, generation.whole())
+        scored = sum(bool(token.logprobs) for piece in answers for token in piece.tokens)
+        return json_response(await off_loop(scored > LONG_ANSWER, answer.whole, answers))
+    finally:
+        generation.release()
 
 
-def error_response(error: Exception) -> Response:
-    answer = failure(error)
-    return JSONResponse(answer.body(), answer.status, answer.headers)
+def json_response(body: dict[str, Any]) -> Response:
+    return Response(to_json(body), media_type="application/json")
 
 
-class App(FastAPI):
-    """FastAPI, behind what requests meet first."""
+class Live:
+    """What the page draws beside the chat: the last steps, and the blocks now."""
 
-    first: ASGIApp
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine, self.steps = engine, deque[dict[str, Any]](maxlen=STEPS)
+        engine.listeners.append(self._listen)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self.first if scope["type"] == "http" else super().__call__
-        await app(scope, receive, send)
+    def _listen(self, step: Step, *_: Any) -> None:
+        if step.rows:
+            counts = step.prefill_tokens, step.decode_tokens, round(1000 * step.seconds, 1)
+            self.steps.append({"number": self.engine.passes, "counts": counts})
+
+    async def state(self, after: int) -> dict[str, Any]:
+        """The state, and the steps after number `after`. Raises EngineDead."""
+        blocks = await self.engine.call(lambda engine: blockmap(engine.scheduler)[:MOST_BLOCKS])
+        runs = [(state, len(list(run))) for state, run in groupby(blocks)]
+        steps = [step for step in self.steps if step["number"] > after]
+        status = asdict(self.engine.status)
+        return {**status, "map": runs, "waiting": self.engine.waiting, "steps": steps}
 
 
 def answer_errors(app: FastAPI) -> None:
     """Have all errors answered in the form that OpenAI's clients expect."""
 
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return unreadable(error, request.headers).response()
+
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
-        messages = {404: "This path does not exist.", 405: "This path does not allow this method."}
-        message = messages.get(error.status_code, "The request cannot be read.")
-        # The headers of 405 list the methods.
+        message = REFUSALS.get(error.status_code, "The request cannot be read.")
         body = error_body(error.status_code, message)
-        return JSONResponse(body, error.status_code, error.headers)
+        return Response(to_json(body), error.status_code, error.headers, "application/json")
 
     async def failed(request: Request, error: Exception) -> Response:
-        return error_response(error)
+        return failure(error).response()
 
     for kind in (ApiError, UserError, Overloaded, EngineDead, Broken, TimeoutError, Exception):
         app.add_exception_handler(kind, failed)
 
 
+def loading() -> ApiError:
+    message = "The model is still loading: try again in a moment."
+    return ApiError(503, message, headers={"Retry-After": "1"})
+
+
 def create_app(
-    starting: Future[tuple[AnyEngine, Loaded]],
-    settings: Settings,
-    template: ChatTemplate | None,
-    thread: EngineThread,
+    starting: "Future[Any]", settings: Settings, thread: EngineThread | None = None
 ) -> FastAPI:
-    """The server's application. It owns the engine that `starting` will hold, and runs it on
-    `thread`, which makes it. Until then `state.engine` is missing, and only paths such as /health
-    answer."""
+    """The server's application. It runs the engine that `starting` will hold (a Served, see
+    __main__.py) on `thread`. Until then only paths such as /health answer."""
     created, statuses, forms = int(time.time()), Counter[int](), brought()
+    Completions, Chats = forms.completion_body, forms.chat_body
 
     async def load() -> None:
-        engine, loaded = await asyncio.shield(asyncio.wrap_future(starting))
+        served = await asyncio.shield(asyncio.wrap_future(starting))
+        loaded, engine = served.loaded, AsyncEngine(served.engine, settings.max_queue, thread)
         name = settings.served_model_name or loaded.config.name
-        running = AsyncEngine(engine, settings.max_queue, thread)
-        from_folder = own_template(loaded) if settings.chat_template == "auto" else None
-        chats = from_folder or template
+        template = template_of(settings.chat_template, loaded)
         state.service = Service(
-            *(running, loaded, name, chats, forms(engine, loaded, chats)),
+            *(engine, loaded, name, template, forms(served.engine, loaded, template)),
             timeout=settings.request_timeout,
-            stream_interval=settings.stream_interval,
+            defaults=served.defaults,
         )
-        state.api = Api(state.service)
-        state.metrics = Metrics(running, name, statuses)
-        state.live = Live(running)
-        running.start()
-        state.engine = running
+        state.metrics = Metrics(engine, name, statuses, served.drafts)
+        state.live = Live(engine)
+        engine.start()
+        state.engine = engine
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -325,65 +199,110 @@ def create_app(
             await state.engine.drain(0)
             await state.engine.stop()
 
-    app = App(
+    app = FastAPI(
         title="Staircase",
         version=VERSION,
         lifespan=lifespan,
-        docs_url=None,
+        docs_url=None,  # it would load scripts from another site
         redoc_url=None,
-        openapi_url=None,  # see `openapi`
-        responses=ERRORS,
         redirect_slashes=False,  # a redirect would name the host that the client chose
     )
     state: Any = app.state
     state.engine, state.statuses = None, statuses
     answer_errors(app)
+    app.add_middleware(Door, hosts=settings.hosts, statuses=statuses)
 
-    def card(name: str) -> dict[str, Any]:
+    def service_of(request: Request) -> Service:
+        if state.engine is None:
+            raise loading()
         service: Service = state.service
-        about = {"id": name, "object": "model", "created": created}
-        chat = settings.chat or isinstance(service.template, OwnTemplate)  # for the page
-        return about | {"owned_by": "staircase", "max_model_len": service.context, "chat": chat}
+        return service
+
+    Ready = Annotated[Service, Depends(service_of)]
+    Tenant = Annotated[bytes, Depends(Keys(settings.keys))]
+
+    @app.post("/generate")
+    async def generate(
+        request: Request, body: GenerateBody, service: Ready, tenant: Tenant
+    ) -> Response:
+        generation = await service.generate(body, tenant)
+        return await respond(request, generation, Generate(generation))
+
+    @app.post("/v1/completions")
+    async def completions(
+        request: Request, body: Completions, service: Ready, tenant: Tenant
+    ) -> Response:
+        generation = await unless_gone(request, service.complete(body, tenant))
+        try:
+            scores: list[Scored] = []
+            if body.echo and body.logprobs is not None:
+                scores = await unless_gone(request, generation.scores())
+            long = sum(map(len, scores)) > LONG_ANSWER
+            answer: Completion = await off_loop(long, Completion, generation, body, scores)
+        except BaseException:
+            generation.release()
+            raise
+        if body.max_tokens == 0:
+            generation.release()
+            if not body.stream:
+                return json_response(answer.scored())
+            return EventStream(only([*answer.scored_chunks(), *answer.last()]), generation.release)
+        return await respond(request, generation, answer)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request, body: Chats, service: Ready, tenant: Tenant) -> Response:
+        generation = await unless_gone(request, service.chat(body, tenant))
+        return await respond(request, generation, service.forms.answer(generation, body))
+
+    @app.post("/v1/responses", include_in_schema=False)
+    async def responses(tenant: Tenant) -> Response:
+        raise ApiError(404, NO_RESPONSES)
+
+    def card(service: Service) -> dict[str, Any]:
+        about = {"id": service.name, "object": "model", "created": created}
+        own = service.template is not None and not isinstance(service.template, Simple)
+        about |= {"owned_by": "staircase", "max_model_len": service.context}
+        return about | {"chat": settings.chat or own}  # for the page
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card(name) for name in state.service.names]}
+    async def models(service: Ready, tenant: Tenant) -> dict[str, Any]:
+        return {"object": "list", "data": [card(service)]}
 
-    @app.get("/v1/models/{model_id:path}")
-    async def model(model_id: str) -> dict[str, Any]:
-        state.service.check_model(model_id)
-        return card(model_id)
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str, service: Ready, tenant: Tenant) -> dict[str, Any]:
+        service.check_model(name)
+        return card(service)
 
-    async def tokenize(request: Request, body: TokenizeBody) -> Response:
-        service: Service = state.service
+    @app.post("/tokenize")
+    async def tokenize(
+        request: Request, body: TokenizeBody, service: Ready, tenant: Tenant
+    ) -> Response:
         service.check_model(body.model)
-        strings = bool(body.return_token_strs)
-        if body.messages is not None:
-            answer = service.tokens_json(await service.chat_ids(body.messages), strings)
+        if body.messages is None:
+            ids = await unless_gone(request, service.encode(body.prompt or ""))
         else:
-            answer = await unless_gone(request, service.tokenized(body.prompt or "", strings))
-        return Response(answer, media_type="application/json")
+            try:
+                asked = Chats.model_validate(body.model_dump(exclude={"prompt"}))
+            except ValidationError as error:
+                raise ApiError(400, *validation_message(error.errors())) from None
+            ids = await service.chat_ids(asked)
+        fields = {"count": len(ids), "max_model_len": service.context, "tokens": ids}
+        if body.return_token_strs:
+            decode = service.loaded.tokenizer.decode
+            texts = await off_loop(len(ids) > LONG_ANSWER, lambda: [decode([id]) for id in ids])
+            fields["token_strs"] = texts
+        return json_response(fields)
 
-    async def detokenize(request: Request, body: DetokenizeBody) -> Response:
-        service: Service = state.service
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody, service: Ready, tenant: Tenant) -> Response:
         service.check_model(body.model)
-        service.check_ids(body.tokens, "tokens")
-        text = await service.decode(body.tokens)
-        return Response(to_json({"prompt": text}), media_type="application/json")
+        size, largest = service.loaded.config.vocab_size, max(body.tokens, default=0)
+        if largest >= size:
+            message = f"Token id {largest} is not in the vocabulary: send ids from 0 to {size - 1}."
+            raise ApiError(400, message, "tokens")
+        text = await off_loop(True, service.loaded.tokenizer.decode, body.tokens)
+        return json_response({"prompt": text})
 
-    posted: dict[str, tuple[Any, Endpoint]] = {
-        "/generate": (GenerateBody, lambda *call: state.api.generate(*call)),
-        "/v1/completions": (forms.completion_body, lambda *call: state.api.complete(*call)),
-        "/v1/chat/completions": (forms.chat_body, lambda *call: state.api.chat(*call)),
-        "/tokenize": (TokenizeBody, tokenize),
-        "/detokenize": (DetokenizeBody, detokenize),
-    }
-    for path, (kind, _) in posted.items():
-        app.post(path, name=path, response_model=None)(described(kind))
-    direct = Direct(partial(FastAPI.__call__, app), posted)
-    app.first = Guard(direct, settings.keys, settings.hosts, statuses, state)
-
-    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> dict[str, Any]:
         """Whether requests can be answered. If not once the model is loaded, only a restart
@@ -392,9 +311,8 @@ def create_app(
             raise loading()
         if not state.engine.alive:
             raise ApiError(503, "The engine has stopped: restart the server.")
-        return {"status": state.engine.health}
+        return {"status": "draining" if state.engine.draining else "ok"}
 
-    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> dict[str, Any]:
         """Whether requests are accepted. For a router: how many wait, and how many forward passes
@@ -402,34 +320,33 @@ def create_app(
         now = await health()
         if now["status"] != "ok":
             raise ApiError(503, f"The server is {now['status']}.", headers={"Retry-After": "1"})
-        engine = state.engine
-        waiting = max(0, len(engine.in_flight) - len(engine.status.running))
-        return now | {"waiting": waiting, "passes": engine.passes}
+        return now | {"waiting": state.engine.waiting, "passes": state.engine.passes}
 
-    @app.head("/version", include_in_schema=False)
     @app.get("/version")
-    async def versions() -> dict[str, str]:
+    async def versions(tenant: Tenant) -> dict[str, str]:
         import torch  # the router uses this module without it
 
         return {"version": VERSION, "torch": torch.__version__}
 
-    @app.get("/openapi.json", response_model=None, include_in_schema=False)
-    async def openapi() -> Response:
-        """Off the event loop: the first time takes a quarter of a second."""
-        return JSONResponse(await asyncio.to_thread(app.openapi))
-
-    @app.get("/metrics", response_model=None)
-    async def metrics() -> Response:
+    @app.get("/metrics")
+    async def metrics(service: Ready, tenant: Tenant) -> Response:
         return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/live", response_model=None)
-    async def live() -> Response:
-        watcher = state.live.watch()
-        return EventStream(state.live.events(watcher), lambda: state.live.leave(watcher))
+    @app.get("/live")
+    async def live(service: Ready, tenant: Tenant, after: int = 0) -> dict[str, Any]:
+        """What the page draws beside the chat."""
+        shown: dict[str, Any] = await state.live.state(after)
+        return shown
 
-    @app.head("/", response_model=None, include_in_schema=False)
-    @app.get("/", response_model=None, include_in_schema=False)
+    @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return FileResponse(PAGE, media_type="text/html")
 
     return app
+
+
+async def only(chunks: Iterable[dict[str, Any]]) -> AsyncIterator[bytes]:
+    """A stream of events that are there already."""
+    for chunk in chunks:
+        yield event(chunk)
+    yield DONE

@@ -15,7 +15,6 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -25,12 +24,12 @@ from typing import Any
 from shared.errors import UserError
 from stage01_forward.generation import Token
 from stage01_forward.params import SamplingParams
+from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request
-from stage05_paged.records import BlocksRecord
 
-from .scoring import PromptRequest, own_salt
-from .status import AnyEngine, Refused, Status
+from .scoring import PromptRequest, PromptRunner, own_salt
 
+Engine = Any  # stage 05's, or a later one with the same kind of scheduler
 Prepare = Callable[[Request], None]  # gives a request its form, before it is queued
 BROKEN = "The engine failed in a step of this request: send the request again."
 DEAD = "The engine has stopped after repeated failures: restart the server, and read its log."
@@ -59,6 +58,23 @@ class Broken(Exception):
     """A sequence ended through a failure that was not its own."""
 
 
+class Refused(str):
+    """An output's error whose cause is the request itself, found while it ran: status 400."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """An engine at one moment. The engine's thread makes it, and any thread may read it."""
+
+    blocks: int  # in the pool
+    block_size: int  # tokens
+    owned: int = 0  # blocks
+    running: tuple[tuple[str, int], ...] = ()  # ids, each with its number on the map of the blocks
+    preemptions: int = 0  # since the start, as the two below
+    lookup_tokens: int = 0  # looked up in the prefix cache
+    hit_tokens: int = 0  # found there
+
+
 def _no_reader() -> None:
     """The `news` of a ticket that is not read yet."""
 
@@ -76,16 +92,14 @@ class Ticket:
     prompt_tokens: int
     sampling: SamplingParams
     arrived: float
-    # Called when there is something to read; once for all tickets that share it.
-    news: Callable[[], object] = _no_reader
+    news: Callable[[], object] = _no_reader  # called when there is something to read
     fresh: list[Token] = field(default_factory=list)
     generated: int = 0  # tokens
-    steps: int = 0  # that gave tokens: fewer, where drafts are accepted
-    ends: deque[int] = field(default_factory=deque)  # where drafts are made: tokens after each step
     ended: bool = False  # the engine has released it
     reason: str | None = None  # "stop", "length", "abort" or "error"
     error: str | None = None  # the failure that ended it
     result: asyncio.Future[Any] | None = None  # of a PromptRequest
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
     scheduled: float | None = None  # start of its first step
     first_token: float | None = None
     last_token: float | None = None
@@ -95,9 +109,14 @@ class Ticket:
 class Step:
     """The results of one step, on their way from the thread to the loop."""
 
-    record: BlocksRecord | None = None  # None: there was no forward pass
     tokens: Sequence[tuple[str, Token]] = ()
     ended: Sequence[tuple[str, str, str | None]] = ()  # id, finish reason, error if there was one
+    begun: Sequence[tuple[str, int]] = ()  # whose first step it was: id, tokens that were cached
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    rows: int = 0  # sequences in the pass; 0: there was none
+    started: float = 0.0
+    seconds: float = 0.0
 
 
 def failure(ticket: Ticket) -> Exception:
@@ -157,9 +176,10 @@ class AsyncEngine:
     """
 
     def __init__(
-        self, engine: AnyEngine, max_queue: int = 64, thread: EngineThread | None = None
+        self, engine: Engine, max_queue: int = 64, thread: EngineThread | None = None
     ) -> None:
-        self.capacity = engine.status.max_sequences + max_queue
+        scheduler = engine.scheduler
+        self.capacity = scheduler.max_sequences + max_queue
         self.in_flight: dict[str, Ticket] = {}  # all that the engine has not released, by id
         self.alive = False
         self.draining = False
@@ -167,36 +187,34 @@ class AsyncEngine:
         self.passes = 0
         # Called with each step, the tickets that got tokens, and the tickets that ended.
         self.listeners: list[Callable[[Step, list[Ticket], list[Ticket]], None]] = []
+        # The engine's newest status: the thread replaces it before and after each step.
+        self.status = Status(scheduler.pool.count, scheduler.pool.block_size)
         self._engine = engine
+        engine.runner = prompts = PromptRunner(engine.runner)
+        engine.observers += [prompts, self]
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._thread = EngineThread() if thread is None else thread
         self._running: Future[Any] | None = None
         self._loop = asyncio.get_running_loop()
         self._named = 0
         self._news: dict[Callable[[], object], None] = {}  # of tickets with something to read
-        self._requests: dict[str, Request] = {}  # the thread's: all with an unreported end
+        # The thread's: all requests with an unreported end, those that no step had yet, and what
+        # the running step does.
+        self._requests: dict[str, Request] = {}
+        self._unstarted: set[str] = set()
+        self._work: dict[str, Any] = {}
 
     # ---- on the event loop ----------------------------------------------------------------------
 
     @property
-    def status(self) -> Status:
-        """The engine's newest status. The thread replaces it and never mutates it."""
-        return self._engine.status
-
-    @property
-    def health(self) -> str:
-        """ "ok", or why requests are not answered now."""
-        return "draining" if self.draining else self._engine.health
+    def waiting(self) -> int:
+        """Sequences accepted but not running."""
+        return max(0, len(self.in_flight) - len(self.status.running))
 
     @property
     def awaited(self) -> int:
         """Sequences in flight whose end the server has not already decided on."""
         return sum(ticket.reason is None for ticket in self.in_flight.values())
-
-    @property
-    def engine(self) -> AnyEngine:
-        """For what any thread may use: its settings and counts."""
-        return self._engine
 
     def start(self) -> None:
         """Let the thread run steps."""
@@ -221,11 +239,6 @@ class AsyncEngine:
         Overloaded without room for all of them, EngineDead.
         """
         self._need_life()
-        if (wants or prepare) and not self._engine.takes_prompt_requests:
-            raise UserError(
-                "This engine can neither score or embed a prompt nor keep answers to a form: start "
-                "the server with --engine paged."
-            )
         for prompt in prompts:
             for params in sampling:
                 self._engine.check(prompt, params)
@@ -279,7 +292,7 @@ class AsyncEngine:
             ticket.reason = ticket.reason or reason
             self._command(partial(self._abort, ticket.id))
 
-    async def call(self, do: Callable[[AnyEngine], Any]) -> Any:
+    async def call(self, do: Callable[[Engine], Any]) -> Any:
         """Run `do` with the engine on its thread, between two steps. Returns or raises what `do`
         does. Raises EngineDead."""
         if not self.alive:
@@ -328,6 +341,10 @@ class AsyncEngine:
         """Hand the tokens and ends of a step to their tickets, and the step to the listeners; have
         the readers called."""
         now = time.perf_counter()
+        self.passes += bool(step.rows)
+        for name, cached in step.begun:
+            if ticket := self.in_flight.get(name):
+                ticket.scheduled, ticket.cached_tokens = step.started, cached
         emitted: dict[Ticket, None] = {}
         for name, token in step.tokens:
             if ticket := self.in_flight.get(name):
@@ -335,23 +352,12 @@ class AsyncEngine:
                 ticket.generated += 1
                 emitted[ticket] = None
         ended = [self.in_flight[name] for name, *_ in step.ended if name in self.in_flight]
-        if step.record is not None:
-            self.passes += 1
-            if step.record.prefill_tokens:  # a sequence's first step computes some of its prompt
-                for sequence in step.record.sequences:
-                    ticket = self.in_flight.get(sequence.request_id)
-                    if ticket is not None and ticket.scheduled is None:
-                        ticket.scheduled = step.record.started
         for name, reason, error in step.ended:
             if ticket := self.in_flight.get(name):
                 self._end(ticket, reason, error)
         for listener in self.listeners:  # before these tokens' times replace the last ones
             listener(step, list(emitted), ended)
-        if self._engine.drafts is not None:
-            for ticket in emitted:
-                ticket.ends.append(ticket.generated)
         for ticket in emitted:
-            ticket.steps += 1
             ticket.first_token = ticket.first_token or now
             ticket.last_token = now
         if not self._news:  # after all steps that wait in this turn of the loop
@@ -368,7 +374,7 @@ class AsyncEngine:
     def _end(self, ticket: Ticket, reason: str, error: str | None) -> None:
         ticket.ended, ticket.reason, ticket.error = True, ticket.reason or reason, error
         if ticket.result is not None:
-            ticket.result.cancel()  # unless they are there
+            ticket.result.cancel()  # unless it is there
         self.in_flight.pop(ticket.id, None)
 
     def _die(self) -> None:
@@ -422,23 +428,54 @@ class AsyncEngine:
         return all(request.output.finish_reason for request in self._requests.values())
 
     def _step(self) -> Step:
-        before = self._engine.steps[-1] if self._engine.steps else None
+        self._work, started = {}, time.perf_counter()
         tokens = self._engine.step()
-        record = self._engine.steps[-1] if self._engine.steps else None
-        return Step(None if record is before else record, tokens, self._ended())
+        self._report()
+        seconds = time.perf_counter() - started
+        return Step(tokens, self._ended(), started=started, seconds=seconds, **self._work)
+
+    def before(self, plan: Plan) -> None:
+        """The engine's observer: what the step computes, and who is in it for the first time."""
+        self._report()
+        shares = [work for work in plan.work if work.request.id != PROBE]
+        prefill = sum(work.prefill_tokens for work in shares)
+        begun = [(w.request.id, w.start) for w in shares if w.request.id in self._unstarted]
+        self._unstarted.difference_update(name for name, _ in begun)
+        self._work = {
+            "rows": len(shares),
+            "prefill_tokens": prefill,
+            "decode_tokens": sum(work.count for work in shares) - prefill,
+            "begun": begun,
+        }
+
+    def after(self, plan: Plan) -> None:
+        """The step's own report follows."""
+
+    def _report(self) -> None:
+        """Replace the status."""
+        scheduler = self._engine.scheduler
+        pool, counts = scheduler.pool, scheduler.counts
+        running = tuple((request.id, request.arrival) for request in scheduler.running)
+        self.status = Status(
+            *(pool.count, pool.block_size, pool.owned, running),
+            *(counts.preemptions, counts.lookup_tokens, counts.hit_tokens),
+        )
 
     def _ended(self) -> list[tuple[str, str, str | None]]:
         """Forget the requests that have ended: id, finish reason and error of each."""
         ended = [request for request in self._requests.values() if request.output.finish_reason]
         for request in ended:
             del self._requests[request.id]
+            self._unstarted.discard(request.id)
         return [
             (request.id, request.output.finish_reason or "", request.output.error)
             for request in ended
         ]
 
     def _enter(self, request: Request) -> None:
-        self._requests[request.id] = self._engine.enqueue(request)
+        self._engine.enqueue(request)
+        self._requests[request.id] = request
+        self._unstarted.add(request.id)
 
     def _add(
         self,
@@ -483,5 +520,6 @@ class AsyncEngine:
         request = self._requests.get(name)
         if request is not None and request.output.finish_reason is None:
             self._engine.abort(name)
+            self._report()
         if self._idle():  # no step will report it
             self._loop.call_soon_threadsafe(self._deliver, Step(ended=self._ended()))

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 
 from shared.errors import UserError
 
 from .async_engine import Broken, EngineDead, Overloaded, log
-from .protocol import (
-    LONGEST_STOP,
-    MOST_PROMPTS,
-    MOST_STOPS,
-    NOT_UNICODE,
-    ErrorBody,
-    ErrorInfo,
-    WrongField,
-)
+from .protocol import LONGEST_STOP, MOST_PROMPTS, MOST_STOPS, NOT_UNICODE, WrongField
 
 LONGEST_MESSAGE = 300  # characters of up to 6 bytes: a small request must not get a large error
 LATE = (
@@ -23,24 +19,28 @@ LATE = (
     "--request-timeout."
 )
 NOT_AN_OBJECT = "The body is not a JSON object: send one, as application/json."
+NOT_JSON = "The body must be JSON: send the header 'Content-Type: application/json'."
+ENCODED = "The body is encoded: send plain JSON, without the header Content-Encoding."
 TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
     403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
-    408: "RequestTimeoutError",
     413: "RequestTooLargeError",
-    431: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
     504: "TimeoutError",
 }
+REFUSALS = {
+    404: "This path does not exist: /openapi.json lists those that do.",
+    405: "This path does not allow this method.",
+    413: "The body exceeds a megabyte: send a shorter one.",
+}
 # Where several kinds of value are valid, pydantic only explains why a value is not the first kind.
-PROMPTS = f"send text or token ids, or a list of at most {MOST_PROMPTS} of either, none empty"
 KINDS = {
-    "prompt": PROMPTS,
-    "input": PROMPTS,
+    "prompt": f"send text or token ids, or a list of at most {MOST_PROMPTS} of either, none empty",
     "stop": f"send a text, or a list of at most {MOST_STOPS} texts, "
     f"each 1 to {LONGEST_STOP} characters long",
 }
@@ -54,25 +54,27 @@ class ApiError(Exception):
         status: int,
         message: str,
         param: str | None = None,
-        headers: dict[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.headers = status, message, param, headers or {}
+        self.status, self.message, self.param, self.headers = status, message, param, headers
 
     def body(self) -> dict[str, Any]:
         return error_body(self.status, self.message, self.param)
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, self.headers)
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     """The body of an answer with `status`, or the event that ends a stream."""
     message = message.encode("utf-8", "replace").decode()[:LONGEST_MESSAGE]
-    name = TYPES.get(status, "APIError")
-    info = ErrorInfo(message=message, type=name, param=param, code=status)
-    return ErrorBody(error=info).model_dump()
+    kind = TYPES.get(status, "APIError")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
-def failure(error: BaseException) -> ApiError:
-    """The answer for an error. An unexpected error is logged, and its text is not sent."""
+def failure(error: Exception) -> ApiError:
+    """The answer to a request that failed with `error`; a defect of ours is logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):
@@ -89,25 +91,31 @@ def failure(error: BaseException) -> ApiError:
     return ApiError(500, "The server failed to answer this request: see its log for the reason.")
 
 
+def unreadable(error: RequestValidationError, headers: Mapping[str, str]) -> ApiError:
+    """The answer to a body that is not what an endpoint takes."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        return ApiError(400, NOT_JSON)
+    return ApiError(400, *validation_message(error.errors()))
+
+
 def validation_message(errors: list[Any]) -> tuple[str, str | None]:
     """The first of pydantic's errors as one sentence, and its field; never the value that was
     sent."""
-    unreadable: dict[str, Any] = {"loc": (), "msg": "it cannot be read"}
-    first = max(errors, key=lambda error: len(error["loc"]), default=unreadable)
-    field = next((str(part) for part in first["loc"] if isinstance(part, str)), None)
+    first = max(errors, key=lambda error: len(error["loc"]))
+    place = first["loc"][first["loc"][:1] == ("body",) :]  # where FastAPI has read it
+    field = next((part for part in place if isinstance(part, str)), None)
     reason = first.get("ctx", {}).get("error")
     if isinstance(reason, WrongField):
         field = reason.field
-    if field is None and first.get("type") in (
-        "json_invalid",
-        "model_attributes_type",
-        "model_type",
-    ):
+    if field is None and first["type"] != "value_error":
+        return NOT_AN_OBJECT, None
+    if first["type"] == "json_invalid":
         return NOT_AN_OBJECT, None
     what = f"'{field[:64]}'" if field else "The body"
-    if any(error.get("type") == NOT_UNICODE for error in errors):
+    if any(error["type"] == NOT_UNICODE for error in errors):
         return f"{what} contains half of a surrogate pair: send whole characters.", field
     # After the field, "loc" names the kind of value that was tried.
-    kinds = KINDS.get(field or "") if len(first["loc"]) > 1 else None
+    kinds = KINDS.get(field or "") if len(place) > 1 else None
     reason = kinds or str(first["msg"]).removeprefix("Value error, ")
     return (f"{what}: {reason}." if field else f"The body is invalid: {reason}."), field

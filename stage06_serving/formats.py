@@ -6,206 +6,188 @@ import codecs
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from shared.tokenizer import AnyTokenizer
-from stage01_forward.generation import Logprobs, Token
+from stage01_forward.generation import Logprobs
 
-from .protocol import ChatBody, CompletionBody
-from .service import Answer, Choice, Format, Piece, Service
-from .sse import event, written
+from .protocol import ChatBody, CompletionBody, OpenAIBody
+from .service import Choice, Generation, Piece
 
 MINUS_INFINITY = -9999.0  # JSON has no infinity
-Echo = tuple[str, dict[str, list[Any]] | None]  # a prompt's text and its log-probabilities
+Scored = Sequence[Logprobs | None]  # the log-probabilities of a prompt's tokens
 
 
-def usage(choices: Sequence[Choice]) -> dict[str, int]:
-    """Token counts of all choices; a prompt counts once, however many samples it has."""
-    prompts = {id(choice.prompt_ids): len(choice.prompt_ids) for choice in choices}
-    prompt, completion = sum(prompts.values()), sum(choice.completion_tokens for choice in choices)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-    }
+class Format(Protocol):
+    """How one request is answered."""
+
+    def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+
+    def chunks(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
+        """The events for one piece of a stream; none while all its text is held back."""
+
+    def last(self) -> list[dict[str, Any]]:
+        """The events that end a stream."""
 
 
 def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else MINUS_INFINITY
 
 
-def head(model: str, prefix: str, **fields: str) -> dict[str, Any]:
-    """The fields that all chunks of an answer repeat."""
-    name = f"{prefix}-{os.urandom(16).hex()}"
-    return {"id": name, **fields, "created": int(time.time()), "model": model}
-
-
-class Frame:
-    """The event of a choice's chunk, with holes for the text and the token ids: most chunks of an
-    answer differ in nothing else, and JSON of the rest is written once."""
-
-    TEXT = "\0the text\0"
-
-    def __init__(self, answer: Format, choice: Choice) -> None:
-        (chunk,) = answer.chunks(choice, Piece(self.TEXT, (Token(-1, None, None),)))
-        self.head, _, tail = event(chunk).rpartition(written(self.TEXT))
-        before, ids, after = tail.partition(b"[-1]")
-        self.tail, self.after = (before + b"[", b"]" + after) if ids else (tail, b"")
-
-    def event(self, piece: Piece) -> bytes:
-        text = written(piece.text)
-        if not self.after:
-            return b"".join((self.head, text, self.tail))
-        ids = ",".join([str(token.id) for token in piece.tokens]).encode()
-        return b"".join((self.head, text, self.tail, ids, self.after))
-
-
-def finish(piece: Piece | Answer) -> dict[str, Any]:
+def finish(piece: Piece) -> dict[str, Any]:
     """The finish reason, and what stopped the answer if that was a stop string or token."""
     reason: dict[str, Any] = {"finish_reason": piece.finish_reason}
     return reason if piece.stop_reason is None else reason | {"stop_reason": piece.stop_reason}
 
 
-def counts_on(body: CompletionBody | ChatBody) -> bool:
-    """Whether each chunk has the usage so far."""
-    options = body.stream_options
-    return options is not None and bool(options.continuous_usage_stats)
-
-
-def differs(body: CompletionBody | ChatBody, choices: Sequence[Choice]) -> bool:
-    """Whether the chunks of a stream differ in more than their text."""
-    return counts_on(body) or any(choice.marks for choice in choices)
-
-
-def running_usage(body: CompletionBody | ChatBody, choices: Sequence[Choice]) -> dict[str, Any]:
-    return {"usage": usage(choices)} if counts_on(body) else {}
+def warning(generation: Generation, limit: int | None) -> dict[str, str]:
+    """The field `warning` of an answer that cannot have as many tokens as `limit`."""
+    longest = max((len(choice.prompt_ids) for choice in generation.choices), default=0)
+    room = generation.service.context - longest
+    if limit is None or limit <= room:
+        return {}
+    return {"warning": f"max_tokens was cut from {limit} to {room}, the rest of the context."}
 
 
 class Generate:
     """POST /generate."""
 
-    repeats = True
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self.warning = warning(generation, generation.body.max_tokens)
 
-    def __init__(self, choices: Sequence[Choice], note: Mapping[str, str]) -> None:
-        self.choices, self.note = choices, note
-
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
         (answer,) = answers
-        return self._end(answer)
+        end = {"finish_reason": answer.finish_reason, "usage": self.generation.usage}
+        return {"text": answer.text, **end, **self.warning}
 
     def chunks(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
         if piece.finish_reason is not None:
-            return [self._end(piece)]
+            return [self.whole([piece])]
         return [{"text": piece.text}] if piece.text else []
 
     def last(self) -> list[dict[str, Any]]:
         return []
 
-    def _end(self, piece: Piece | Answer) -> dict[str, Any]:
-        return {
-            "text": piece.text,
-            "finish_reason": piece.finish_reason,
-            "usage": usage(self.choices),
-            **self.note,
-        }
 
+class OpenAI:
+    """What completions and chats have in common."""
 
-class Completion:
-    """POST /v1/completions. `echoes` holds the prompts to repeat, by the index of the choice."""
+    body: OpenAIBody
 
-    def __init__(
-        self,
-        body: CompletionBody,
-        choices: Sequence[Choice],
-        service: Service,
-        echoes: Mapping[int, Echo],
-    ) -> None:
-        self.body, self.choices, self.tokenizer = body, choices, service.loaded.tokenizer
-        self.head = head(body.model or service.name, "cmpl", object="text_completion")
-        self.note = service.note(body.max_tokens, choices)
-        self.repeats = not (body.logprobs is not None or differs(body, choices))
-        self._echoes = dict(echoes)  # those not sent yet
-        self._offsets = [
-            Offsets(len(echoes.get(choice.index, ("",))[0]), service.loaded.config.eos_ids)
-            for choice in choices
-        ]
+    def __init__(self, generation: Generation, prefix: str, kind: str, limit: int | None) -> None:
+        self.generation, self.tokenizer = generation, generation.service.loaded.tokenizer
+        self.warning = warning(generation, limit)
+        name, model = f"{prefix}-{os.urandom(16).hex()}", self.body.model or generation.service.name
+        self.head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        choices = [self._choice(*pair) for pair in zip(self.choices, answers, strict=True)]
-        return {**self.head, "choices": choices, "usage": usage(self.choices), **self.note}
+    def answer(self, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+        """A whole body."""
+        return {**self.head, **fields, "choices": choices, "usage": self.generation.usage,
+                **self.warning}  # fmt: skip
 
-    def chunks(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
-        part = self._choice(choice, piece)
-        shown = part["text"] or part["logprobs"] or part["finish_reason"]
-        if not (shown or self.body.return_token_ids):
-            return []
-        if piece.draft:
-            part["draft"] = True
-        note, self.note = self.note, {}  # in the first chunk
-        return [{**self.head, "choices": [part], **running_usage(self.body, self.choices), **note}]
+    def chunk_of(self, part: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self.head, "choices": [part], **self.warning}
+        self.warning = {}  # in the first chunk
+        options = self.body.stream_options
+        if options is not None and options.continuous_usage_stats:
+            chunk["usage"] = self.generation.usage
+        return chunk
 
     def last(self) -> list[dict[str, Any]]:
-        if not self.body.include_usage:
+        options = self.body.stream_options
+        if options is None or not options.include_usage:
             return []
-        return [{**self.head, "choices": [], "usage": usage(self.choices)}]
+        return [{**self.head, "choices": [], "usage": self.generation.usage}]
 
-    def _choice(self, choice: Choice, piece: Piece | Answer) -> dict[str, Any]:
-        index, text, logprobs = choice.index, piece.text, None
+
+class Completion(OpenAI):
+    """POST /v1/completions.
+
+    scores: of the prompts, where `echo` and `logprobs` are asked for."""
+
+    def __init__(
+        self, generation: Generation, body: CompletionBody, scores: Sequence[Scored] = ()
+    ) -> None:
+        self.body = body
+        super().__init__(generation, "cmpl", "text_completion", body.max_tokens)
+        self._echoes = {choice.index: self._echo(choice) for choice in generation.choices}
+        eos_ids, n = generation.service.loaded.config.eos_ids, body.n or 1
+        self._offsets = [Offsets(len(text), eos_ids) for text in self._echoes.values()]
+        self._scores = {
+            choice.index: self._prompt_logprobs(choice, scores[choice.index // n])
+            for choice in (generation.choices if scores else ())
+        }
+
+    def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
+        pairs = zip(self.generation.choices, answers, strict=True)
+        return self.answer([self._part(*pair) for pair in pairs])
+
+    def scored(self) -> dict[str, Any]:
+        """The body of an answer that has the prompts and no more."""
+        return self.whole([Piece("", (), "length") for _ in self.generation.choices])
+
+    def scored_chunks(self) -> list[dict[str, Any]]:
+        """The same as events."""
+        end = Piece("", (), "length")
+        return [chunk for it in self.generation.choices for chunk in self.chunks(it, end)]
+
+    def chunks(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
+        part = self._part(choice, piece)
+        if not any(part.get(name) for name in ("text", "logprobs", "finish_reason", "token_ids")):
+            return []
+        return [self.chunk_of(part)]
+
+    def _part(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        """One choice's text so far unsent, after its prompt the first time if that is echoed."""
+        index, logprobs = choice.index, None
         if self.body.logprobs is not None:
-            logprobs = completion_logprobs(
+            logprobs = columns(
                 self.tokenizer,
                 [(token.id, token.logprobs) for token in piece.tokens],
                 self._offsets[index],
             )
-        if index in self._echoes:
-            prompt, prompt_logprobs = self._echoes.pop(index)
-            text = prompt + text
-            if logprobs and prompt_logprobs:
-                logprobs = {name: prompt_logprobs[name] + logprobs[name] for name in logprobs}
+            if before := self._scores.pop(index, None):
+                logprobs = {name: before[name] + logprobs[name] for name in logprobs}
+        text = self._echoes.pop(index, "") + piece.text
         part = {"index": index, "text": text, "logprobs": logprobs, **finish(piece)}
         if self.body.return_token_ids:
             part["token_ids"] = [token.id for token in piece.tokens]
         return part
 
+    def _echo(self, choice: Choice) -> str:
+        """The prompt's text, if it is to be repeated."""
+        if not self.body.echo:
+            return ""
+        sent = choice.prompt
+        return sent if isinstance(sent, str) else self.tokenizer.decode(sent)
 
-class Scores:
-    """POST /v1/completions with `echo` and no tokens: the log-probabilities of the prompts."""
-
-    def __init__(
-        self, body: CompletionBody, echoes: Sequence[Echo], choices: Sequence[Choice], model: str
-    ) -> None:
-        self.body, self.usage, self.repeats = body, usage(choices), False
-        self.head = head(model, "cmpl", object="text_completion")
-        self.choices = [
-            {"index": index, "text": text, "logprobs": logprobs, "finish_reason": "length"}
-            for index, (text, logprobs) in enumerate(echoes)
-        ]
-
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        return {**self.head, "choices": self.choices, "usage": self.usage}
-
-    def chunks(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
-        return []
-
-    def last(self) -> list[dict[str, Any]]:
-        events = [{**self.head, "choices": self.choices}]
-        if self.body.include_usage:
-            events.append({**self.head, "choices": [], "usage": self.usage})
-        return events
+    def _prompt_logprobs(self, choice: Choice, scores: Scored) -> dict[str, Any]:
+        """The columns of a prompt. Tokens that the tokenizer puts before a text, such as BOS, have
+        no text in its echo; nor has the space that sentencepiece puts before its first word."""
+        ids, tokenizer = choice.prompt_ids, self.tokenizer
+        start = tokenizer.encode("")
+        before = len(start) if ids[: len(start)] == start else 0
+        silent = before if isinstance(choice.prompt, str) else 0
+        whole = tokenizer.decode_bytes(ids[silent:]).decode("utf-8", "replace")
+        spaced = tokenizer.decode_bytes(ids[before : before + 1]).startswith(b" ")
+        shorter = len(self._echoes[choice.index]) < len(whole)
+        offsets = Offsets(0, (), silent, before if spaced and shorter else None)
+        return columns(tokenizer, list(zip(ids, scores, strict=True)), offsets)
 
 
-class Chat:
+class Chat(OpenAI):
     """POST /v1/chat/completions."""
 
-    def __init__(self, body: ChatBody, choices: Sequence[Choice], service: Service) -> None:
-        self.body, self.choices, self.tokenizer = body, choices, service.loaded.tokenizer
-        self.head = head(body.model or service.name, "chatcmpl")
-        self.note = service.note(body.max_completion_tokens or body.max_tokens, choices)
-        self.repeats = not (body.logprobs or differs(body, choices))
+    def __init__(self, generation: Generation, body: ChatBody) -> None:
+        self.body = body
+        limit = body.max_completion_tokens or body.max_tokens
+        super().__init__(generation, "chatcmpl", "chat.completion.chunk", limit)
         self._greeted: set[int] = set()  # choices whose role has been sent
 
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
         choices = [
             {
                 "index": choice.index,
@@ -213,49 +195,40 @@ class Chat:
                 "logprobs": self._logprobs(answer),
                 **finish(answer),
             }
-            for choice, answer in zip(self.choices, answers, strict=True)
+            for choice, answer in zip(self.generation.choices, answers, strict=True)
         ]
-        body = {**self.head, "object": "chat.completion", "choices": choices}
-        return body | {"usage": usage(self.choices), **self.note}
+        return self.answer(choices, object="chat.completion")
 
     def chunks(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
         events = []
         if choice.index not in self._greeted:
             self._greeted.add(choice.index)
-            role = {"role": "assistant", "content": ""}
-            events.append(self.chunk(choice, role, Piece("", ())))
-        if piece.text or piece.finish_reason or self.body.logprobs:
+            greeting = {"role": "assistant", "content": ""}
+            events.append(self.chunk(choice, greeting, Piece("", ())))
+        if piece.text or piece.finish_reason or (self.body.logprobs and piece.tokens):
             delta = {"content": piece.text} if piece.text else {}
             events.append(self.chunk(choice, delta, piece))
         return events
 
-    def last(self) -> list[dict[str, Any]]:
-        if not self.body.include_usage:
-            return []
-        end = {"object": "chat.completion.chunk", "choices": [], "usage": usage(self.choices)}
-        return [{**self.head, **end}]
-
     def chunk(self, choice: Choice, delta: dict[str, Any], piece: Piece) -> dict[str, Any]:
-        part = {
-            "index": choice.index,
-            "delta": delta,
-            "logprobs": self._logprobs(piece),
-            **finish(piece),
-            **({"draft": True} if piece.draft else {}),
-        }
-        chunk = {**self.head, "object": "chat.completion.chunk", "choices": [part], **self.note}
-        self.note = {}  # in the first chunk
-        return chunk | running_usage(self.body, self.choices)
+        logprobs = self._logprobs(piece)
+        return self.chunk_of(
+            {"index": choice.index, "delta": delta, "logprobs": logprobs, **finish(piece)}
+        )
 
-    def _logprobs(self, piece: Piece | Answer) -> dict[str, Any] | None:
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if not self.body.logprobs:
             return None
-        scored = [(token.id, token.logprobs) for token in piece.tokens if token.logprobs]
-        return {"content": [self._scored_token(*pair) for pair in scored]}
-
-    def _scored_token(self, token_id: int, logprobs: Logprobs) -> dict[str, Any]:
-        top = [self._token(*pair) for pair in logprobs.top]
-        return {**self._token(token_id, logprobs.token), "top_logprobs": top}
+        return {
+            "content": [
+                {
+                    **self._token(token.id, token.logprobs.token),
+                    "top_logprobs": [self._token(*pair) for pair in token.logprobs.top],
+                }
+                for token in piece.tokens
+                if token.logprobs
+            ]
+        }
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
@@ -276,17 +249,27 @@ def token_text(tokenizer: AnyTokenizer, token_id: int) -> str:
 
 
 class Offsets:
-    """Where tokens are in a text that begins with `start` characters before them; tokens of
-    `eos_ids` have no text."""
+    """Where tokens are in a text that begins with `start` characters before them. Tokens of
+    `eos_ids` and the first `silent` ones have no text; that with the number `spaced` begins with a
+    space that the text has not."""
 
-    def __init__(self, start: int = 0, eos_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        start: int = 0,
+        eos_ids: Sequence[int] = (),
+        silent: int = 0,
+        spaced: int | None = None,
+    ) -> None:
         self._characters, self._eos_ids = start, eos_ids
+        self._silent, self._spaced, self._count = silent, spaced, 0
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def next(self, token_id: int, data: bytes) -> int:
         """The place of the first character that has bytes of the next token, whose bytes are
         `data`."""
-        if token_id in self._eos_ids or not data:
+        number, self._count = self._count, self._count + 1
+        data = data[number == self._spaced :]
+        if number < self._silent or token_id in self._eos_ids or not data:
             return self._characters
         self._characters += len(self._utf8.decode(data[:1]))
         unfinished = bool(self._utf8.getstate()[0])  # then its character is still to come
@@ -295,16 +278,13 @@ class Offsets:
         return place
 
 
-def completion_logprobs(
+def columns(
     tokenizer: AnyTokenizer, scored: Sequence[tuple[int, Logprobs | None]], offsets: Offsets
 ) -> dict[str, list[Any]]:
     """Log-probabilities of tokens as completions have them."""
-    columns: dict[str, list[Any]] = {
-        "tokens": [],
-        "token_logprobs": [],
-        "top_logprobs": [],
-        "text_offset": [],
-    }
+    table: dict[str, list[Any]] = {
+        "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
+    }  # fmt: skip
     for token_id, logprobs in scored:
         text, score, top = token_text(tokenizer, token_id), None, None
         if logprobs is not None:
@@ -312,6 +292,6 @@ def completion_logprobs(
             top = {token_text(tokenizer, other): finite(value) for other, value in logprobs.top}
             top.setdefault(text, score)
         offset = offsets.next(token_id, tokenizer.decode_bytes([token_id]))
-        for column, value in zip(columns.values(), (text, score, top, offset), strict=True):
+        for column, value in zip(table.values(), (text, score, top, offset), strict=True):
             column.append(value)
-    return columns
+    return table

@@ -12,12 +12,11 @@ from typing import Any
 from shared import registry
 from shared.cli import Loaded
 
-from .async_engine import Prepare
-from .chat import ChatTemplate, OwnTemplate, Tools
-from .formats import Chat
+from .async_engine import Engine, Prepare
+from .chat import Template, Tools
+from .formats import Chat, Format
 from .protocol import ChatBody, CompletionBody, Message
-from .service import Choice, Format, Service
-from .status import AnyEngine
+from .service import Generation
 
 
 class NoForms:
@@ -25,9 +24,7 @@ class NoForms:
 
     chat_body, completion_body = ChatBody, CompletionBody
 
-    def __init__(
-        self, engine: AnyEngine, loaded: Loaded, template: ChatTemplate | OwnTemplate | None
-    ) -> None:
+    def __init__(self, engine: Engine, loaded: Loaded, template: Template | None) -> None:
         """template: of the server's chats."""
 
     async def prepare(self, body: ChatBody | CompletionBody) -> Prepare | None:
@@ -36,8 +33,8 @@ class NoForms:
     def conversation(self, body: ChatBody) -> tuple[Sequence[Message], Tools | None]:
         return body.messages, None
 
-    def answer(self, body: ChatBody, choices: Sequence[Choice], service: Service) -> Format:
-        return Chat(body, choices, service)
+    def answer(self, generation: Generation, body: ChatBody) -> Format:
+        return Chat(generation, body)
 
 
 def brought() -> Any:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 import uvicorn
 
-from .__main__ import SWITCH, configure, keep_objects, listen, make_engine
+from .__main__ import SWITCH, address_of, configure, keep_objects, listen, make_engine
 from .app import create_app
 from .async_engine import EngineThread
 from .settings import parse
@@ -21,10 +21,11 @@ from .settings import parse
 class Inside:
     """The engine of a server's command line. As in the server, one thread computes and no other."""
 
-    def __init__(self, arguments: list[str]) -> None:
-        self.settings, self.thread = parse(arguments), EngineThread()
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self.settings, self.thread = parse([*arguments]), EngineThread()
         self.loading = self.thread.run(partial(make_engine, self.settings))
-        self.engine = self.loading.result()[0].engine
+        self.served = self.loading.result()
+        self.engine = self.served.engine
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
@@ -33,7 +34,7 @@ class Inside:
         usual, often = sys.getswitchinterval(), gc.get_threshold()
         sys.setswitchinterval(SWITCH)
         try:
-            async with listening(create_app(self.loading, self.settings, None, self.thread)) as url:
+            async with listening(create_app(self.loading, self.settings, self.thread)) as url:
                 keep_objects()
                 yield url
         finally:
@@ -54,7 +55,7 @@ async def listening(app: Any) -> AsyncIterator[str]:
             if serving.done():
                 raise RuntimeError("the application did not start")
             await asyncio.sleep(0.01)
-        yield f"http://127.0.0.1:{place.getsockname()[1]}"
+        yield address_of(place)
     finally:
         server.should_exit = True
         await serving

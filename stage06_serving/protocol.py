@@ -1,12 +1,13 @@
 """What clients may send, field by field: OpenAI's names, vLLM's extras, and bounds on everything.
 
-A body is read strictly: `true` is not a number, "yes" is not a boolean, and NaN is invalid. Unknown
-fields are ignored, as clients send many; unsupported fields that would change the answer are
-refused.
+A body is read strictly: `true` is not a number, "yes" is not a boolean, and NaN is invalid. null is
+as if the field were absent. Unknown fields are ignored, as clients send many; those that are known
+to change the answer elsewhere, and that this server does not have, are refused by name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -19,31 +20,53 @@ MOST_STOPS, LONGEST_STOP = 4, 256
 MOST_BIASES = 300
 MOST_LOGPROBS = 20
 MOST_MESSAGES = 1000
-DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
 # Each would change the answer, or run a client's program. The values are the reasons.
-TEXT_ONLY = "this model reads and writes text, not images or audio"
-NO_FORMAT = "this server cannot constrain an answer to a format"
-NO_TOOLS = "this model cannot call functions"
+TEXT_ONLY = "this model reads and writes text, not images or audio: leave it out"
+NO_FORMAT = "this server cannot constrain an answer so: send 'response_format' or "
+NO_FORMAT += "'structured_outputs', or leave it out"
+UNSUPPORTED = "this server does not support it: leave it out"
 REFUSED = {
-    **dict.fromkeys(("tools", "functions"), NO_TOOLS),
-    **dict.fromkeys(("audio", "prompt_embeds"), TEXT_ONLY),
+    **dict.fromkeys(("audio", "modalities", "images", "prompt_embeds"), TEXT_ONLY),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), NO_FORMAT),
-    "structured_outputs": NO_FORMAT,
+    **dict.fromkeys(("grammar", "regex", "ebnf", "json_schema", "guided_decoding"), NO_FORMAT),
+    **dict.fromkeys(("response_format", "structured_outputs"), UNSUPPORTED),
+    **dict.fromkeys(("tools", "tool_choice"), "this server has no function calls: leave it out"),
+    "functions": "it is deprecated: send 'tools'",
+    "function_call": "it is deprecated: send 'tool_choice'",
+    "stop_sequences": "send 'stop'",
+    "min_new_tokens": "send 'min_tokens'",
+    **dict.fromkeys(("max_new_tokens", "max_length", "n_predict", "num_predict"), "send a limit as "
+                    "'max_tokens'"),
+    "repeat_penalty": "send 'repetition_penalty'",
+    "do_sample": "send 'temperature', 0 for the likeliest tokens",
+    "best_of": "send 'n', and choose among the samples yourself",
     **dict.fromkeys(
         (
-            *("chat_template", "chat_template_kwargs", "suffix", "prediction", "documents"),
-            *("use_beam_search", "allowed_token_ids", "bad_words", "prompt_logprobs"),
-            "truncate_prompt_tokens",
+            *("chat_template", "chat_template_kwargs", "continue_final_message", "suffix"),
+            *("add_generation_prompt", "add_special_tokens", "skip_special_tokens"),
+            *("spaces_between_special_tokens", "prediction", "documents", "use_beam_search"),
+            *("allowed_token_ids", "bad_words", "logits_processors", "prompt_logprobs"),
+            *("truncate_prompt_tokens", "length_penalty", "typical_p", "tfs_z", "top_a"),
+            *("mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability", "samplers"),
+            *("reasoning_effort", "thinking", "verbosity", "web_search_options", "num_beams"),
         ),
-        "this server does not support it",
+        UNSUPPORTED,
     ),
+}  # fmt: skip
+# The values, beside null and empty ones, that ask for nothing more than this server does.
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("best_of", "num_beams", "repeat_penalty", "length_penalty"), (1,)),
+    **dict.fromkeys(("typical_p", "tfs_z"), (1,)),
+    **dict.fromkeys(("do_sample",), (True,)),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
 }
-# The values that ask for nothing more than this server does, and why any other is refused.
-HARMLESS: dict[str, tuple[tuple[Any, ...], str]] = {
-    **dict.fromkeys(("tool_choice", "function_call"), (("none", "auto"), NO_TOOLS)),
-    "modalities": ((["text"],), TEXT_ONLY),
-    "response_format": (({"type": "text"},), NO_FORMAT),
-}
+# Here false, too, would change the answer, and true is what this server does.
+TRUE = ("add_generation_prompt", "add_special_tokens", "skip_special_tokens", "do_sample")
+TRUE += ("spaces_between_special_tokens",)
 # Fields that the engine takes as they are.
 SAME = (
     *("temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos"),
@@ -74,6 +97,22 @@ Ids = Annotated[Many[TokenId], Field(min_length=1)]
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        for name in data if isinstance(data, dict) and not cls._read_later(data) else ():
+            if name in REFUSED and name not in cls.model_fields:  # a later stage may have it
+                value = data[name]
+                empty = value is None or not value and name not in TRUE
+                if not (empty or name in TRUE and value is True or value in HARMLESS.get(name, ())):
+                    raise WrongField(name, REFUSED[name])
+        return data
+
+    @classmethod
+    def _read_later(cls, data: dict[str, Any]) -> bool:
+        """Whether another body will check the fields."""
+        return False
+
 
 Prompts = (
     Text
@@ -81,13 +120,6 @@ Prompts = (
     | Annotated[Many[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
     | Annotated[Many[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
 )
-
-
-def as_list(prompts: Any) -> list[Any]:
-    """A list of prompts, each a text or token ids."""
-    if isinstance(prompts, str) or isinstance(prompts[0], int):
-        return [prompts]
-    return list(prompts)
 
 
 class StreamOptions(Body):
@@ -133,21 +165,6 @@ class SamplingBody(Body):
                 raise ValueError("a logit_bias must be from -100 to 100")
         return value
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for name in data:
-                if name in cls.model_fields:  # of a later stage's body
-                    continue
-                if name in REFUSED and data[name]:
-                    raise WrongField(name, f"{REFUSED[name]}: leave it out")
-                if name in HARMLESS:
-                    values, reason = HARMLESS[name]
-                    if data[name] not in (None, *values):
-                        raise WrongField(name, f"{reason}: leave it out")
-        return data
-
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> SamplingBody:
         if self.stream_options is not None and not self.stream:
@@ -158,18 +175,15 @@ class SamplingBody(Body):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    def params(self, max_tokens: int, logprobs: int | None, sample: int) -> SamplingParams:
-        """The options of sample number `sample` of a prompt. With a seed, each sample has a seed of
-        its own. Raises UserError."""
+    def params(
+        self, max_tokens: int, logprobs: int | None, sample: int, defaults: Mapping[str, Any]
+    ) -> SamplingParams:
+        """The options of sample number `sample` of a prompt; `defaults` are the server's. With a
+        seed, each sample has a seed of its own. Raises UserError."""
         seed = self.seed
         if seed not in (None, -1) and sample:  # -1 is random
             seed = (seed + sample) % 2**63
-        # OpenAI's default temperature is 1; the engine's is 0.
-        options: dict[str, Any] = {"temperature": 1.0, "seed": seed}
+        options: dict[str, Any] = {**defaults, "seed": seed}
         options |= {name: value for name in SAME if (value := getattr(self, name)) is not None}
         if self.logit_bias is not None:
             options["logit_bias"] = {int(key): bias for key, bias in self.logit_bias.items()}
@@ -188,7 +202,6 @@ class OpenAIBody(SamplingBody):
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
     user: str | None = None
-    mark_drafts: bool | None = None  # chunks of a stream with accepted drafts have "draft": true
 
     @model_validator(mode="after")
     def _samples(self) -> OpenAIBody:
@@ -215,18 +228,20 @@ class CompletionBody(OpenAIBody):
 
     @property
     def prompts(self) -> list[Any]:
-        return as_list(self.prompt)
+        """The prompts, each a text or token ids."""
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else list(self.prompt)
 
 
 class TextPart(Body):
     type: str
-    text: Text
+    text: Text | None = None
 
     @field_validator("type")
     @classmethod
     def _is_text(cls, kind: str) -> str:
         if kind != "text":
-            raise ValueError(f"{TEXT_ONLY}: send parts of the type 'text'")
+            raise ValueError(f"{TEXT_ONLY.partition(':')[0]}: send parts of the type 'text'")
         return kind
 
 
@@ -244,7 +259,7 @@ class Message(Body):
     def text(self) -> str:
         if isinstance(self.content, str):
             return self.content
-        return "\n".join(part.text for part in self.content or ())
+        return "\n".join(part.text or "" for part in self.content or ())
 
 
 class ChatBody(OpenAIBody):
@@ -263,12 +278,18 @@ class ChatBody(OpenAIBody):
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: of a prompt, or of a chat by its template."""
+    """POST /tokenize: of a prompt, or of a chat, with all that a chat takes."""
+
+    model_config = ConfigDict(extra="allow")
 
     prompt: Text | None = None
-    messages: Annotated[Many[Message], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
+    messages: list[Any] | None = None
     model: str | None = None
     return_token_strs: bool | None = None
+
+    @classmethod
+    def _read_later(cls, data: dict[str, Any]) -> bool:
+        return data.get("messages") is not None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> TokenizeBody:
@@ -282,16 +303,3 @@ class DetokenizeBody(Body):
 
     tokens: Annotated[Many[TokenId], Field(max_length=100_000)]
     model: str | None = None
-
-
-class ErrorInfo(BaseModel):
-    message: str
-    type: str
-    param: str | None = None
-    code: int
-
-
-class ErrorBody(BaseModel):
-    """The form of every error."""
-
-    error: ErrorInfo

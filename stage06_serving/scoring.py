@@ -1,5 +1,5 @@
-"""Log-probabilities of prompts, from the passes that compute them: chunks in the
-batch, like any other request's, so no other request waits for them, and an abort ends them."""
+"""Log-probabilities of prompts, from the passes that compute them: chunks in the batch, like any
+other request's, so no other request waits for them, and an abort ends them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,10 @@ if TYPE_CHECKING:  # the settings are checked before PyTorch is imported
 Scores = list[Logprobs | None]  # of the tokens of a prompt; None for the first: it has no context
 
 
-OWN = b"for one prompt: "  # how the salts begin that no two prompts share
-
-
 def own_salt(name: str, salt: bytes) -> bytes:
-    """A salt that only the samples of one prompt have."""
-    return OWN + name.encode() + b"\0" + salt
-
-
-def has_own_salt(request: Request) -> bool:
-    """Whether no later request can find the blocks of this one."""
-    return request.salt.startswith(OWN)
+    """A salt that only the samples of one prompt have: a token that is found in the prefix cache is
+    not computed, and so not scored."""
+    return b"for one prompt: " + name.encode() + b"\0" + salt
 
 
 def ignore(result: object) -> None:
@@ -38,10 +31,10 @@ def ignore(result: object) -> None:
 
 @dataclass(eq=False)
 class PromptRequest(Request):
-    """A request for something about its prompt. Its salt must be its own if it wants more than the
-    last position: a token that is found in the prefix cache is not computed."""
+    """A request for something about its prompt, behind all that are answered: one body may hold a
+    thousand of these."""
 
-    priority: int = 2**31  # behind all that are answered: one body may hold a thousand of these
+    priority: int = 2**31
     done: Callable[[Any], object] = ignore  # called once, with the result
 
     @property
@@ -78,8 +71,7 @@ class ScoredRequest(PromptRequest):
 
         first = len(self.scores)
         targets = self.output.prompt_ids[first : first + len(logits)]
-        ids = torch.tensor(targets, device=logits.device)
-        self.scores += score_rows(logits, ids, self.top)
+        self.scores += score_rows(logits, torch.tensor(targets, device=logits.device), self.top)
         if not self.wanted:
             self.done(self.scores)
 
@@ -119,6 +111,5 @@ class PromptRunner:
         logits = self.runner.run(ids, shares, computed)
         order = {row: place for place, row in enumerate(computed)}
         for request, places in takers:
-            chosen = [order[row] for row in places]
-            request.take(logits[chosen])
+            request.take(logits[[order[row] for row in places]])
         return logits[[order[row] for row in rows]]

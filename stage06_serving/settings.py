@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-import os
-import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -22,7 +20,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared import cli, models, registry
-from shared.cli import MOST_TOKENS, OTHER_NAMES, Parser, with_default
+from shared.cli import MOST_TOKENS, Parser, with_default
 from shared.errors import UserError, advised
 from shared.files import read_text
 from shared.models import AUTO
@@ -33,11 +31,6 @@ PAGED = "paged"  # runs everywhere
 ENGINES = PAGED, "kernels"  # for --engine, the newest last; names in registry.ENGINES
 OFF = "off"  # no drafts
 MOST_KEY_BYTES = 2**20
-# Of the router, the tests, the exercises, and Ray's replicas.
-OTHER_VARIABLES = ("ADMIN_KEY", "GPT2", "MINE", "NODE")
-# What Kubernetes tells every container about a service whose name begins with "staircase".
-KUBERNETES = re.compile(r".*(SERVICE_HOST|SERVICE_PORT.*|PORT(_\d+_(TCP|UDP|SCTP).*)?)")
-ADDRESS = re.compile(r"(tcp|udp|sctp)://.*")
 GROUPS = {  # of the help, by their first options
     "model": "model and machine",
     "host": "address and access",
@@ -161,31 +154,30 @@ class Settings(BaseSettings):
     max_queue: int = Field(
         default=1024, ge=0, le=100_000, description="maximum waiting sequences; more get 503"
     )
-    stream_interval: int = Field(
-        default=1,
-        ge=1,
-        le=10_000,
-        description="tokens that a stream gathers before it sends them, after its first; more "
-        "cost less time per token; with stop strings every token is sent",
-    )
     request_timeout: float = Field(
         default=300.0, gt=0, le=86400, description="seconds after which a request gets 504"
     )
     grace: float = Field(
         default=10.0, ge=0, le=3600, description="seconds for requests to finish at shutdown"
     )
-    chat_template: str = Field(
+    generation_config: Literal["auto", "none"] = Field(
         default="auto",
-        description="template for chats: auto (the model's own, else simple), simple, none "
-        "(chats are refused), or a JSON file",
+        description="sampling of requests that do not choose it: auto is that of the model's "
+        "generation_config.json, and else OpenAI's; none is OpenAI's, which is temperature 1",
     )
-
-    @field_validator("port", mode="before")
-    @classmethod
-    def _not_an_address(cls, port: Any) -> Any:
-        """STAIRCASE_PORT is tcp://... in a cluster with a service named staircase."""
-        named = isinstance(port, str) and ADDRESS.fullmatch(port)
-        return cls.model_fields["port"].default if named else port
+    temperature: float | None = Field(
+        default=None, ge=0, le=2, description="temperature of requests that do not choose it"
+    )
+    top_p: float | None = Field(
+        default=None, gt=0, le=1, description="top_p of requests that do not choose it"
+    )
+    top_k: int | None = Field(
+        default=None, ge=0, le=1_000_000, description="top_k of requests that do not choose it"
+    )
+    chat_template: Literal["auto", "simple", "none"] = Field(
+        default="auto",
+        description="template for chats: auto is the model's own, else simple; none refuses chats",
+    )
 
     @field_validator("model")
     @classmethod
@@ -303,7 +295,8 @@ def parse(argv: list[str] | None) -> Settings:
             action: Any = argparse.BooleanOptionalAction
             group.add_argument(option, action=action, default=argparse.SUPPRESS, help=about)
         else:
-            choices = ",".join(get_args(field.annotation))
+            choices = ",".join(map(str, get_args(field.annotation)))
+            choices = "" if field.default is None else choices
             shown = f"{{{choices}}}" if choices else "VALUE"
             group.add_argument(option, default=argparse.SUPPRESS, metavar=shown, help=about)
     options: dict[str, Any] = vars(parser.parse_args(argv))
@@ -313,9 +306,8 @@ def parse(argv: list[str] | None) -> Settings:
             f"--api-key-file or {PREFIX}API_KEY.",
             file=sys.stderr,
         )
-    _check_variables()
     try:
-        return Settings(**{**_older_variables(), **options})
+        return Settings(**options)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
@@ -326,31 +318,3 @@ def parse(argv: list[str] | None) -> Settings:
             values = get_args(Settings.model_fields[name].annotation)
             reason = advised(reason, str(first["input"]), values)
         raise UserError(f"{source}: {reason}; --help lists every option.") from None
-
-
-def _check_variables() -> None:
-    """Raise UserError for a variable in the environment that looks like ours, and is not."""
-    known = [PREFIX + name.upper() for name in (*Settings.model_fields, *OTHER_VARIABLES)]
-    renamed = {_variable(old): _variable(name) for old, name in OTHER_NAMES.items()}
-    older = {old: name for old, name in renamed.items() if name in known}
-    for name in os.environ:
-        if (
-            name.startswith(PREFIX)
-            and name not in (*known, *older)
-            and not KUBERNETES.fullmatch(name)
-        ):
-            advice = advised("unset it; --help names every variable.", name, known, older)
-            raise UserError(f"There is no option for the variable {name}; {advice}")
-
-
-def _variable(option: str) -> str:
-    return PREFIX + option[2:].replace("-", "_").upper()
-
-
-def _older_variables() -> dict[str, str]:
-    """The fields whose environment variable is set by an older name alone."""
-    fields = {}
-    for older, name in OTHER_NAMES.items():
-        if _variable(older) in os.environ and _variable(name) not in os.environ:
-            fields[name[2:].replace("-", "_")] = os.environ[_variable(older)]
-    return {name: value for name, value in fields.items() if name in Settings.model_fields}

@@ -16,11 +16,11 @@ from pydantic import Field, model_validator
 
 from shared.cli import Loaded
 from shared.errors import UserError
-from stage06_serving.async_engine import Prepare
-from stage06_serving.chat import ChatTemplate, OwnTemplate
+from stage06_serving.async_engine import Engine, Prepare
+from stage06_serving.chat import OwnTemplate, Template
 from stage06_serving.chat import Tools as Described
 from stage06_serving.errors import ApiError
-from stage06_serving.formats import Chat
+from stage06_serving.formats import Chat, Format
 from stage06_serving.protocol import (
     MOST_MESSAGES,
     Body,
@@ -32,8 +32,7 @@ from stage06_serving.protocol import (
     Text,
     WrongField,
 )
-from stage06_serving.service import Answer, Choice, Format, Piece, Service
-from stage06_serving.status import AnyEngine
+from stage06_serving.service import Choice, Generation, Piece
 
 from . import grammar, tools
 from .tools import MOST_TOOLS, Tool, name_of, schema_of
@@ -210,10 +209,8 @@ class Forms:
 
     chat_body, completion_body = ChatForm, CompletionForm
 
-    def __init__(
-        self, engine: AnyEngine, loaded: Loaded, template: ChatTemplate | OwnTemplate | None
-    ) -> None:
-        self.masks = grammar.Masks(getattr(engine, "engine", engine))
+    def __init__(self, engine: Engine, loaded: Loaded, template: Template | None) -> None:
+        self.masks = grammar.Masks(engine)
         own = isinstance(template, OwnTemplate)
         self.loaded, self.shows_tools = loaded, own and "tools" in template.template.source
         self._lock = threading.Lock()
@@ -247,22 +244,20 @@ class Forms:
             return tools.shown(body.messages, described or ()), None
         return body.messages, described or None
 
-    def answer(self, body: ChatBody, choices: Sequence[Choice], service: Service) -> Format:
+    def answer(self, generation: Generation, body: ChatBody) -> Format:
         assert isinstance(body, ChatForm)
-        chat = Chat(body, choices, service)
+        chat = Chat(generation, body)
         return ToolChat(chat) if body.callable else chat
 
 
 class ToolChat:
     """The chat format `chat` with calls: the text of each choice goes through its reader."""
 
-    repeats = False
-
     def __init__(self, chat: Chat) -> None:
         self.chat = chat
-        self.readers = {choice.index: tools.Reader() for choice in chat.choices}
+        self.readers = {choice.index: tools.Reader() for choice in chat.generation.choices}
 
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
         body = self.chat.whole(answers)
         for part, reader, answer in zip(
             body["choices"], self.readers.values(), answers, strict=True

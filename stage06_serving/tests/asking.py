@@ -25,7 +25,7 @@ IGNORE: dict[str, Any] = {"ignore_eos": True}
 JSON = "Content-Type: application/json"
 IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 LARGEST_ERROR = 2048  # bytes
-HANG = 240.0  # seconds: on an idle machine nothing here takes a tenth of that
+HANG = 60.0  # seconds: on an idle machine nothing here takes a tenth of that
 
 
 def until(condition: Callable[[], object], what: Callable[[], object] = str) -> None:

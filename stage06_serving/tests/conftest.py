@@ -7,6 +7,8 @@ import inspect
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -17,15 +19,15 @@ import pytest
 from safetensors.torch import save_file
 
 from shared.config import Config
-from shared.server import OwnServer, own_server, python
+from shared.paths import ROOT
+from shared.server import OwnServer, own_server, stop
 from shared.testing import FIELDS, make_folder, random_checkpoint
 from stage05_paged.blocks import BlockPool
 from stage05_paged.engine import make as make_paged
-from stage06_serving.engines import Paged
 from stage06_serving.settings import PREFIX
 
-from .faulty_server import FILES, MODULE, VARIABLE, Fault
-from .tools import Passes, started
+from .faulty_server import MODULE, VARIABLE, Fault
+from .tools import Passes, Plans, started
 
 ALWAYS = ("--sanitize", "--linear", "plain", "--engine", "paged")
 FILE_KEY = "a key from a file"
@@ -80,34 +82,42 @@ def serving(
 
 
 @pytest.fixture(scope="session")
-def house() -> Iterator[House]:
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     """house(*arguments, env=...): a server in a process shared with others, so quick to start.
 
     For tests that neither stop it nor look at its process. faulty_server.py makes it fail.
     """
-    with python(["-m", MODULE, "many"], environment()) as process:
+    log = tmp_path_factory.mktemp("house") / "stderr"
+    command, variables = [sys.executable, "-m", MODULE, "many"], environment()
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=variables, stdin=subprocess.PIPE, stdout=file, stderr=file
+        )
 
-        def start(*arguments: str, env: Mapping[str, str] | None = None) -> Running:
-            running = Running(**{**vars(process), "begins": process.log.stat().st_size})
-            line = json.dumps([["--port", "0", *ALWAYS, *arguments], dict(env or {})])
-            assert running.process.stdin is not None
-            running.process.stdin.write(line.encode() + b"\n")
-            running.process.stdin.flush()
-            running.wait()
-            return running
+    def start(*arguments: str, env: Mapping[str, str] | None = None) -> Running:
+        running = Running(process, log, begins=log.stat().st_size)
+        line = json.dumps([["--port", "0", *ALWAYS, *arguments], dict(env or {})])
+        assert process.stdin is not None
+        process.stdin.write(line.encode() + b"\n")
+        process.stdin.flush()
+        running.wait()
+        return running
 
+    try:
         yield start
+    finally:
+        stop(process)
 
 
 @pytest.fixture(scope="session")
 def locked(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server in a process of its own, with keys in its variables and in a file, few descriptors,
-    other names, and requests in its log; without a chat template."""
+    """A server in a process of its own, with keys in its variables and in a file, other names, and
+    requests in its log; without a chat template."""
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text(f"another\n{FILE_KEY}\n", encoding="utf-8")
     options = ["--api-key-file", str(file), "--allowed-host", "inner.example, other"]
     options += ["--log-requests", "--kv-memory", "64KiB", "--chat-template", "none"]
-    env = {f"{PREFIX}API_KEY": "first-key, second-key, zweiter-schlüssel", FILES: "256"}
+    env = {f"{PREFIX}API_KEY": "first-key, second-key, zweiter-schlüssel"}
     with serving("--model", str(tiny_folder), *options, env=env, module=MODULE) as running:
         yield running
 
@@ -170,7 +180,9 @@ def engine(tiny_model):
 
     def make(blocks=80, **options):
         options = {"max_sequences": 8, **options}
-        return Paged(make_paged(tiny_model, pool=BlockPool(blocks, 4), sanitize=True, **options))
+        made = make_paged(tiny_model, pool=BlockPool(blocks, 4), sanitize=True, **options)
+        Plans(made)
+        return made
 
     return make
 
@@ -183,7 +195,7 @@ def gated(engine):
     @asynccontextmanager
     async def make(max_queue=64, **options):
         made = engine(**options)
-        gate = Passes(made.engine.runner, gate=True)
+        gate = Passes(made.runner, gate=True)
         async with started(made, max_queue) as running:
             yield running, made, gate
 

@@ -23,7 +23,6 @@ from stage06_serving import __main__ as program
 from stage06_serving.settings import Settings
 
 VARIABLE = "FAULT_FILE"
-FILES = "MOST_FILES"  # variable with the limit of open files
 MODULE = "stage06_serving.tests.faulty_server"
 
 
@@ -62,18 +61,16 @@ class Fault:
 
 
 def make_engine(
-    settings: Settings,
-    maker: Any = None,
-    make: Callable[..., tuple[Any, Any]] = program.make_engine,
-) -> tuple[Any, Any]:
+    settings: Settings, make: Callable[..., program.Served] = program.make_engine
+) -> program.Served:
     """The program's own engine, with the fault if the variable names one."""
     fault = Fault(Path(os.environ[VARIABLE])) if VARIABLE in os.environ else None
     while fault and fault.read() == "loading":
         time.sleep(0.005)
-    engine, loaded = make(settings, maker)
+    served = make(settings)
     if fault:
-        engine.engine.runner.run = fault.before(engine.engine.runner.run)
-    return engine, loaded
+        served.engine.runner.run = fault.before(served.engine.runner.run)
+    return served
 
 
 def many(argv: list[str] | None) -> None:
@@ -92,9 +89,5 @@ def many(argv: list[str] | None) -> None:
 
 
 if __name__ == "__main__":
-    if FILES in os.environ and sys.platform != "win32":  # which has no such limit
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_NOFILE, (int(os.environ[FILES]),) * 2)
     program.make_engine = make_engine
     cli.run(many if sys.argv[1:] == ["many"] else program.main)

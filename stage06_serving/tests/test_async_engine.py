@@ -58,7 +58,7 @@ async def test_samples_of_a_prompt_share_its_blocks(gated, tiny_model):
     for ticket, params in zip(group, sampling, strict=True):
         mine = [token for owner, token in read if owner is ticket]
         assert mine == alone(tiny_model, prompt, params)
-    assert sum(step.prefill_tokens for step in made.steps) < 2 * len(prompt)
+    assert sum(step.prefill_tokens for step in made.seen) < 2 * len(prompt)
 
 
 async def test_a_slow_reader_delays_no_other(engine, expected):
@@ -103,7 +103,7 @@ async def test_each_step_is_one_message_with_its_tokens_and_its_ends(gated):
         await until(lambda: all(ticket.ended for ticket in group))
         one, two = group  # the second waits for the first's blocks
         assert steps == [([one], []), ([one, two], [one]), ([two], []), ([two], [two])]
-        assert known == [False, True, False, True, True] and len(made.steps) == 4
+        assert known == [False, True, False, True, True] and len(made.seen) == 4
         # Once per step, however many tickets have some, or for several steps.
         await until(lambda: news[-1] == 4)
         assert news == sorted(set(news))
@@ -118,7 +118,7 @@ async def test_an_abort_is_heard_within_two_steps(gated, expected):
     async with gated(max_sequences=2) as (running, made, gate):
         leaves, stays, waits = (submit(running, prompt, 30) for prompt in prompts)
         gate.allow(3)
-        await until(lambda: len(made.steps) >= 3)
+        await until(lambda: len(made.seen) >= 3)
         for ticket in (leaves, leaves, waits):  # it may be repeated
             running.abort(ticket)
         gate.allow()
@@ -126,7 +126,7 @@ async def test_an_abort_is_heard_within_two_steps(gated, expected):
         assert tokens == expected(prompts[0], 30)[: len(tokens)] and leaves.reason == "abort"
         assert await said(running, waits) == [] and waits.reason == "abort"
         assert await said(running, stays) == expected(prompts[1], 30)
-    passes = [[each.request_id for each in step.sequences] for step in made.steps]
+    passes = [step.ids for step in made.seen]
     left, waited = (sum(ticket.id in names for names in passes) for ticket in (leaves, waits))
     assert left <= 3 + 2 and waited == 0 and len(passes) >= 30
 
@@ -135,7 +135,7 @@ async def test_the_end_of_the_last_request_is_reported_without_a_step(gated):
     async with gated() as (running, made, gate):
         ticket = submit(running, prompt_of(4), 50)
         gate.allow(2)
-        await until(lambda: len(made.steps) >= 2)
+        await until(lambda: len(made.seen) >= 2)
         assert running.awaited == 1
         running.abort(ticket)
         # The engine releases it after its pass, but a server that ends says that it waits for none.
@@ -178,7 +178,7 @@ async def test_a_request_that_can_never_be_answered_takes_no_place(engine):
             with pytest.raises(UserError, match=message):
                 running.submit(prompts, [words(count)])
         assert not running.in_flight and await running.call(is_empty)
-        assert not made.steps
+        assert not made.seen
         assert len(await said(running, submit(running, prompt_of(20), 5))) == 5
 
 
@@ -200,8 +200,8 @@ async def test_prompts_are_scored_in_chunks_beside_other_requests(engine, tiny_m
                 assert sum(score.top, ()) == approx(sum(right.top, ()))
             assert await said(running, first) == await said(running, second)
         assert len(await said(running, stream)) == 40
-    assert made.status.preemptions and max(step.rows for step in made.steps) <= 9
-    assert all(step.decode_tokens for step in list(made.steps)[1:38])
+    assert made.scheduler.counts.preemptions and max(step.rows for step in made.seen) <= 9
+    assert all(step.decode_tokens for step in made.seen[1:38])
 
 
 async def test_newcomers_overtake_prompts_that_are_scored(gated):
@@ -211,7 +211,7 @@ async def test_newcomers_overtake_prompts_that_are_scored(gated):
         gate.allow()
         for ticket in (late, *(ticket for (ticket,) in groups)):
             await said(running, ticket)
-    begun = {share.request_id: None for step in made.steps for share in step.sequences}
+    begun = {name: None for step in made.seen for name in step.ids}
     assert list(begun).index(late.id) < 2 and len(begun) == 7
 
 
@@ -225,7 +225,7 @@ async def test_scoring_is_ended_by_an_abort_a_failure_and_the_shutdown(gated):
             with pytest.raises((EngineDead, Broken)):
                 await running.result(ticket)
         gate.allow()
-    assert len(made.steps) <= 1
+    assert len(made.seen) <= 1
 
 
 async def test_a_call_is_made_on_the_thread_between_two_steps(gated, expected):
@@ -239,7 +239,7 @@ async def test_a_call_is_made_on_the_thread_between_two_steps(gated, expected):
             passes.pop()
 
     async with gated() as (running, made, gate):
-        made.engine.runner.run = watched
+        made.runner.run = watched
         ticket = submit(running, prompt, 30)
         await until(lambda: gate.count)  # a pass has begun
         with pytest.raises(TimeoutError):  # a caller that leaves disturbs nothing
@@ -265,13 +265,13 @@ async def test_requests_that_outlast_the_grace_end_with_an_error(gated):
         running.listeners.append(lambda step, spoke, over: ended.extend(over))
         tickets = [submit(running, prompt_of(4), 50) for _ in range(3)]
         gate.allow(2)
-        await until(lambda: len(made.steps) >= 2)
+        await until(lambda: len(made.seen) >= 2)
         await running.drain(0.02)
         assert ended == tickets  # as the metrics count them
         assert {ticket.reason for ticket in ended} == {"error"}
         assert [await error_of(running, ticket) for ticket in tickets] == [CLOSING] * 3
         gate.allow(1)
-    assert len(made.steps) <= 3 and len(ended) == 3
+    assert len(made.seen) <= 3 and len(ended) == 3
 
 
 async def test_a_defect_in_adding_ends_all_samples_and_nothing_else(engine, expected):
@@ -291,14 +291,14 @@ async def test_a_defect_in_adding_ends_all_samples_and_nothing_else(engine, expe
         assert [await error_of(running, ticket) for ticket in group] == [BROKEN] * 3
         assert not running.in_flight
         assert await said(running, submit(running, prompt, 5)) == expected(prompt, 5)
-    assert len(made.steps) < 40
+    assert len(made.seen) < 40
 
 
 async def test_a_failing_step_ends_only_its_requests(engine, expected):
     """Two run when it fails, and two wait. The waiting ones and a later request get their
     tokens."""
     made, prompts = engine(max_sequences=2), [prompt_of(4 + i, i) for i in range(5)]
-    Passes(made.engine.runner, {3})
+    Passes(made.runner, {3})
     async with started(made) as running:
         tickets = [submit(running, prompt, 12) for prompt in prompts[:4]]
         assert [await error_of(running, ticket) for ticket in tickets[:2]] == [BROKEN] * 2
@@ -311,7 +311,7 @@ async def test_a_failing_step_ends_only_its_requests(engine, expected):
 
 async def test_only_failures_in_a_row_count(engine, expected):
     made = engine()
-    passes = Passes(made.engine.runner, {1, 2, 4, 5, 7, 8})
+    passes = Passes(made.runner, {1, 2, 4, 5, 7, 8})
     async with started(made) as running:
         for _ in range(3):
             assert await error_of(running, submit(running, prompt_of(4), 4)) == BROKEN
@@ -324,10 +324,10 @@ async def test_only_failures_in_a_row_count(engine, expected):
 async def test_the_probe_finds_out_when_no_request_is_left(engine, which, lives):
     """One request fails, and no other comes: a broken engine must not look healthy."""
     made = engine()
-    Passes(made.engine.runner, which)
+    Passes(made.runner, which)
     async with started(made) as running:
         assert await error_of(running, submit(running, prompt_of(4), 4)) == BROKEN
-        await until(lambda: not running.alive or made.steps and is_empty(made))
+        await until(lambda: not running.alive or made.seen and is_empty(made))
         assert running.alive is lives
 
 
@@ -335,7 +335,7 @@ async def test_the_probe_finds_out_when_no_request_is_left(engine, which, lives)
 async def test_nothing_waits_for_a_dead_engine(engine, error):
     """Running requests, waiting ones and calls all get an answer."""
     made, ended = engine(max_sequences=1), list[Ticket]()
-    Passes(made.engine.runner, range(2, 1000), error)
+    Passes(made.runner, range(2, 1000), error)
     async with started(made) as running:
         running.listeners.append(lambda step, spoke, over: ended.extend(over))
         tickets = [submit(running, prompt_of(4), 10) for _ in range(6)]
@@ -352,7 +352,7 @@ async def test_nothing_waits_for_a_dead_engine(engine, error):
 
 async def test_a_command_in_the_queue_of_a_dying_thread_is_answered(engine):
     made = engine()
-    gate = Passes(made.engine.runner, {2}, SystemExit(), gate=True)
+    gate = Passes(made.runner, {2}, SystemExit(), gate=True)
     async with started(made) as running:
         ticket = submit(running, prompt_of(4), 10)
         gate.allow(1)

@@ -17,9 +17,9 @@ from pydantic import ValidationError
 
 from shared.errors import UserError
 from stage06_serving import protocol
-from stage06_serving.chat import SIMPLE, load_template
+from stage06_serving.chat import Simple
 from stage06_serving.errors import error_body, validation_message
-from stage06_serving.protocol import REFUSED, ChatBody, CompletionBody, GenerateBody, TokenizeBody
+from stage06_serving.protocol import ChatBody, CompletionBody, GenerateBody, TokenizeBody
 
 from .asking import CHAT, LARGEST_ERROR, PROMPT, TOKENIZER, ask, chat, complete, first, get, post
 
@@ -30,7 +30,7 @@ NUMBERS |= {"temperature": (0, 2), "repetition_penalty": (0.01, 100)}
 INTEGERS = {**dict.fromkeys(("max_tokens", "min_tokens"), (0, 1_000_000)), "top_k": (-1, 1_000_000)}
 INTEGERS |= {"seed": (-(2**63), 2**63 - 1), "n": (1, 16), "logprobs": (0, 20)}
 BOOLEANS = ["stream", "echo", "ignore_eos", "include_stop_str_in_output", "return_token_ids"]
-BOOLEANS += ["mark_drafts"]
+USER: dict[str, Any] = {"role": "user", "content": "a"}
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
 VALUES = PLAIN | st.lists(PLAIN, max_size=5) | st.dictionaries(st.text(max_size=5), PLAIN)
 KINDS = [CompletionBody, ChatBody, GenerateBody, TokenizeBody, protocol.DetokenizeBody]
@@ -75,12 +75,25 @@ def test_types_are_strict(name):
         assert "a finite number" in validation_message(errors)[0]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_fields_may_be_sent_empty(name):
-    nothing: list[Any] = [None, [], {}, "", False]
-    for empty in nothing:
-        CompletionBody.model_validate({"prompt": "a", name: empty})
-    assert name in validation_message(refused(CompletionBody, prompt="a", **{name: "x"}))[0]
+@pytest.mark.parametrize("name", protocol.REFUSED)
+def test_fields_that_would_change_the_answer_are_refused_unless_they_ask_for_nothing(name):
+    """Each was taken with 200 and ignored. Clients send null, and dump their defaults."""
+    nothing: list[Any] = [None, *([True] if name in protocol.TRUE else [[], {}, "", 0, False])]
+    for empty in (*nothing, *protocol.HARMLESS.get(name, ())):
+        for kind in (CompletionBody, ChatBody):
+            kind.model_validate({"prompt": "a", "messages": [USER], name: empty})
+    for value in ("x", 7, *([False] if name in protocol.TRUE else [])):
+        errors = refused(CompletionBody, prompt="a", **{name: value})
+        assert validation_message(errors)[1] == name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_null_is_as_if_the_field_were_absent(kind):
+    needed = {"prompt": "a", "messages": [USER], "tokens": [5]}
+    needed = {name: needed[name] for name in needed if name in kind.model_fields}
+    needed = {"prompt": "a"} if kind is TokenizeBody else needed
+    for name in kind.model_fields.keys() - needed.keys():
+        kind.model_validate(needed | {name: None})
 
 
 @given(st.sampled_from(KINDS), st.data())
@@ -142,26 +155,28 @@ def test_a_refusal_names_its_field_and_is_brief():
 )
 def test_each_sample_has_a_seed_of_its_own(seed, seeds):
     """Without a seed, or with -1, each sample gets a fresh one."""
-    params = [completion(seed=seed).params(7, None, n) for n in range(3)]
+    params = [completion(seed=seed).params(7, None, n, {}) for n in range(3)]
     assert [each.seed for each in params] == seeds and all(each.generator() for each in params)
 
 
 def test_all_options_reach_the_sampler():
-    """Their defaults are OpenAI's."""
+    """Where a request has none, the server's defaults do."""
     most = {str(id): 1 for id in range(protocol.MOST_BIASES)}
-    assert len(completion(logit_bias=most).params(5, None, 0).logit_bias) == protocol.MOST_BIASES
-    params = CompletionBody(prompt="a").params(7, 3, 0)
-    assert (params.temperature, params.top_p, params.seed) == (1, 1, None)
+    assert (
+        len(completion(logit_bias=most).params(5, None, 0, {}).logit_bias) == protocol.MOST_BIASES
+    )
+    params = CompletionBody(prompt="a").params(7, 3, 0, {"temperature": 1, "top_k": 4})
+    assert (params.temperature, params.top_p, params.seed, params.top_k) == (1, 1, None, 4)
     assert (params.max_tokens, params.logprobs, params.greedy) == (7, 3, False)
     fields = {"temperature": 0.5, "top_p": 0.4, "top_k": 3, "min_p": 0.2, "seed": 4}
     fields |= {"presence_penalty": 1.0, "frequency_penalty": -1.0, "repetition_penalty": 2.0}
     fields |= {"ignore_eos": True, "min_tokens": 2}
     body = completion(**fields, stop_token_ids=[1, 2], logit_bias={"5": 1.5, "6": -2})
-    params = body.params(7, 1, 0)
+    params = body.params(7, 1, 0, {"temperature": 1.5, "top_p": 0.1})
     assert {name: getattr(params, name) for name in fields} == fields
     assert params.stop_token_ids == (1, 2) and params.logit_bias == {5: 1.5, 6: -2}
     with pytest.raises(UserError, match="min_tokens"):
-        completion(min_tokens=8).params(7, None, 0)
+        completion(min_tokens=8).params(7, None, 0, {})
 
 
 def test_an_error_is_small_whatever_its_message():
@@ -177,28 +192,10 @@ def test_a_message_is_never_a_template(text):
     """CVE-2025-61620, CVE-2026-5760: a client's text was run as a template."""
     rows = (("user", text), (text, "x"))
     messages = [protocol.Message(role=role, content=content) for role, content in rows]
-    assert SIMPLE.prompt(messages) == f"User: {text}\n{text.capitalize()}: x\nAssistant:"
-    assert SIMPLE.stops == ("\nUser:",)
-
-
-INVALID: list[dict[str, Any]] = [{"roles": {"user": "no content"}}, {"roles": {"user": 5}}]
-INVALID += [{"roles": []}, {"start": 5}, *({"stops": stops} for stops in ([""], [5], "abc", 5))]
-TEMPLATES = [json.dumps({"roles": {}, "start": "", "stops": []} | wrong) for wrong in INVALID]
-
-
-def test_a_file_that_is_not_a_template_is_refused(tmp_path):
-    path = tmp_path / "chat.json"
-    for text in ("", "{", "[]", "5", "{}", *TEMPLATES, "\udcff"):  # the last is not UTF-8
-        path.write_text(text, encoding="utf-8", errors="surrogateescape")
-        with pytest.raises(UserError, match="choose auto, simple, none, or a JSON file"):
-            load_template(str(path))
-    for name in (str(tmp_path), str(tmp_path / "absent"), "a\0b"):
-        with pytest.raises(UserError, match="--chat-template"):
-            load_template(name)
+    assert Simple().prompt(messages) == f"User: {text}\n{text.capitalize()}: x\nAssistant:"
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}
-USER: dict[str, Any] = {"role": "user", "content": "a"}
 CONTENTS: list[Any] = [5, [{}]]
 TOO_MANY: list[Any] = [["a"] * 1025, [[5]] * 1025]
 EMPTY: list[Any] = ["", " \n ", [], [[]], [""], [PROMPT, ""]]  # CVE-2024-8768: it ended the engine
@@ -206,9 +203,9 @@ EMPTY: list[Any] = ["", " \n ", [], [[]], [""], [PROMPT, ""]]  # CVE-2024-8768: 
 
 def test_unknown_and_empty_fields_are_ignored(client):
     plain = first(client).text
-    extra = {"mirostat": 2, "store": True, "metadata": {"a": "b"}, "tools": [], "suffix": ""}
+    extra = {"store": True, "metadata": {"a": "b"}, "tools": [], "suffix": "", "best_of": 1}
     extra |= {"response_format": {"type": "text"}, "tool_choice": "none", "modalities": ["text"]}
-    assert first(client, user="a name", best_of=10**9, n=1, extra_body=extra).text == plain
+    assert first(client, user="a name", n=1, extra_body=extra).text == plain
     null: dict[str, Any] = dict.fromkeys(("logprobs", "n", "seed", "top_p", "logit_bias", "echo"))
     assert first(client, **null).text == plain
 
@@ -233,8 +230,9 @@ MANY = {"logprobs": 20, "prompt": [[5] * 900] * 3}
         (COMPLETIONS, {"prompt": 5}, "at most 1024"),
         *((path, {"prompt": ["a"]}, "valid string") for path in ("/generate", "/tokenize")),
         *((COMPLETIONS, {"prompt": value}, "") for value in ([PROMPT, 5], [[5], PROMPT], [2048])),
-        (COMPLETIONS, {"guided_regex": "(a+)+$"}, "to a format"),  # CVE-2025-48942
+        (COMPLETIONS, {"guided_regex": "(a+)+$"}, "constrain"),  # CVE-2025-48942
         (COMPLETIONS, {"chat_template": "{{ 1 }}"}, "not support"),  # CVE-2025-61620
+        (COMPLETIONS, {"best_of": 10**9}, "send 'n'"),  # CVE-2024-8939
         (COMPLETIONS, {"prompt_embeds": "gASVAAAA"}, "not images"),
         (COMPLETIONS, {"stream_options": {"include_usage": True}}, "'stream'"),
         (COMPLETIONS, {"min_tokens": 99}, "at most max_tokens"),
@@ -328,6 +326,7 @@ def test_every_error_is_an_error_object(server):
         *(("POST", "/v1/completions", 400), ("GET", "/v1/completions", 405)),
         *(("POST", "/v1/completions/", 404), ("DELETE", "/v1/models", 405)),
         *(("GET", path, 404) for path in ("/v1/nothing", "/health/", "/docs")),
+        ("POST", "/v1/responses", 404),
     ):
         answer = ask(server, method, path, json={})
         assert answer.status_code == status and answer.headers["content-type"] == "application/json"

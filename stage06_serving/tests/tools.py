@@ -6,13 +6,14 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.generation import Token
 from stage01_forward.params import SamplingParams
+from stage04_continuous.plan import Plan
 from stage06_serving.async_engine import CLOSING, DEAD, AsyncEngine, Broken, EngineDead, Ticket
-from stage06_serving.status import AnyEngine
 
 from .asking import HANG
 
@@ -54,13 +55,31 @@ def alone(model: Any, prompt: Sequence[int], params: SamplingParams) -> list[int
     return Naive(model).generate([prompt], params)[0].token_ids
 
 
-def is_empty(engine: AnyEngine) -> bool:
-    status = engine.status
-    return not (status.running or status.waiting or status.owned)
+class Plans:
+    """What each pass of an engine ran: `seen` of the observed engine."""
+
+    def __init__(self, engine: Any) -> None:
+        engine.observers.append(self)
+        engine.seen = self.seen = []
+
+    def before(self, plan: Plan) -> None:
+        """The end of the step counts."""
+
+    def after(self, plan: Plan) -> None:
+        prefill = sum(work.prefill_tokens for work in plan.work)
+        decode = sum(work.count for work in plan.work) - prefill
+        ids = [work.request.id for work in plan.work]
+        self.seen += [SimpleNamespace(ids=ids, rows=len(ids), prefill_tokens=prefill,
+                                      decode_tokens=decode)] if ids else []  # fmt: skip
+
+
+def is_empty(engine: Any) -> bool:
+    scheduler = engine.scheduler
+    return not (scheduler.running or scheduler.waiting or scheduler.pool.owned)
 
 
 @asynccontextmanager
-async def started(engine: AnyEngine, max_queue: int = 64) -> AsyncIterator[AsyncEngine]:
+async def started(engine: Any, max_queue: int = 64) -> AsyncIterator[AsyncEngine]:
     """`engine` on its thread, which then ends. Unless it has died, nothing may be left in it. An
     error in a callback of the loop ends the test, and so does an open task in the thread."""
     running, test = AsyncEngine(engine, max_queue), asyncio.current_task()

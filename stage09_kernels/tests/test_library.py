@@ -6,7 +6,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -271,10 +270,9 @@ def test_a_model_that_the_kernels_do_not_support_gets_another_engine(tmp_path):
     """And the start says which, and why."""
     folder = checkpoint(tmp_path / "wide", n_embd=1040, n_head=1, n_layer=1)
     settings = parse(["--model", str(folder), "--kv-memory", "1MiB", "--linear", "plain"])
-    engine: Any
-    engine, loaded = make_engine(settings)
-    assert type(engine.engine.runner.runner.cache) is PagedCache
-    shown = plan(settings, engine.status, loaded, "http://here")
-    assert "\n  engine  paged, float32 " in shown and "\n  faster  The kernels " in shown
+    served = make_engine(settings)
+    assert type(served.engine.runner.cache) is PagedCache
+    shown = plan(settings, served, "http://here")
+    assert "\n  engine   paged, float32 " in shown and "\n  faster   The kernels " in shown
     with pytest.raises(UserError, match="kernels"):
         make_engine(parse(["--model", str(folder), "--engine", "kernels"]))

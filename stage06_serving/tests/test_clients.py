@@ -1,0 +1,168 @@
+"""What clients tripped over at other servers, and at this one: each input is made after a public
+report, and stands for its kind."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Encoder
+from tokenizers.processors import TemplateProcessing
+
+from shared.tests.test_chat_template import CHATML
+from shared.tests.test_json_tokenizer import qwen, sentencepiece
+
+from .asking import GREEDY, PROMPT, ask, complete, counts, post
+from .conftest import checkpoint
+
+BOS, END = "<|im_start|>", "<|im_end|>"
+DROPPING = CHATML.replace("{%- for message in messages", "{%- for message in messages if "
+                          "message.role != 'system'")  # fmt: skip
+USER: dict[str, Any] = {"role": "user", "content": "hello"}
+
+
+def folder_of(tmp_path_factory: Any, name: str, encoder: Encoder, **settings: Any) -> str:
+    """A checkpoint with this tokenizer, in a folder of its own."""
+    size = max(encoder.get_vocab().values()) + 1
+    fields: dict[str, Any] = {"n_positions": 256, "vocab_size": size, "eos_token_id": size - 1}
+    folder = checkpoint(tmp_path_factory.mktemp("clients") / name, **fields)
+    encoder.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END, **settings}))
+    return str(folder)
+
+
+def with_bos(encoder: Encoder, bos: str) -> Encoder:
+    encoder.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, encoder.token_to_id(bos))]
+    )
+    return encoder
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_offsets_of_scored_tokens_are_places_in_the_echo(house, tmp_path_factory, kind):
+    """BOS has no text in the echo of a text, and has some in that of ids; sentencepiece's space
+    before a text is none of it. All scored tokens were wrong for Llama 3 and Mistral."""
+    encoder = with_bos(qwen(), BOS) if kind == "byte-level" else sentencepiece(False)
+    server = house("--model", folder_of(tmp_path_factory, kind, encoder))
+    body = {"echo": True, "logprobs": 0, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    for text in ("the fox and", " the"):
+        (choice,) = post(server, json=body | {"prompt": text}).json()["choices"]
+        table, ids = choice["logprobs"], encoder.encode(text).ids
+        assert choice["text"].startswith(text) and len(ids) > 1
+        offsets, pieces = table["text_offset"][: len(ids)], table["tokens"][: len(ids)]
+        assert offsets[:2] == [0, 0]
+        for place, piece in zip(offsets[2:], pieces[2:], strict=True):
+            assert text[place:].startswith(piece)
+        assert table["text_offset"][len(ids)] == len(text)
+    (choice,) = post(server, json=body | {"prompt": ids}).json()["choices"]
+    table = choice["logprobs"]
+    for place, piece in zip(table["text_offset"], table["tokens"], strict=True):
+        if not piece.startswith("bytes:"):  # sentencepiece's first space has no text
+            assert choice["text"][place:].startswith((piece, piece.removeprefix(" ")))
+
+
+@pytest.fixture(scope="module")
+def dropping(house, tmp_path_factory):
+    """A server whose template leaves out system messages, and knows no other role by its name."""
+    settings = {"chat_template": DROPPING}
+    return house("--model", folder_of(tmp_path_factory, "dropping", qwen(), **settings))
+
+
+@pytest.fixture(scope="module")
+def chatting(house, tmp_path_factory):
+    """A server with a ChatML template, and sampling defaults in generation_config.json."""
+    folder = folder_of(tmp_path_factory, "chatting", qwen(), chat_template=CHATML)
+    fields = {"temperature": 0.01, "top_k": 1, "max_length": 20, "do_sample": True}
+    with open(f"{folder}/generation_config.json", "w", encoding="utf-8") as file:
+        json.dump(fields, file)
+    return house("--model", folder)
+
+
+def test_a_system_message_that_the_template_leaves_out_is_refused(dropping):
+    """It vanished, with 200."""
+    for role in ("system", "developer"):
+        messages = [{"role": role, "content": "Be kind."}, USER]
+        for path in ("/tokenize", "/v1/chat/completions"):
+            answer = post(dropping, path, json={"messages": messages, "max_tokens": 2})
+            assert answer.status_code == 400 and "leaves out" in answer.text
+    answer = post(dropping, "/v1/chat/completions", json={"messages": [USER], "max_tokens": 2})
+    assert answer.status_code == 200
+
+
+def test_a_developer_is_the_system_unless_the_template_knows_it(chatting):
+    tokens = []
+    for role in ("system", "developer", "user"):
+        body = {"messages": [{"role": role, "content": "Be kind."}]}
+        tokens.append(post(chatting, "/tokenize", json=body).json()["tokens"])
+    assert tokens[0] == tokens[1] != tokens[2]
+
+
+def test_tokenize_counts_as_the_chat_does(chatting):
+    """Also with tools, and with calls in the history; it reads all fields of a chat."""
+    function = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+    call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    history = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    history.append({"role": "tool", "tool_call_id": "call_1", "content": "a fox"})
+    for fields in (
+        {"messages": [USER]},
+        {"messages": [USER], "tools": [{"type": "function", "function": function}]},
+        {"messages": history},
+    ):
+        found = []
+        for path in ("/tokenize", "/v1/chat/completions"):
+            answer = post(chatting, path, json=fields | {"max_tokens": 1})
+            assert answer.status_code == 200, answer.text
+            body = answer.json()
+            found.append(body["count"] if "count" in body else body["usage"]["prompt_tokens"])
+        assert found[0] == found[1]
+    for wrong, field in (
+        ({"messages": ["x"]}, "messages"),
+        ({"messages": [USER], "continue_final_message": True}, "continue_final_message"),
+        ({"messages": [USER], "temperature": 9}, "temperature"),
+    ):
+        answer = post(chatting, "/tokenize", json=wrong)
+        assert answer.json()["error"]["param"] == field
+
+
+def test_sampling_defaults_are_the_model_s_and_a_request_wins(chatting):
+    """With top_k 1 all samples are the same; at OpenAI's temperature of 1 hardly any are."""
+    assert "sampling temperature 0.01, top_k 1, unless" in chatting.stderr()
+
+    def texts(**fields: Any) -> set[str]:
+        body = {"prompt": "the", "n": 8, "max_tokens": 8, **fields}
+        return {choice["text"] for choice in post(chatting, json=body).json()["choices"]}
+
+    assert len(texts()) == 1 < len(texts(temperature=2, top_k=0))
+
+
+def test_cached_tokens_are_reported(client):
+    """As OpenAI's clients read them; a stream has them, too."""
+    prompt, found = list(range(100, 164)), []
+    for stream in (False, False, True):
+        options: Any = {"stream_options": {"include_usage": True}} if stream else {}
+        answer = complete(client, prompt, stream=stream, **options)
+        usage = ([*answer][-1] if stream else answer).usage
+        found.append(usage.prompt_tokens_details.cached_tokens)
+    assert found == [0, 48, 48]  # the last token is always computed
+    assert counts(complete(client, prompt))[0] == 64
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/version", "/v1/models", "/metrics"])
+def test_head_is_answered_where_get_is(server, path):
+    whole, head = ask(server, "GET", path), ask(server, "HEAD", path)
+    assert (head.status_code, head.content) == (200, b"") and whole.content
+    assert head.headers["content-type"] == whole.headers["content-type"]
+
+
+def test_a_message_names_the_true_cause(server):
+    body = json.dumps({"prompt": PROMPT}).encode()
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    answer = post(server, content=gzip.compress(body), headers=headers)
+    assert answer.status_code == 415 and "Content-Encoding" in answer.text
+    chat = {"messages": [USER], "functions": [{"name": "look"}]}
+    answer = post(server, "/v1/chat/completions", json=GREEDY | chat)
+    assert answer.status_code == 400 and "send 'tools'" in answer.text
+    answer = post(server, "/v1/responses", json={"input": "hello"})
+    assert answer.status_code == 404 and "/v1/chat/completions" in answer.text
