@@ -180,32 +180,6 @@ class Parser(argparse.ArgumentParser):
         return names
 
 
-class _Command(Parser):
-    """The parser of a subcommand, which argparse makes with other arguments than Parser's."""
-
-    def __init__(self, prog: str, **options: Any) -> None:
-        options |= {"formatter_class": Help, "allow_abbrev": False}
-        argparse.ArgumentParser.__init__(self, prog=prog, **options)
-
-
-def commands(parser: Parser) -> Callable[..., argparse.ArgumentParser]:
-    """Returns add(name, do, about), which makes a subcommand: `options.do(options)` runs it."""
-    group = parser.add_subparsers(
-        title="commands", required=True, metavar="COMMAND", parser_class=_Command
-    )
-
-    def add(
-        name: str, do: Callable[[argparse.Namespace], int | None], about: str
-    ) -> argparse.ArgumentParser:
-        subparser: argparse.ArgumentParser = group.add_parser(
-            name, help=about, description=f"{about[:1].upper()}{about[1:]}."
-        )
-        subparser.set_defaults(do=do)
-        return subparser
-
-    return add
-
-
 def whole_number(low: int, high: int) -> Callable[[str], int]:
     """An argparse type: a whole number from `low` to `high`."""
 
