@@ -183,6 +183,26 @@ def test_attention_of_every_shape(level, weights, cached):
             near(naive, fast, F32, bound, 1.0 if long else RARE, 4.5 / (64 if long else 128))
 
 
+@pytest.mark.skipif("amx" not in LEVELS, reason="no AMX here")
+@pytest.mark.parametrize("heads", [1, 4])
+def test_attention_by_tiles_has_the_bits_of_the_emulation(heads):
+    """Queries alone, which take vectors, and together; keys of two tiles; channels that leave a
+    part of a tile."""
+    for width in (64, 40, 17):
+        torch.manual_seed(width)
+        q, k, v = (torch.randn(300, n, width).to(BF16) for n in (4, heads, heads))
+        outputs = []
+        for kind, level in ((KernelCache, "amx"), (EmulatedCache, PAIRS)):
+            config = LlamaConfig(11, 4096, 4 * width, 1, 4, heads, width)
+            cache, parts, start = kind(config, 20, 16, dtype=BF16, level=level), [], 0
+            for end in (270, 271, 300):
+                attention = cache.extend([(list(range(20)), start, end - start)])
+                parts.append(attention.attend(0, *(x[start:end] for x in (q, k, v))))
+                start = end
+            outputs.append(torch.cat(parts))
+        assert torch.equal(bits(outputs[0]), bits(outputs[1]))
+
+
 def test_nan_stays_nan_in_bfloat16():
     """Rounded like a number, the first NaN would become infinity and the second 0."""
     nan = torch.tensor([0x7F800001, -1], dtype=torch.int32).view(F32)
