@@ -118,7 +118,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.count, self.inside = 0, False  # calls so far; whether the answer ended within one
-        self._rest = ""
+        self._rest, self._spaces = "", False  # spaces: nothing else since a call
 
     def push(self, piece: str, end: bool = False) -> list[dict[str, Any]]:
         """What `piece` brings. end: it is the last."""
@@ -129,8 +129,9 @@ class Reader:
             if place < 0:
                 place = len(self._rest) - (0 if end else overlap(self._rest, FIRST))
             content, self._rest = self._rest[:place], self._rest[place:]
-            if content := content.lstrip() if self.count else content:
+            if content := content.lstrip() if self._spaces else content:
                 deltas.append({"content": content})
+                self._spaces = False
             if TAIL not in self._rest and not (end and self._rest):
                 return deltas
             call, tail, self._rest = self._rest.partition(TAIL)
@@ -138,7 +139,7 @@ class Reader:
             head = {"index": self.count, "id": f"call_{os.urandom(12).hex()}", "type": "function"}
             function = {"name": name, "arguments": arguments}
             deltas.append({"tool_calls": [{**head, "function": function}]})
-            self.count, self.inside = self.count + 1, not tail
+            self.count, self.inside, self._spaces = self.count + 1, not tail, True
 
     def reason(self, finish_reason: str | None) -> str | None:
         """The finish reason of an answer that was read."""

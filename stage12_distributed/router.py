@@ -44,7 +44,6 @@ CHECK = 0.5  # seconds between two looks at the replicas
 PATIENCE = 5.0  # seconds until a replica must have accepted a connection, or shown its health
 SILENCE = 60.0  # seconds until a stream must begin or go on
 GRACE = 30  # seconds for answers in flight when the router ends
-LARGEST_BODY = 2**25  # bytes of a request
 DONE, ENDS = b"data: [DONE]", (b"\n\n", b"\r\n\r\n")  # of a stream, and of its events
 SENT = ("authorization", "content-type", "accept", "traceparent", "tracestate", "x-request-id")
 SHOWN = ("content-type", "cache-control", "retry-after", "x-should-retry", "x-request-id")
@@ -142,11 +141,8 @@ class Router:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request. If the client leaves, the replica loses its connection too."""
-        request, answer, body = Request(scope, receive), Answer(send), b""
-        async for part in request.stream():
-            body += part
-            if len(body) > LARGEST_BODY:
-                return await answer.fail(failure(413, "The body is too large: shorten it."))
+        request, answer = Request(scope, receive), Answer(send)
+        body = await request.body()
 
         async def gone() -> None:
             while (await receive())["type"] != "http.disconnect":
@@ -204,6 +200,7 @@ class Router:
             data=body or None,
             headers={name: request.headers[name] for name in SENT if name in request.headers},
             allow_redirects=False,
+            skip_auto_headers=("accept-encoding",),  # bytes are passed on as they are
             timeout=aiohttp.ClientTimeout(None, sock_connect=PATIENCE, sock_read=silence),
         )
         try:
@@ -263,11 +260,6 @@ class Router:
         except (aiohttp.ClientError, OSError):
             self.forget(replica)
 
-    async def watch(self) -> None:
-        while True:
-            await asyncio.sleep(CHECK)
-            await self.look()
-
 
 async def whole_events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """Events as they arrive, each as a whole: an error can follow even if the replica dies within
@@ -290,15 +282,18 @@ def create_app(find: Find, timeout: float = 300.0) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         # A connection for each request: one that is kept may be closed, which looks like a death.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        options = {"connector": aiohttp.TCPConnector(limit=0, force_close=True)}
         patience = aiohttp.ClientTimeout(PATIENCE)
-        async with aiohttp.ClientSession(
-            connector=connector, timeout=patience, auto_decompress=False
-        ) as router.http:
+        async with aiohttp.ClientSession(**options, timeout=patience) as router.http:
             await router.look()
-            watching = asyncio.create_task(router.watch())
+            watching = asyncio.create_task(watch())
             yield
             watching.cancel()
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(CHECK)
+            await router.look()
 
     app = FastAPI(title="Staircase router", lifespan=lifespan, docs_url=None, openapi_url=None)
     app.state.router = router
@@ -336,22 +331,18 @@ def main(argv: list[str] | None = None) -> int:
     async def find() -> Collection[str]:
         return options.backend
 
-    serve(create_app(find, options.timeout), options.host, options.port)
-    return 0
-
-
-def serve(app: FastAPI, host: str, port: int) -> None:
-    """Answer until a signal ends the process. Raises UserError if the port cannot be opened."""
     try:
-        listening = socket.create_server((host, port))
+        listening = socket.create_server((options.host, options.port))
     except OSError as error:
         raise UserError(
-            f"Port {port} on {host} cannot be opened ({error.strerror}): choose another --port."
+            f"Port {options.port} on {options.host} cannot be opened ({error.strerror}): choose "
+            "another --port."
         ) from None
-    host, port = listening.getsockname()[:2]
-    print(f"Staircase routes at http://{host}:{port}", flush=True)
+    print("Staircase routes at http://{}:{}".format(*listening.getsockname()), flush=True)
+    app = create_app(find, options.timeout)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE)
     uvicorn.Server(config).run(sockets=[listening])
+    return 0
 
 
 if __name__ == "__main__":

@@ -275,7 +275,7 @@ def test_control_tokens_and_ids_without_a_token_are_never_allowed():
 )
 def test_what_cannot_be_enforced_is_refused_in_one_line(value, words):
     with pytest.raises(UserError, match=words) as refusal:
-        grammar.Form(grammars(), schema(value))
+        constraint(schema(value))
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
 
 

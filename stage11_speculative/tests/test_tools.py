@@ -41,7 +41,7 @@ def read(pieces: list[str]) -> tuple[str, list[tuple[str, str]], str | None]:
         (f"Well: {TEXTS[0]}", ("Well: ", CALLS[:1], "tool_calls")),
         (f"{TEXTS[0]}\nAnd so on.", ("And so on.", CALLS[:1], "tool_calls")),
         ("a {b} <tool_call>", ("a {b} <tool_call>", [], "stop")),
-        (TEXTS[0][:-20], ("", [("weather", CALLS[0][1][:-2])], "stop")),  # cut at max_tokens
+        (TEXTS[0][:-20], ("", [("weather", CALLS[0][1][:-6])], "stop")),  # cut at max_tokens
         ("", ("", [], "stop")),
     ],
 )

@@ -283,12 +283,6 @@ async def test_a_body_that_cannot_be_read_goes_to_a_replica_which_refuses_it(bod
         assert server.requests == 1 and client.idle
 
 
-async def test_a_body_that_is_too_large_is_refused(monkeypatch):
-    monkeypatch.setattr(router, "LARGEST_BODY", 10)
-    async with replica(whole) as server, routed(server) as client:
-        assert (await client.ask())[0] == 413 and not server.requests
-
-
 def test_prompts_that_begin_alike_share_digests():
     routing = Routing()
 
