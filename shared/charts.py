@@ -232,48 +232,6 @@ def bars(
     return figure
 
 
-def panels(
-    title: str,
-    values: Mapping[str, Mapping[str, tuple[float, float, float]]],
-    ours: Sequence[str],
-    columns: int = 5,
-) -> Figure:
-    """A panel for each quantity, with its own scale and a horizontal bar for each name. Names stand
-    beside the first panel of each row.
-
-    values: quantity -> name -> (value, low, high); a name without a value in a panel shows "none".
-    ours: names whose bars are dark.
-    """
-    names = list(dict.fromkeys(name for panel in values.values() for name in panel))
-    lines = -(-len(values) // columns)
-    with matplotlib.rc_context(style()):
-        size = (2.0 + 1.7 * columns, 0.6 + lines * (0.7 + 0.27 * len(names)))
-        figure = Figure(figsize=size, layout="constrained")
-        grid = figure.subplots(lines, columns, sharey=True, squeeze=False).flat
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-        for axes, (quantity, panel) in zip(grid, values.items(), strict=False):
-            axes.set_title(quantity, fontsize=9, fontweight="normal", pad=4)
-            for at, name in enumerate(names):
-                if name not in panel:
-                    _note(axes, "none", (0, at), (4, 0), va="center")
-                    continue
-                value, low, high = panel[name]
-                colour = COLOURS[0] if name in ours else COLOURS[3]
-                axes.barh(at, value, 0.75, color=colour)
-                axes.plot([low, high], [at] * 2, color=COLOURS[4], linewidth=1.6)
-                _note(axes, f"{value:,.0f}", (max(value, high), at), (4, 0), va="center")
-            most = max((high for *_, high in panel.values()), default=1.0)
-            axes.set_xlim(0, most * 1.45)  # room for the numbers
-            axes.set_xticks([])
-            axes.set_yticks(range(len(names)), names)
-            axes.set_ylim(len(names) - 0.5, -0.5)
-            axes.tick_params(length=0)
-            axes.grid(False)
-            axes.spines["left"].set_visible(False)
-            axes.spines["bottom"].set_visible(False)
-    return figure
-
-
 def roofline(
     title: str,
     note: str,

@@ -1,6 +1,6 @@
 """Measuring: what machine this is and what it can do, times, peak memory, and results as data.
 
-A number is worth only what is known about its origin. So times are taken in turn (`alternate`), a
+A number is worth only what is known about its origin. So times are taken in turn (`turns`), a
 machine's limits are measured rather than looked up, and `save` writes every repeat together with
 the commit, the machine and the command. What to measure is decided in the stages' `benchmark.py`;
 `charts.py` and `report.py` draw it.
@@ -12,21 +12,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import multiprocessing
 import os
 import platform
 import re
 import shlex
-import statistics
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -158,23 +152,13 @@ def turns(
     variants: Mapping[str, Callable[[], Result]],
     repeats: int | Mapping[str, int],
     warmup: int = 1,
-    steady: bool = True,
 ) -> dict[str, list[Result]]:
     """Run all variants in turn, `repeats` times each after `warmup` rounds that do not count, and
     return their results. Variants with fewer repeats than others sit out the last rounds.
 
     Because they take turns, a slow minute of a shared machine affects all variants, not just one.
-    Because the order rotates, no variant always follows the same other. Within `ruled`, the machine
-    is measured before and after, unless `steady` is False: for loads of a minute.
+    Because the order rotates, no variant always follows the same other.
     """
-    ruler = RULER.get() if steady else None
-    run = partial(_turns, variants, repeats, warmup)
-    return ruler.around(run) if ruler else run()
-
-
-def _turns(
-    variants: Mapping[str, Callable[[], Result]], repeats: int | Mapping[str, int], warmup: int
-) -> dict[str, list[Result]]:
     often = repeats if isinstance(repeats, Mapping) else dict.fromkeys(variants, repeats)
     names, results = list(variants), {name: list[Result]() for name in variants}
     for number in range(warmup + max(often.values())):
@@ -184,37 +168,6 @@ def _turns(
                 result = variants[name]()
                 results[name] += [result] if number >= warmup else []
     return results
-
-
-def alternate(
-    variants: Mapping[str, Callable[[], object]], repeats: int | Mapping[str, int], warmup: int = 1
-) -> dict[str, list[float]]:
-    """The seconds of each run of all variants, in turn: see `turns`."""
-    return turns({name: partial(seconds, run) for name, run in variants.items()}, repeats, warmup)
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The median of repeated measurements, their whole range, and how many there were."""
-
-    median: float
-    low: float
-    high: float
-    count: int = 3
-
-    def of(self, work: float) -> Summary:
-        """The rates at which `work` was done, if these values are seconds."""
-        return Summary(work / self.median, work / self.high, work / self.low, self.count)
-
-    def show(self, digits: int = 1) -> str:
-        """For a table: the median, followed by the range if it rests on three runs or more."""
-        median, low, high = (f"{x:,.{digits}f}" for x in (self.median, self.low, self.high))
-        return f"{median} ({low} to {high})" if self.count >= 3 else median
-
-
-def summarize(values: Sequence[float]) -> Summary:
-    """Median, least and most of at least one value."""
-    return Summary(statistics.median(values), min(values), max(values), len(values))
 
 
 # ---- what the machine can do ---------------------------------------------------------------------
@@ -234,14 +187,6 @@ class Limits:
     threads: int
     bandwidth_gb_s: float
     gflops: dict[str, float]  # by dtype: "float32", "bfloat16"
-
-
-def limits(device: Device = "cpu", refresh: bool = True) -> Limits:
-    """The limits of `device` with the threads that PyTorch now has: about ten seconds."""
-    dtypes = {str(dtype)[6:]: dtype for dtype in (torch.float32, torch.bfloat16)}
-    rates = {name: matmul_rate(device, dtype) for name, dtype in dtypes.items()}
-    name = machine(device)["device"]
-    return Limits(name, torch.get_num_threads(), read_bandwidth(device), rates)
 
 
 def cache_folder() -> Path:
@@ -318,94 +263,6 @@ def _best_rate(work: float, run: Callable[[], object], budget: float) -> float:
     return work / min(times)
 
 
-# ---- the machine beside a measurement -----------------------------------------------------------
-
-MOVED = 0.15  # of the machine's speeds: a measurement that saw more is repeated
-ATTEMPTS = 3
-LONG = 60.0  # seconds: such a measurement outlasts the machine's moods, so it is not repeated
-
-
-@dataclass
-class Ruler:
-    """What the machine gave beside each measurement. A shared machine's speeds change within
-    minutes, so a share of them divides by those before and after.
-
-    A measurement during which one of them moved by more than MOVED is made again, up to ATTEMPTS
-    times, but not after LONG seconds; the steadiest counts.
-    """
-
-    seen: dict[str, Any] = field(default_factory=dict)  # beside the last measurement
-
-    def speeds(self) -> dict[str, float]:
-        """GB/s of memory and GFLOP/s by dtype, as `limits` measures them but in half a second."""
-        speeds = {"memory": read_bandwidth(nbytes=GIB // 4, budget=0.05)}
-        for dtype in (torch.float32, torch.bfloat16):
-            name = str(dtype).removeprefix("torch.")
-            speeds[name] = matmul_rate("cpu", dtype, (1024,), 0.05)
-        return speeds
-
-    def around(self, run: Callable[[], Result]) -> Result:
-        """The result of `run`."""
-        attempts: list[tuple[float, Any, Any, Result]] = []
-        started = time.perf_counter()
-        while len(attempts) < ATTEMPTS:
-            before, result, after = self.speeds(), run(), self.speeds()
-            moved = max(abs(after[name] / before[name] - 1) for name in before)
-            attempts.append((moved, before, after, result))
-            if moved <= MOVED or time.perf_counter() - started > LONG:
-                break
-        moved, before, after, result = min(attempts, key=lambda attempt: attempt[0])
-        self.seen = {"before": before, "after": after, "moved": moved, "attempts": len(attempts)}
-        return result
-
-
-RULER: ContextVar[Ruler | None] = ContextVar("RULER", default=None)
-
-
-@contextmanager
-def ruled() -> Iterator[Ruler]:
-    """Within it, `turns` measures the machine beside what it times."""
-    token = RULER.set(ruler := Ruler())
-    try:
-        yield ruler
-    finally:
-        RULER.reset(token)
-
-
-# ---- memory --------------------------------------------------------------------------------------
-
-
-def process(initial: Callable[..., object] | None = None, *arguments: Any) -> Executor:
-    """A fresh process that runs what it is given, after `initial(*arguments)`. It ends with this
-    one, even if this one is killed."""
-    spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, spawn, _begin, (initial, *arguments))
-
-
-def _begin(initial: Callable[..., object] | None, *arguments: Any) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    if initial:
-        initial(*arguments)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def peak_so_far(pid: int) -> int:
-    """The most memory, in bytes, that a process has had so far; what it has now, if the system
-    keeps no peak."""
-    if sys.platform == "linux":
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-        match = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
-        return int(match[1]) * 1024 if match else 0
-    memory = psutil.Process(pid).memory_info()
-    return int(getattr(memory, "peak_wset", memory.rss))
-
-
 # ---- results as data -----------------------------------------------------------------------------
 
 
@@ -422,40 +279,9 @@ def command() -> str:
     return shlex.join(["python", "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]])
 
 
-def content(
-    kind: str,
-    configuration: Mapping[str, Any],
-    results: Any,
-    limits: Limits,
-    device: Device = "cpu",
-    seed: int = 0,
-    order: str = "rotated rounds: A B C, B C A, C A B, ...",
-) -> dict[str, Any]:
-    """`results` with every repeat, and what is needed to read or repeat them.
-
-    `kind` names what was measured; `order` is the order in which the variants ran.
-    """
-    commit, dirty = git_state()
-    return {
-        "schema": SCHEMA,
-        "kind": kind,
-        "command": command(),
-        "commit": commit,
-        "dirty": dirty,
-        "machine": machine(device),
-        "versions": versions(),
-        "threads": torch.get_num_threads(),
-        "seed": seed,
-        "order": order,
-        "limits": asdict(limits),
-        "configuration": dict(configuration),
-        "results": results,
-    }
-
-
 def save(path: Path, content: Mapping[str, Any]) -> None:
-    """Write what `content` returned. Raises ValueError for NaN and infinity, which JSON does not
-    have: a measurement that is not a number is a mistake."""
+    """Write results. Raises ValueError for NaN and infinity, which JSON does not have: a
+    measurement that is not a number is a mistake."""
     _write(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 

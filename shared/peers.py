@@ -56,19 +56,3 @@ def transformers_batch(
         pad_token_id=0,
     )
     return out[:, width:].tolist()
-
-
-class TransformersSequence:
-    """One sequence with `transformers`' own KV cache, for a loop with one pass per token."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._cache: Any = None
-
-    @torch.inference_mode()
-    def feed(self, ids: list[int]) -> torch.Tensor:
-        """The logits (V,) of the token after `ids`, which continue those fed before."""
-        tokens = torch.tensor([ids], device=self._model.device)  # (1, T)
-        out = self._model(tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        self._cache = out.past_key_values
-        return out.logits[0, -1]

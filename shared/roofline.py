@@ -6,7 +6,7 @@ A pass needs operations and must read bytes. It cannot be faster than either all
 
 (Williams, Waterman and Patterson, "Roofline", 2009.) Reading weights dominates when few tokens
 share them: decode. Operations dominate when many do: prefill. The machine's two rates are measured
-(`measure.limits`).
+(`measure.Limits`).
 """
 
 from __future__ import annotations

@@ -43,13 +43,7 @@ def some_roofline() -> Figure:
     return charts.roofline("Batches climb", "numbers are batches", 37.0, peaks, points)
 
 
-def some_panels() -> Figure:
-    few = {"ours": (9.0, 8.0, 9.5), "another engine": (1000.0, 900.0, 1010.0)}
-    values = {"decode, 1 row": few | {"third": (3.0, 3.0, 3.0)}, "prefill": few, "last": few}
-    return charts.panels("Beside others", values, ["ours"], columns=2)
-
-
-CHARTS: list[Callable[[], Figure]] = [some_lines, some_bars, some_roofline, some_panels]
+CHARTS: list[Callable[[], Figure]] = [some_lines, some_bars, some_roofline]
 
 
 def texts(figure: Figure) -> list[Text]:
