@@ -20,6 +20,7 @@ from . import draw
 from .peers.install import any_installed
 
 FULL = 60.0  # minutes that a whole run takes, at most
+LAST = 180  # seconds before the end, in which nothing more is begun
 
 
 def programs() -> dict[str, str]:
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         "  python -m reports --budget 30      fewer repeats\n"
         "  python -m reports --only stage02_kv_cache --again",
     )
-    about = f"minutes; under {FULL:.0f} the repeats become fewer, but not fewer than three"
+    about = f"minutes, after which nothing more is begun; under {FULL:.0f} repeats become fewer"
     parser.add_argument("--budget", type=float, default=FULL, help=about)
     parser.add_argument("--only", choices=programs(), help="measure this alone")
     parser.add_argument("--again", action="store_true", help="also what was measured already")
@@ -51,11 +52,14 @@ def main(argv: list[str] | None = None) -> int:
     kit.clean_commit()
     effort = str(min(1.0, options.budget / FULL))
     wanted = [options.only] if options.only else list(programs())
-    failed = []
+    failed, begun = [], time.time()
     with tqdm(wanted, unit="benchmark") as bar:
         for name in bar:
             bar.set_postfix_str(name)
             if measured(name) and not options.again:
+                continue
+            if time.time() - begun > 60 * options.budget - LAST:
+                tqdm.write(f"{name}: not begun, because the time is up; run this again to go on")
                 continue
             run, started = [sys.executable, "-m", programs()[name], "--effort", effort], time.time()
             if subprocess.run(run, cwd=paths.ROOT, stdin=subprocess.DEVNULL).returncode:

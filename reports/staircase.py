@@ -32,7 +32,7 @@ from shared.server import MODULE, own_server
 NAME, ROUNDS = "staircase", 9
 ENGINES = ("forward", "kv_cache", "batching", "continuous", "paged", "kernels")
 ONE_BY_ONE, BATCH = "transformers, one by one", "transformers, one batch"
-REQUESTS, PROMPTS, ANSWERS = 12, (8, 64), (8, 40)  # tokens
+REQUESTS, PROMPTS, ANSWERS = 12, (8, 64), (8, 24)  # tokens
 CONTEXTS = 8  # memory for keys and values, where a stage takes several sequences
 Lists = list[list[int]]
 

@@ -41,10 +41,10 @@ def measure(bench: kit.Bench) -> None:
         times = PassTime.fit(calibrate(make(subject.model, CONTEXTS)))
         blocks = CONTEXTS * subject.config.n_positions // BLOCK_SIZE
         cell = Cell(4 if bench.quick else REPLICAS, blocks=blocks)
-        requests = 200 if bench.quick else 1500
+        requests = 200 if bench.quick else 800
         fleets = compare_policies(cell, times, requests, LOAD)
         bench.results["fleets"] = [subject.about | group for group in fleets]
-        limited = bounds(cell, times, 50 if bench.quick else 400)
+        limited = bounds(cell, times, 50 if bench.quick else 150)
         bench.results["bounded"] = [subject.about | group for group in limited]
         ranks(bench, subject)
         for replicas in bench.sizes(2, 16, 64):

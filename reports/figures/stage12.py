@@ -84,9 +84,7 @@ def ranks() -> Figure:
         box(axes, 66, y, 3, 8, "", fill=ORANGE)
     box(axes, 58, 8, 4, 21, "", fill=ORANGE)
     words(axes, 60, 18.5, "all-reduce", rotation=90, color=WHITE)
-    words(
-        axes, 0, 32, "Until the sum, no rank needs another. The bias is", ha="left"
-    )
+    words(axes, 0, 32, "Until the sum, no rank needs another. The bias is", ha="left")
     words(axes, 0, 34, "added once, after it. A block has two: attention, and the MLP.", ha="left")
     return figure
 
