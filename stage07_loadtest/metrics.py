@@ -19,19 +19,16 @@ from .schedule import load_text
 
 PERCENTILES = (50, 90, 95, 99)
 P99_SAMPLES = 1000  # fewer have less than ten values in the slowest hundredth
-CURVE = (0, 1, 2, *range(5, 100, 5), 98, 99, 100)  # percentiles of the curves of DRAWN
 
 # Thresholds of the flags that mark a point as not to be trusted.
 MOST_CPU = 0.7  # of one core, by the client
 MOST_OFF = 0.05  # relative error of Little's law
 LEAST_REQUESTS, LEAST_SECONDS = 100, 30.0  # one of the two is enough
-SHORT = "short"  # first word of the flag of a point that has neither
 LATE = (0.005, 0.05)  # seconds, and share of the median TTFT: sending late by more than both
 LEAST_SAMPLES, SAMPLES_A_STAY = 100, 4  # of the requests in flight: in all, and per mean request
 
 TTFT, TTFT_INTENDED, TPOT, ITL = "ttft", "ttft_intended", "tpot", "itl"
 E2E, E2E_INTENDED, CLIENT_QUEUE = "e2e", "e2e_intended", "client_queue"
-DRAWN = (TTFT, TTFT_INTENDED, ITL)
 
 
 # ---- one request --------------------------------------------------------------------------------
@@ -112,14 +109,11 @@ class Distribution:
     max: float
     percentiles: dict[str, float | None]  # "p50" and so on; None: p99 of too few samples
     adjusted: dict[str, float | None] | None  # failures as infinity; None for ITL, client queue
-    curve: list[float]  # percentiles of CURVE, adjusted where possible; empty unless in DRAWN
 
 
-def distribution(
-    values: Sequence[float], failures: int | None, drawn: bool = False
-) -> Distribution | None:
+def distribution(values: Sequence[float], failures: int | None) -> Distribution | None:
     """Summarize `values`; None if there are none. `failures`: the number that count as infinity in
-    the adjusted percentiles; None for a latency without those. `drawn`: with the curve."""
+    the adjusted percentiles; None for a latency without those."""
     if not values:
         return None
     ordered = sorted(values)
@@ -130,7 +124,6 @@ def distribution(
         max=ordered[-1],
         percentiles=_percentiles(ordered),
         adjusted=None if failures is None else _percentiles(with_failures),
-        curve=[percentile(with_failures, percent) for percent in CURVE] if drawn else [],
     )
 
 
@@ -146,11 +139,8 @@ def latencies(records: Sequence[Record]) -> dict[str, Distribution]:
     """Every latency that has values, by name."""
     good = [record for record in records if succeeded(record)]
     failures = len(records) - len(good)
-    by_name = {
-        name: distribution(_values(good, of), failures, name in DRAWN)
-        for name, of in PER_REQUEST.items()
-    }
-    by_name[ITL] = distribution([gap for record in good for gap in itl(record)], None, ITL in DRAWN)
+    by_name = {name: distribution(_values(good, of), failures) for name, of in PER_REQUEST.items()}
+    by_name[ITL] = distribution([gap for record in good for gap in itl(record)], None)
     # Failed requests were sent late too.
     by_name[CLIENT_QUEUE] = distribution(_values(records, client_queue), None)
     return {name: values for name, values in by_name.items() if values is not None}
@@ -401,48 +391,10 @@ def _flags(point: Summary, interrupted: bool) -> Iterator[str]:
     if point.blocks_back is False:
         yield "server not idle afterwards"
     if point.requests < LEAST_REQUESTS and point.seconds < LEAST_SECONDS:
-        yield f"{SHORT}: {point.requests} requests in {point.seconds:,.0f} s"
+        yield f"short: {point.requests} requests in {point.seconds:,.0f} s"
 
 
 # ---- several points -----------------------------------------------------------------------------
-
-
-def trust(named: Sequence[tuple[str, Summary]]) -> dict[str, str]:
-    """The evidence for and against the measurement of some points, by name."""
-    points = [point for _, point in named]
-    short = sum(flag.startswith(SHORT) for point in points for flag in point.flags)
-    marks = [str(sum(bool(point.flags) for point in points))]
-    if short:
-        least = f"{LEAST_REQUESTS} requests, in less than {LEAST_SECONDS:.0f} s"
-        marks.append(f"{short} are short: fewer than {least}")
-    marks += [
-        f"{name}: {flag}"
-        for name, point in named
-        for flag in point.flags
-        if not flag.startswith(SHORT)
-    ]
-    requests, good = (sum(getattr(p, key) for p in points) for key in ("requests", "succeeded"))
-    match, back = (
-        sum(getattr(p, key) is True for p in points) for key in ("tokens_match", "blocks_back")
-    )
-    ratios = [point.little.ratio for point in points if point.little is not None]
-    steady = [p.steady.output_rate / p.output_rate for p in points if p.steady and p.output_rate]
-    return {
-        "requests, and those that failed": f"{requests:,}; {requests - good}",
-        "client CPU, share of a core, at most": f"{max(p.client_cpu for p in points):.0%}",
-        "Little's law, L over lambda W": _span(ratios, ".3f"),
-        "tokens received = counted by the server; blocks back to zero": (
-            f"{match} and {back} of {len(points)} points"
-        ),
-        "tok/s of the steady part, over that of the whole point": _span(steady, ".2f"),
-        "points with a mark against them": "; ".join(marks),
-    }
-
-
-def _span(values: Sequence[float], form: str) -> str:
-    """The range of the values, and the number of points."""
-    ends = f"{min(values):{form}} to {max(values):{form}}, " if values else ""
-    return f"{ends}{len(values)} points"
 
 
 def knee(points: Sequence[Summary]) -> Summary | None:

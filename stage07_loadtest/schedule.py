@@ -4,14 +4,9 @@ rest."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
-
-from shared.errors import UserError
-
-from .workload import Ask
 
 
 @dataclass(frozen=True)
@@ -23,7 +18,7 @@ class Schedule:
     the server has answered.
     """
 
-    kind: Literal["closed", "poisson", "bursts", "trace"]
+    kind: Literal["closed", "poisson", "bursts"]
     users: int | None  # of a closed loop
     starts: list[float] | None  # of an open loop, in order
     rate: float | None = None  # requests/s that an open loop offers
@@ -33,7 +28,7 @@ class Schedule:
 
 
 def load_text(kind: str, users: int | None, rate: float | None) -> str:
-    """A short name for a load: "4 users", "poisson, 2/s", "trace"."""
+    """A short name for a load: "4 users", "poisson, 2/s"."""
     if users is not None:
         return f"{users} user{'' if users == 1 else 's'}"
     return kind if rate is None else f"{kind}, {rate:.3g}/s"
@@ -66,10 +61,3 @@ def bursts(size: int, every: float, count: int) -> Schedule:
     if size < 1 or every <= 0 or count < 1:
         raise ValueError(f"invalid schedule: {size} requests every {every} s, {count} in all")
     return Schedule("bursts", None, [index // size * every for index in range(count)], size / every)
-
-
-def trace(asks: Sequence[Ask]) -> Schedule:
-    """The recorded times. Raises UserError if there is no request, or one without a time."""
-    if not asks or any(ask.at is None for ask in asks):
-        raise UserError("Every request of a trace needs a time: add 'at', in seconds, to each.")
-    return Schedule("trace", None, sorted(ask.at for ask in asks if ask.at is not None))

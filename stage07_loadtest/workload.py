@@ -3,17 +3,11 @@ lengths."""
 
 from __future__ import annotations
 
-import errno
-import json
 import math
 import random
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from shared.errors import UserError
-from shared.files import read_bytes
 
 LENGTHS = {"short": 8, "medium": 32, "long": 64}  # tokens of the prompt
 WORKLOADS = (*LENGTHS, "mixed", "shared")
@@ -25,18 +19,16 @@ SYSTEM = 256  # tokens that all prompts of "shared" begin with
 QUESTION = 8, 32  # least and most tokens after them
 VOCABULARY = 256  # every tokenizer has these ids
 CONTEXT = 1024
-MOST_TRACE_BYTES = 2**28
 MOST_TOKENS = 1_000_000
 MOST_SPREAD = 5.0  # of the logarithm: more would be noise
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. `at`, only in a trace: seconds after the start."""
+    """One request: the ids of its prompt, and the tokens that its answer must have."""
 
-    prompt: list[int] | str
+    prompt: list[int]
     max_tokens: int
-    at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -145,69 +137,3 @@ def _lengths(name: str) -> tuple[int, Lengths, Lengths]:
     if name == "shared":
         return SYSTEM, Lengths(*QUESTION), fixed
     return 0, Lengths(LENGTHS[name], LENGTHS[name]), fixed
-
-
-def load_trace(path: Path, seed: int | str = 0, *, vocab: int = VOCABULARY) -> list[Ask]:
-    """The requests of a JSONL file in order of time, one per line, such as
-    {"prompt": "Once", "max_tokens": 9, "at": 0.5}.
-
-    A prompt is a text or a list of token ids. "prompt_tokens": n is replaced by n random ids that
-    depend on the seed, for traces that keep only lengths. Raises UserError with the file and the
-    line for anything else.
-    """
-    try:
-        lines = read_bytes(path, MOST_TRACE_BYTES).splitlines()
-    except OSError as error:
-        advice = "split it" if error.errno == errno.EFBIG else "name a JSONL file"
-        raise UserError(f"The trace {path} cannot be read ({error.strerror}): {advice}.") from None
-    chance = random.Random(f"trace {seed}")
-
-    def random_ids(count: int) -> list[int]:
-        return [chance.randrange(vocab) for _ in range(count)]
-
-    asks = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            asks.append(_ask(json.loads(line), random_ids))
-        except ValueError as error:  # JSON and UTF-8 errors included
-            raise UserError(
-                f"{path}, line {number}: {_reason(error)}. Write lines such as "
-                '{"prompt": "Once upon a time", "max_tokens": 50, "at": 0.5}.'
-            ) from None
-    if not asks:
-        raise UserError(f"The trace {path} is empty: write one request per line.")
-    return sorted(asks, key=lambda ask: ask.at or 0.0)
-
-
-def _ask(line: Any, random_ids: Callable[[int], list[int]]) -> Ask:
-    """Raises ValueError that names what is invalid."""
-    if not isinstance(line, dict):
-        raise ValueError("not a JSON object")
-    if ("prompt" in line) == ("prompt_tokens" in line):
-        raise ValueError("exactly one of 'prompt' and 'prompt_tokens' is needed")
-    at = line.get("at")
-    if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < math.inf:
-        raise ValueError("'at' must be seconds after the start, 0 or more")
-    if "prompt_tokens" in line:
-        prompt: Any = random_ids(_count(line, "prompt_tokens"))
-    else:
-        prompt = line["prompt"]
-        ids = isinstance(prompt, list) and all(type(id) is int and id >= 0 for id in prompt)
-        if not prompt or not (ids or isinstance(prompt, str)):
-            raise ValueError("'prompt' must be a text or a list of token ids, and not empty")
-    return Ask(prompt, _count(line, "max_tokens"), float(at))
-
-
-def _count(line: Mapping[str, Any], name: str) -> int:
-    value = line.get(name)
-    if type(value) is not int or not 1 <= value <= MOST_TOKENS:
-        raise ValueError(f"'{name}' must be a whole number from 1 to {MOST_TOKENS}")
-    return value
-
-
-def _reason(error: ValueError) -> str:
-    if isinstance(error, UnicodeDecodeError):
-        return "not UTF-8"
-    return f"invalid JSON ({error})" if isinstance(error, json.JSONDecodeError) else str(error)

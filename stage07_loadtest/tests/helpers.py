@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -23,8 +22,6 @@ from stage07_loadtest.schedule import Schedule
 from stage07_loadtest.server import Counters
 from stage07_loadtest.workload import Ask
 
-# A real run: python -m stage07_loadtest --users 1,2,4 --rates 4,8,12 --requests 8 --out <folder>.
-SMALL_RUN = Path(__file__).with_name("small_run")
 QUICK: dict[str, Any] = {"ttft": 0.005, "itl": 0.001}  # where only counts matter
 FAR = 1.0  # seconds: on the clock below, longer sleeps are time limits, not moments
 T = TypeVar("T")

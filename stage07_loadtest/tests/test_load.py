@@ -11,9 +11,8 @@ from stage07_loadtest import load, mock
 from stage07_loadtest.client import REFUSED, Target
 from stage07_loadtest.load import run_point
 from stage07_loadtest.mock import Behaviour
-from stage07_loadtest.schedule import bursts, closed, poisson, trace
+from stage07_loadtest.schedule import bursts, closed, poisson
 from stage07_loadtest.server import Counters
-from stage07_loadtest.workload import Ask
 
 from .helpers import QUICK, against, asks
 
@@ -39,13 +38,9 @@ def test_a_user_sends_when_the_last_answer_has_ended():
         assert later.sent is not None and later.sent >= earlier.end
 
 
-def test_requests_of_a_burst_and_of_a_trace_start_at_their_times():
+def test_requests_of_a_burst_start_at_their_times():
     found, _ = against({}, asks(8), bursts(4, 0.2, 8))
     assert [record.intended for record in found.records] == [0.0] * 4 + [0.2] * 4
-    traced = [Ask([1], 5, 0.0), Ask([2, 2], 3, 0.05)]
-    found, _ = against({}, traced, trace(traced))
-    rows = [(one.intended, one.prompt_tokens, one.completion_tokens) for one in found.records]
-    assert rows == [(0.0, 1, 5), (0.05, 2, 3)]
 
 
 def test_a_load_may_end_by_time():

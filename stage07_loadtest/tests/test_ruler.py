@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-import socket
 import time
 from dataclasses import replace
-from typing import Any
 
-import openai
 import pytest
 from pytest import approx
 
-from shared.errors import UserError
-from stage07_loadtest import metrics, mock
+from stage07_loadtest import metrics
 from stage07_loadtest.client import TOKENS
 from stage07_loadtest.metrics import Slo, summarize
 from stage07_loadtest.mock import Behaviour, Mock
@@ -63,35 +59,6 @@ def test_the_pace_of_an_answer():
     assert bundled == [(approx(2.0), 3), (approx(3.5), 3), (approx(4.0), 1)]
     frozen = [at for at, _ in paced(5, ttft=1, itl=1, stall=2.5, stall_every=4)]
     assert frozen == approx([1, 2, 3, 4, 7.5])
-
-
-def test_the_official_client_can_read_it():
-    with (
-        mock.process("--ttft", "0.002", "--itl", "0.001") as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30) as client,
-    ):
-        (model,) = client.models.list().data
-        options: Any = {"prompt": [1, 2], "max_tokens": 4, "extra_body": {"ignore_eos": True}}
-        options |= {"stream": True, "stream_options": {"include_usage": True}}
-        chunks = list(client.completions.create(model=model.id, **options))
-        assert chunks[-1].usage.completion_tokens == len(chunks) - 1 == 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "hint"),
-    [
-        ("--stall 1", "--stall-every"),
-        ("--stall 2 --stall-every 2", "longer period"),
-        ("--fault sleep", "choose from"),
-        ("--port TAKEN", r"Port \d+ on \S+ cannot be opened \([^(]+\): .* another --port"),
-    ],
-)
-def test_invalid_options_are_rejected_with_a_hint(arguments, hint):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        words = f"--port 0 {arguments}".replace("TAKEN", port).split()
-        with pytest.raises(UserError, match=hint):
-            mock.main(words)
 
 
 def against(*load, **options):

@@ -1,8 +1,7 @@
-"""What is requested, and when: exact lengths and times, the same for the same seed; traces."""
+"""What is requested, and when: exact lengths and times, the same for the same seed."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from itertools import pairwise
@@ -13,10 +12,8 @@ from pytest import approx
 
 from shared.errors import UserError
 from stage07_loadtest import workload
-from stage07_loadtest.schedule import bursts, closed, poisson, trace
-from stage07_loadtest.workload import WORKLOADS, Ask, load_trace, make
-
-GOOD = {"prompt": "Once upon a time", "max_tokens": 3, "at": 0.5}
+from stage07_loadtest.schedule import bursts, closed, poisson
+from stage07_loadtest.workload import WORKLOADS, make
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -25,7 +22,7 @@ def test_requests_depend_on_the_seed_alone(name):
     assert make(name, 20, 3, vocab=101) == asks[:20] != make(name, 20, 4, vocab=101)
     assert {id for ask in asks for id in ask.prompt} == set(range(101))
     if length := {"short": 8, "medium": 32, "long": 64}.get(name):
-        assert {(len(ask.prompt), ask.max_tokens, ask.at) for ask in asks} == {(length, 50, None)}
+        assert {(len(ask.prompt), ask.max_tokens) for ask in asks} == {(length, 50)}
     # No prompt comes twice, even if few are possible.
     prompts = [ask.prompt for ask in make(name, 8, 0, vocab=2, prompts=workload.lengths("3"))]
     assert len(set(map(tuple, prompts))) == 8
@@ -77,13 +74,8 @@ def test_gaps_are_exponential_and_of_the_seed():
     assert abs(statistics.correlation(gaps[1:], gaps[:-1])) < 0.03
 
 
-def test_bursts_come_at_once_and_evenly_and_a_trace_keeps_its_times():
+def test_bursts_come_at_once_and_evenly():
     assert bursts(3, 2.0, 8).starts == [0, 0, 0, 2, 2, 2, 4, 4] and bursts(3, 2.0, 8).rate == 1.5
-    found = trace([Ask("b", 1, 1.5), Ask("a", 1, 0.25)])
-    assert (str(found), found.starts) == ("trace", [0.25, 1.5])
-    for asks in ([], [Ask("a", 1, 0.0), Ask("b", 1)]):
-        with pytest.raises(UserError, match="'at'"):
-            trace(asks)
 
 
 def test_lengths_are_drawn_as_they_are_spelled():
@@ -109,50 +101,3 @@ def test_lognormal_lengths_are_cut_to_the_context_and_others_must_fit():
         make("short", 1, 0, prompts=fixed, answers=fixed, longest=100)
     with pytest.raises(UserError, match="fewer than 300 different prompts of 1 tokens: ask"):
         make("short", 300, 0, prompts=workload.lengths("1"))
-
-
-def write(path, *lines):
-    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    (path / "trace.jsonl").write_text("\n".join([*texts, ""]), encoding="utf-8")
-    return path / "trace.jsonl"
-
-
-def test_a_trace_is_read_in_the_order_of_its_times(tmp_path):
-    """Its seed chooses the prompts of which only the length is given."""
-    lines = [{"prompt": [7, 8], "max_tokens": 5, "at": 2}, ""]
-    lines += [{"prompt": "Müller", "max_tokens": 3, "at": 0.25, "who": "ignored"}]
-    file = write(tmp_path, *lines, *[{"prompt_tokens": 9, "max_tokens": 1, "at": 1}] * 2)
-    first, second, third, last = load_trace(file)
-    assert (first, last) == (Ask("Müller", 3, 0.25), Ask([7, 8], 5, 2.0))
-    assert (len(second.prompt), second.max_tokens, second.at) == (9, 1, 1.0)
-    assert second.prompt != third.prompt
-    assert load_trace(file, 1) == load_trace(file, 1) != load_trace(file)
-
-
-def test_a_trace_that_is_invalid_is_refused_with_the_line(tmp_path, monkeypatch):
-    bad: dict[str, list[Any]] = {"max_tokens": [0, True, "3", None], "at": [-1, None, True, "3"]}
-    bad["prompt"] = ["", [], [1, -1], [True], 3]
-    for line, why in (
-        ("{", "invalid JSON"),
-        ("[1]", "not a JSON object"),
-        ({"max_tokens": 3, "at": 0}, "one of 'prompt' and 'prompt_tokens'"),
-        (GOOD | {"prompt_tokens": 3}, "one of 'prompt' and 'prompt_tokens'"),
-        *((GOOD | {name: wrong}, f"'{name}' must be") for name in bad for wrong in bad[name]),
-        ({"prompt_tokens": 0, "max_tokens": 3, "at": 0}, "'prompt_tokens' must be"),
-        ('{"prompt": "Once", "max_tokens": 3, "at": NaN}', "'at' must be"),
-    ):
-        file = write(tmp_path, GOOD, line, GOOD)
-        with pytest.raises(UserError) as error:
-            load_trace(file)
-        assert all(text in str(error.value) for text in (f"{file}, line 2: ", why, '"at": 0.5'))
-    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "M\xfcller", "max_tokens": 3, "at": 0}\n')
-    for path, why in (
-        *((path, "cannot be read") for path in (tmp_path, tmp_path / "absent.jsonl")),
-        (tmp_path / "latin.jsonl", "line 1: not UTF-8"),
-        (write(tmp_path, "", " "), "is empty"),
-    ):
-        with pytest.raises(UserError, match=why):
-            load_trace(path)
-    monkeypatch.setattr(workload, "MOST_TRACE_BYTES", 10)
-    with pytest.raises(UserError, match="split it"):
-        load_trace(write(tmp_path, GOOD))
