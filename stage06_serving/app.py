@@ -129,7 +129,8 @@ class Live:
     def _listen(self, step: Step, *_: Any) -> None:
         if step.rows:
             counts = step.prefill_tokens, step.decode_tokens, round(1000 * step.seconds, 1)
-            self.steps.append({"number": self.engine.passes, "counts": counts})
+            shown = {"number": self.engine.passes, "counts": counts, "rows": step.shares}
+            self.steps.append(shown)
 
     async def state(self, after: int) -> dict[str, Any]:
         """The state, and the steps after number `after`. Raises EngineDead."""

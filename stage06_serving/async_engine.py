@@ -115,6 +115,7 @@ class Step:
     prefill_tokens: int = 0
     decode_tokens: int = 0
     rows: int = 0  # sequences in the pass; 0: there was none
+    shares: Sequence[tuple[str, int, int]] = ()  # of each: id, prefill and decode tokens
     started: float = 0.0
     seconds: float = 0.0
 
@@ -443,6 +444,9 @@ class AsyncEngine:
         self._unstarted.difference_update(name for name, _ in begun)
         self._work = {
             "rows": len(shares),
+            "shares": [
+                (w.request.id, w.prefill_tokens, w.count - w.prefill_tokens) for w in shares
+            ],
             "prefill_tokens": prefill,
             "decode_tokens": sum(work.count for work in shares) - prefill,
             "begun": begun,

@@ -14,14 +14,14 @@ import json
 import socket
 import sys
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
 from shared import cli
-from shared.server import READY
+from shared.server import READY, own_server
 
 MODEL = "mock"
 STATUSES = {"500": "an error", "503": "no room", "504": "too late"}
@@ -204,6 +204,13 @@ async def serving(behaviour: Behaviour | None = None, port: int = 0) -> AsyncIte
         yield mock
     finally:
         await runner.cleanup()
+
+
+@contextlib.contextmanager
+def process(*arguments: str) -> Iterator[str]:
+    """The mock in a process of its own, inside the block; yields its address."""
+    with own_server(arguments, quiet=True, module=__spec__.name) as server:
+        yield server.url
 
 
 async def serve(port: int, **behaviour: Any) -> None:
