@@ -1,0 +1,60 @@
+"""The size of the house. A folder over its budget: let something of equal size go, or say in the
+commit that raises a number which lesson or which measured win it is for (CONTRIBUTING.md)."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from shared.paths import ROOT
+from shared.tests.test_texts import tracked
+
+BUDGET = {  # lines of source, of tests
+    "book": (450, 0),
+    "exercises": (2_300, 600),
+    "reports": (2_750, 250),
+    "shared": (6_200, 2_650),
+    "stage01": (1_150, 750),
+    "stage02": (400, 250),
+    "stage03": (600, 700),
+    "stage04": (1_700, 1_750),
+    "stage05": (2_300, 1_900),
+    "stage06": (4_100, 3_250),
+    "stage07": (3_050, 1_750),
+    "stage08": (1_150, 800),
+    "stage09": (3_800, 1_600),
+    "stage10": (3_500, 2_650),
+    "stage11": (2_000, 1_800),
+    "stage12": (2_400, 1_650),
+    "stage13": (1_950, 1_200),
+}
+CODE = (".py", ".c", ".h", ".js", ".css", ".html", ".sh")
+FILES = {"README.md", "EXERCISES.md", "REPORT.md", "lab.ipynb", "__main__.py", "benchmark.py"}
+STAGES = sorted(path.name for path in ROOT.glob("stage[0-9][0-9]_*"))
+
+
+@pytest.mark.parametrize("folder", BUDGET)
+def test_a_folder_keeps_its_budget(folder):
+    sizes = {False: 0, True: 0}
+    for path in (path for ending in CODE for path in tracked(ending)):
+        parts = path.relative_to(ROOT).parts
+        if parts[0].startswith(folder):
+            sizes["tests" in parts] += path.read_text(encoding="utf-8").count("\n")
+    assert sizes[False] <= BUDGET[folder][0] and sizes[True] <= BUDGET[folder][1]
+
+
+def test_the_first_page_is_short_and_a_stage_has_its_files():
+    assert (ROOT / "README.md").stat().st_size <= 9_000
+    for stage in STAGES:
+        assert {path.name for path in (ROOT / stage).iterdir()} >= FILES, stage
+
+
+def test_the_ground_imports_no_stage():
+    """But through the tables of registry.py."""
+    for path in (ROOT / "shared").rglob("*.py"):
+        if "tests" in path.parts or path.name == "registry.py":
+            continue
+        source = path.read_text(encoding="utf-8")
+        assert not re.search(r"^ *(from|import) (stage\d\d|reports|exercises)", source, re.M), path
+        assert "import_module(" not in source, path
