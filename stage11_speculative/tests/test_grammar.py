@@ -256,7 +256,6 @@ def test_control_tokens_and_ids_without_a_token_are_never_allowed():
         ({"type": "string", "pattern": "^a$", "minLength": 5}, "nsatisfiable"),
         ({"enum": []}, "nsatisfiable"),
         ({"type": "integer", "minimum": 5, "maximum": 2}, "minimum"),
-        ({"$ref": "#"}, "enforced"),
         ({"not": {}}, "not"),
         ({"not": {}, "x-guidance": {"lenient": True}}, "not"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
