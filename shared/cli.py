@@ -47,18 +47,6 @@ MOST_TOKENS = 1_000_000
 MOST_THREADS = max(64, os.cpu_count() or 1)  # thousands of threads exhaust the system
 MOST_PROMPT_BYTES = 2**18  # twice what 1,024 of GPT-2's longest tokens (128 bytes) hold
 MOST_FILE_BYTES = 2**22  # of --prompts: thousands of prompts, but no disk image
-OTHER_NAMES = {  # of options: our older names, and vLLM's where it has one for the same thing
-    "--slots": "--max-num-seqs",
-    "--sequences": "--max-num-seqs",
-    "--max-sequences": "--max-num-seqs",
-    "--budget": "--max-num-batched-tokens",
-    "--token-budget": "--max-num-batched-tokens",
-    "--prefix-caching": "--enable-prefix-caching",
-    "--no-prefix-caching": "--no-enable-prefix-caching",
-    "--no-prefix-cache": "--no-enable-prefix-caching",
-    "--enable-log-requests": "--log-requests",
-    "--kv-cache-memory-bytes": "--kv-memory",
-}
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_PIPE = 2, 130, 141  # 130, 141: SIGINT, SIGPIPE in a shell
 
 
@@ -133,8 +121,8 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 class Parser(argparse.ArgumentParser):
     """argparse that reports a wrong option as a UserError: one sentence without the usage, and the
-    option that was probably meant. The names in OTHER_NAMES keep working. Of the options in `once`
-    the last does not win: a second one is refused."""
+    option that was probably meant. Of the options in `once` the last does not win: a second one is
+    refused."""
 
     once: Sequence[str] = ()
 
@@ -149,35 +137,20 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        known, older, word = self._names(), dict[str, str](), ""
+        known, word = list(self._option_string_actions), ""
         if match := re.match(r"unrecognized arguments: .*?(--[^\s=]+)", message):
             word = match[1]
-            older = {other: name for other, name in OTHER_NAMES.items() if name in known}
         elif match := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             word, known = match[1], re.findall(r"[\w.-]+", match[2])
-        advice = advised("--help lists every option.", word, known, older)
+        advice = advised("--help lists every option.", word, known)
         raise UserError(f"{message[:1].upper()}{message[1:]}; {advice}")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        known, words = self._names(), list(sys.argv[1:] if args is None else args)
+        words = list(sys.argv[1:] if args is None else args)
         names = [word.partition("=")[0] for word in words]
         if twice := [name for name in self.once if names.count(name) > 1]:
             raise UserError(f"{twice[0]} has several values, and only one counts: give it once.")
-        for place, word in enumerate(words):
-            name, equals, value = word.partition("=")
-            if word == "--":
-                break
-            if name not in known and OTHER_NAMES.get(name) in known:
-                words[place] = OTHER_NAMES[name] + equals + value
         return super().parse_known_args(words, namespace)
-
-    def _names(self) -> list[str]:
-        """Every option, those of the subcommands too."""
-        names = list(self._option_string_actions)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                names += [name for command in action.choices.values() for name in command._names()]
-        return names
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 
 class UserError(Exception):
@@ -14,12 +14,8 @@ class UserError(Exception):
     """
 
 
-def advised(
-    advice: str, word: str, known: Collection[str], older: Mapping[str, str] | None = None
-) -> str:
-    """`advice`, after the known word that `word` is near to, if there is one. older: other names of
-    known words."""
-    names = {name: name for name in known} | dict(older or {})
-    for near in difflib.get_close_matches(word, names, n=1):
-        return f"did you mean {names[near]}? {advice[:1].upper()}{advice[1:]}"
+def advised(advice: str, word: str, known: Collection[str]) -> str:
+    """`advice`, after the known word that `word` is near to, if there is one."""
+    for near in difflib.get_close_matches(word, known, n=1):
+        return f"did you mean {near}? {advice[:1].upper()}{advice[1:]}"
     return advice

@@ -25,13 +25,13 @@ class TestCommand(CommandContract):
     stage = stage
     runs = [
         (),
-        ("--slots", "1", "--every", "100"),
-        ("--slots", "3", "--budget", "3", "--every", "1"),
+        ("--max-num-seqs", "1", "--every", "100"),
+        ("--max-num-seqs", "3", "--max-num-batched-tokens", "3", "--every", "1"),
         ("--max-chunk", "2", "--policy", "priority", "--every", "2"),
     ]
     refused = {
-        "--slots 0": "--max-num-seqs.*'0'.*from 1 to 4096",
-        "--slots 8 --budget 7": "budget of 7 .* too small for 8 slots",
+        "--max-num-seqs 0": "--max-num-seqs.*'0'.*from 1 to 4096",
+        "--max-num-seqs 8 --max-num-batched-tokens 7": "budget of 7 .* too small for 8 slots",
         "--every 0": "--every.*'0'",
         "--policy random": "--policy.*random.*fcfs.*priority",
         "--gantt slots.png": "ends in .svg",
@@ -44,7 +44,9 @@ class TestCommand(CommandContract):
 
     def test_without_a_terminal_an_answer_is_printed_when_it_ends(self, call):
         long, short = "a" * 20, "b" * 45  # the second has room for 3 tokens
-        status, out, err = call([long, short], "--every", "1", "--slots", "2", "--max-tokens", "20")
+        status, out, err = call(
+            [long, short], "--every", "1", "--max-num-seqs", "2", "--max-tokens", "20"
+        )
         assert status == 0 and list(answers(out)) == [2, 1]
         assert err.endswith("\n[2 slots, 57.5 % in use]\n")  # 20 steps, 2 slots, 20 + 3 rows
 
@@ -64,7 +66,9 @@ class TestCommand(CommandContract):
     def test_slots_that_no_memory_can_hold(self, call, tmp_path):
         folder = make_folder(tmp_path / "vast")
         (folder / "config.json").write_text(json.dumps(FIELDS | {"n_positions": 400_000}), "utf-8")
-        result = call(["hello"], "--model", str(folder), "--random-weights", "--slots", "4096")
+        result = call(
+            ["hello"], "--model", str(folder), "--random-weights", "--max-num-seqs", "4096"
+        )
         check_error(result, r"4096 slots of \w+ take [\d.]+ GiB.*smaller --max-num-seqs\.")
 
 

@@ -16,11 +16,11 @@ from stage05_paged.tests.engines import engine_of
 SMALL = ("--block-size", "4", "--kv-memory", "28KiB", "--every", "1")  # 14 blocks of 2 KiB
 HAPPENED = {  # options, and what is counted then
     (): "",
-    ("--block-size", "1", "--sequences", "2", "--every", "100"): "hits",
+    ("--block-size", "1", "--max-num-seqs", "2", "--every", "100"): "hits",
     (*SMALL, "--preemption", "recompute"): "preemptions recomputed evicted",
     (*SMALL, "--preemption", "swap", "--max-chunk", "3"): "preemptions swapped",
     (*SMALL, "--swap-memory", "4KiB"): "preemptions",
-    (*SMALL, "--no-prefix-cache", "--watermark", "0.5"): "",
+    (*SMALL, "--no-enable-prefix-caching", "--watermark", "0.5"): "",
 }
 
 
@@ -56,7 +56,7 @@ class TestCommand(CommandContract):
         counts = numbers(err)
         assert all(counts[name] for name in HAPPENED[options].split()), counts
         assert 0 < counts["peak"] <= counts["blocks"]
-        if "--no-prefix-cache" in options:
+        if "--no-enable-prefix-caching" in options:
             assert (counts["hits"], counts["evicted"]) == (0, 0)
 
     def check_story(self, err):
@@ -71,7 +71,9 @@ class TestCommand(CommandContract):
         err = call(["hello"], *SMALL, "--preemption", "recompute")[2]
         room = "room for 1 whole context of 48 tokens; at most 8 sequences at a time"
         assert err.startswith(f"[KV cache: 28.0 KiB in 14 blocks of 4 tokens; {room}; no swap]\n")
-        err = call(["hello"], "--block-size", "100", "--sequences", "2")[2]  # longer than a context
+        err = call(["hello"], "--block-size", "100", "--max-num-seqs", "2")[
+            2
+        ]  # longer than a context
         room = "room for 2 whole contexts of 48 tokens; at most 2 sequences at a time"
         swap = "swap: 100.0 KiB in 2 blocks"
         assert err.startswith(f"[KV cache: 100.0 KiB in 2 blocks of 100 tokens; {room}; {swap}]\n")
@@ -79,7 +81,9 @@ class TestCommand(CommandContract):
     def test_samples_are_what_as_many_equal_prompts_would_be(self, call):
         options = ("--temperature", "1", "--max-tokens", "9", "--seed", "5", "--block-size", "4")
         status, out, err = call(["hello you!", "a"], *options, "--every", "4", "--samples", "3")
-        _, apart, plain = call(["hello you!"] * 3 + ["a"] * 3, *options, "--no-prefix-cache")
+        _, apart, plain = call(
+            ["hello you!"] * 3 + ["a"] * 3, *options, "--no-enable-prefix-caching"
+        )
         assert status == 0 and answers(out) == answers(apart)
         assert len(set(answers(out).values())) == 6
         # The last block of the first prompt is half full and shared by three: two of them copy it.
