@@ -53,7 +53,7 @@ HOSTILE = {
     "skips": ("import pytest; pytest.skip()\n", "Skipped"),
     "prints": ("while True: print('x' * 10**6)\n", "printed more than"),
     "forks": ("import os\n        while True: os.fork()\n", "processes"),
-    "takes": ("x = [bytearray(2**28) for _ in range(30)]\n", "emory"),
+    "takes": ("x = [bytes([1]) * 2**28 for _ in range(30)]\n", "emory"),
     "passes": (
         "import _pytest.reports as r\n        old = r.TestReport.from_item_and_call\n"
         "        def new(item, call):\n            report = old(item, call)\n"
@@ -87,7 +87,7 @@ def test_a_class(project, tmp_path):
     results = graded(folder, tmp_path)
     for name, (_, why) in HOSTILE.items():
         points, output = results[name]
-        assert points == [0, 40] and why in output, (name, output)
+        assert (points, why in output) == ([0, 40], True), (name, points, output)
     assert results["right"][0] == results["zipped"][0] == [60, 40]
     assert results["patched"][0] == [60, 0]  # its second task is the project's
     assert results["wrong"][0] == [0, 40] and "item 0 is 0, not 2" in results["wrong"][1]

