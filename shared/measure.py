@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import re
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -261,6 +264,40 @@ def _best_rate(work: float, run: Callable[[], object], budget: float) -> float:
     while len(times) < 5 or sum(times) < budget:
         times.append(seconds(run))
     return work / min(times)
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+def process(initial: Callable[..., object] | None = None, *arguments: Any) -> Executor:
+    """A fresh process that runs what it is given, after `initial(*arguments)`. It ends with this
+    one, even if this one is killed."""
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, spawn, _begin, (initial, *arguments))
+
+
+def _begin(initial: Callable[..., object] | None, *arguments: Any) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if initial:
+        initial(*arguments)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def peak_so_far(pid: int) -> int:
+    """The most memory, in bytes, that a process has had so far; what it has now, if the system
+    keeps no peak."""
+    if sys.platform == "linux":
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+        match = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+        return int(match[1]) * 1024 if match else 0
+    memory = psutil.Process(pid).memory_info()
+    return int(getattr(memory, "peak_wset", memory.rss))
 
 
 # ---- results as data -----------------------------------------------------------------------------
