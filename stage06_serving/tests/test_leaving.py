@@ -15,9 +15,9 @@ from fastapi import Request
 from stage06_serving.app import unless_gone
 from stage06_serving.async_engine import AsyncEngine
 from stage06_serving.errors import ApiError
-from stage06_serving.inside import Inside
 
 from .asking import HANG, events, numbers_of
+from .inside import Inside
 from .tools import Passes, Plans, is_empty, until
 
 PATH = "/v1/completions"

@@ -12,10 +12,17 @@ from typing import Any
 
 import uvicorn
 
-from .__main__ import SWITCH, address_of, configure, keep_objects, listen, make_engine
-from .app import create_app
-from .async_engine import EngineThread
-from .settings import parse
+from stage06_serving.__main__ import (
+    SWITCH,
+    address_of,
+    configure,
+    keep_objects,
+    listen,
+    make_engine,
+)
+from stage06_serving.app import create_app
+from stage06_serving.async_engine import EngineThread
+from stage06_serving.settings import parse
 
 
 class Inside:
