@@ -79,7 +79,7 @@ def by_transformers(model: Any, variant: str, prompts: Lists, counts: list[int])
 def run(prompts: Lists, counts: list[int]) -> dict[str, Any]:
     ids: Lists = []
     seconds = watch.seconds(lambda: ids.extend(answer(prompts, counts)))
-    return {"seconds": seconds, "ids": ids, "bytes": watch.peak_so_far(os.getpid())}
+    return {"seconds": seconds, "ids": ids, "bytes": kit.peak_so_far(os.getpid())}
 
 
 async def ask_all(
@@ -121,14 +121,14 @@ def measure(bench: kit.Bench) -> None:
     with ExitStack() as stack:
         ways: dict[str, Callable[[], dict[str, Any]]] = {}
         for variant in (ONE_BY_ONE, BATCH, *ENGINES):
-            worker = stack.enter_context(watch.process(begin, variant, model, threads))
+            worker = stack.enter_context(kit.process(begin, variant, model, threads))
             worker.submit(int).result()  # one process after the other: each takes all processors
             ways[variant] = lambda worker=worker: worker.submit(run, prompts, counts).result()
         server = stack.enter_context(own_server(server_options(model, threads), quiet=True))
 
         def by_server() -> dict[str, Any]:
             answers = asyncio.run(ask_all(server.url, prompts, counts))
-            return answers | {"bytes": watch.peak_so_far(server.pid)}
+            return answers | {"bytes": kit.peak_so_far(server.pid)}
 
         ways[MODULE], subject, seen = by_server, Subject(model, "float32"), list[Lists]()
 

@@ -13,11 +13,14 @@ after TRIES times it is refused, and the tables do without it.
 from __future__ import annotations
 
 import math
+import multiprocessing
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from functools import cache, cached_property, partial
 from itertools import groupby
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -281,6 +284,23 @@ def moved(row: Mapping[str, Any]) -> float:
     before, after = row["limits"]["before"], row["limits"]["after"]
     names = ("memory", "bfloat16" if row.get("dtype") == "bfloat16" else "float32")
     return max(abs(after[name] / before[name] - 1) for name in names)
+
+
+def process(initial: Callable[..., object] | None = None, *arguments: Any) -> Executor:
+    """A fresh process that runs what it is given, after `initial(*arguments)`."""
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, spawn, initial, arguments)
+
+
+def peak_so_far(pid: int) -> int:
+    """The most memory, in bytes, that a process has had so far; what it has now, if the system
+    keeps no peak."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except OSError:
+        return int(psutil.Process(pid).memory_info().rss)
+    match = re.search(r"^VmHWM:\s+(\d+) kB", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
 
 
 def busy() -> bool:

@@ -24,7 +24,6 @@ import torch
 from matplotlib.figure import Figure
 
 from shared import charts, cli, kit, registry
-from shared import measure as watch
 from shared.kit import Results, Row, Subject
 from shared.models import EMBEDDED
 from shared.server import own_server
@@ -165,10 +164,10 @@ def measure(bench: kit.Bench) -> None:
             *([] if model in EMBEDDED else ["--random-weights"]),
         ]
         with ExitStack() as stack:
-            worker = stack.enter_context(watch.process(begin, name, model, dtype, threads))
+            worker = stack.enter_context(kit.process(begin, name, model, dtype, threads))
             worker.submit(int).result()  # one process after the other takes all processors
             server = stack.enter_context(own_server(words, quiet=True))
-            clients = stack.enter_context(watch.process())
+            clients = stack.enter_context(kit.process())
             first = (model, dtype, name) == pairs[0] or bench.quick
             for load in bench.sizes(*LOADS, *CONTROLS) if first else (LOADS[-1], CONTROLS[-1]):
                 run(bench, subject, name, load, worker, server, clients)
