@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 pytest.importorskip("triton", reason="requirements-gpu.txt is not installed")
@@ -76,20 +74,6 @@ def test_sizes_that_fit_no_tile(bits, group, minimum, activations):
     slow, fast = layers(bits, group, minimum, activations, 100, 33, bias=False)
     for dtype in TOLERANCE:
         agree(slow, fast, torch.randn(17, 101, device=DEVICE).to(dtype)[:, 1:])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(40))
-def test_products_of_random_shapes(seed):
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    group = rng.choice([16, 32, 64, 128, rng.randint(1, 50)])
-    bits = rng.choice([4, 4, 6, 8])
-    inputs, minimum = group * rng.randint(1, 5), bits < 8 and rng.random() < 0.5
-    kinds = bits, rng.choice([group, None]), minimum, rng.choice(["int8", "float"])
-    slow, fast = layers(*kinds, inputs, rng.randint(1, 200), rng.random() < 0.5)
-    x = 10 ** rng.uniform(-3, 2) * torch.randn(rng.randint(1, 80), inputs, device=DEVICE)
-    agree(slow, fast, x.to(rng.choice(list(TOLERANCE))))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # NumPy multiplies infinity by 0
@@ -196,16 +180,3 @@ def test_tokens_are_those_of_the_slow_layers(name, weights, activations, monkeyp
     proof = parity.prove(engine, slow, SamplingParams, ["own limits"])
     assert proof.tokens > 20 and len(proof.near_ties) < 2, proof
     assert graphs is None or graphs.kept
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("weights", "activations"), [("int8", "int8"), ("int4", "float")])
-def test_stories_are_those_of_stage_10(weights, activations):
-    def model() -> Any:
-        checkpoint = models.load("stories")
-        checkpoint.conversion = Quantize(weights, activations)
-        return load_model(checkpoint, dtype=torch.float32, device=DEVICE)
-
-    engine = make(model(), pool=BlockPool(40, 16), max_sequences=3, **KERNELS)
-    proof = parity.prove(engine, Naive(model()), SamplingParams, ["own limits"])
-    assert proof.tokens > 20 and len(proof.near_ties) < 2, proof
