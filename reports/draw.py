@@ -77,7 +77,10 @@ class Report:
             self.headlines[name] = module.headline(results)
             if hasattr(module, "chart") and drawers == drawn_with():
                 picture = Path("reports/charts") / f"{name}.svg"
-                self.files[picture] = charts.render(module.chart(results))
+                try:
+                    self.files[picture] = charts.render(module.chart(results))
+                except (ValueError, IndexError) as error:  # its rows were refused
+                    self.problems.append(f"{picture.as_posix()} stays as it was: {error}")
         for pattern in TEXTS:
             for path in sorted(root.glob(pattern)):
                 self._text(path)
