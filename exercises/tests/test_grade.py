@@ -23,7 +23,7 @@ def contained(monkeypatch):
     except UserError:
         pytest.skip("nothing here can contain a hand-in")
     monkeypatch.setattr(judge, "PATIENCE", 0.01)  # times the reference's seconds
-    monkeypatch.setattr(judge, "LEAST", 5.0)
+    monkeypatch.setattr(judge, "LEAST", 20.0)
 
 
 def graded(folder, tmp_path):
@@ -53,7 +53,7 @@ HOSTILE = {
     "skips": ("import pytest; pytest.skip()\n", "Skipped"),
     "prints": ("while True: print('x' * 10**6)\n", "printed more than"),
     "forks": ("import os\n        while True: os.fork()\n", "processes"),
-    "takes": ("x = [bytes([1]) * 2**28 for _ in range(30)]\n", "emory"),
+    "takes": ("x = bytes(2**36)\n", "MemoryError"),
     "passes": (
         "import _pytest.reports as r\n        old = r.TestReport.from_item_and_call\n"
         "        def new(item, call):\n            report = old(item, call)\n"
