@@ -172,7 +172,8 @@ class ChatForm(Formed, ChatBody):
         if len({*names}) < len(names):
             raise WrongField("tools", "two of them have the same name: give each its own")
         if self.must_call and not self.callable:
-            raise WrongField("tool_choice", f"it must be one of the 'tools', which are {names}")
+            choices = f"which are {names}" if names else "and there are none"
+            raise WrongField("tool_choice", f"it must be one of the 'tools', {choices}")
         if self.callable and self.structured_outputs:
             raise WrongField("structured_outputs", "with 'tools' it would forbid their calls")
         return self

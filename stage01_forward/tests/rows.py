@@ -97,4 +97,5 @@ def close(one: Logprobs | None, other: Logprobs | None, most: float = 1e-5) -> b
     if one is None or other is None:
         return one is other
     pairs = zip([(-1, one.token), *one.top], [(-1, other.token), *other.top], strict=True)
-    return all(a[0] == b[0] and abs(a[1] - b[1]) <= most for a, b in pairs)
+    same = (a == b or a[0] == b[0] and abs(a[1] - b[1]) <= most for a, b in pairs)
+    return all(same)  # -inf is equal to itself, and its difference is not a number

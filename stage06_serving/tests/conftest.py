@@ -107,6 +107,8 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         yield start
     finally:
         stop(process)
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 @pytest.fixture(scope="session")

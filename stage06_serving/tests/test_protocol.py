@@ -250,7 +250,7 @@ MANY = {"logprobs": 20, "prompt": [[5] * 900] * 3}
         (CHATS, MANY | {"top_logprobs": 20, "logprobs": True, "n": 3}, "log-prob"),
         (CHATS, {"tools": [{"type": {}}]}, ""),  # CVE-2025-48944
         (CHATS, {"response_format": {"type": "xml"}}, "json_object"),
-        (CHATS, {"tool_choice": "required"}, "no 'tools'"),
+        (CHATS, {"tool_choice": "required"}, "one of the 'tools'"),
         (CHATS, {"modalities": ["text", "audio"]}, "not images or audio"),
         (CHATS, {"top_logprobs": 2}, "needs 'logprobs'"),
         (CHATS, {"max_tokens": 0}, "at least 1"),
