@@ -12,6 +12,7 @@ import asyncio
 import os
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -118,12 +119,16 @@ def server_options(model: str, threads: int) -> list[str]:
 def measure(bench: kit.Bench) -> None:
     model = "stories" if bench.quick else "gpt2"
     threads, (prompts, counts) = torch.get_num_threads(), workload(model)
+
+    def by_process(worker: Executor) -> dict[str, Any]:
+        return worker.submit(run, prompts, counts).result()
+
     with ExitStack() as stack:
         ways: dict[str, Callable[[], dict[str, Any]]] = {}
         for variant in (ONE_BY_ONE, BATCH, *ENGINES):
             worker = stack.enter_context(kit.process(begin, variant, model, threads))
             worker.submit(int).result()  # one process after the other: each takes all processors
-            ways[variant] = lambda worker=worker: worker.submit(run, prompts, counts).result()
+            ways[variant] = partial(by_process, worker)
         server = stack.enter_context(own_server(server_options(model, threads), quiet=True))
 
         def by_server() -> dict[str, Any]:

@@ -59,7 +59,7 @@ class Subject:
         self.model = models.load_model(self.shape, torch.device(device), self.dtype)
         if not plain:
             linear.optimize(self.model)
-        self.about = {"model": name, "dtype": dtype}
+        self.about: dict[str, Any] = {"model": name, "dtype": dtype}
         self._proof = cache(lambda prompt, answer: prove_answer(self.model, prompt, answer))
 
     def prompts(self, lengths: Iterable[int], name: str = "request") -> list[list[int]]:

@@ -32,7 +32,8 @@ def measure(bench: kit.Bench) -> None:
     pairs = ("gpt2", "float32"), ("gpt2", "bfloat16"), ("stories", "float32")
     for subject in bench.subjects(*pairs):
         engines = {NAIVE: NaiveEngine(subject.model), CACHED: Engine(subject.model)}
-        growth(bench, subject, *engines.values(), *bench.sizes(COUNTS[0], COUNTS[-1])[-1:])
+        count = bench.sizes(COUNTS[0], COUNTS[-1])[-1]
+        growth(bench, subject, engines[NAIVE], engines[CACHED], count)
         for prompt, answer in bench.sizes((5, 1), (512, 1), (512, 25)):
             bench.answers("prompts", subject, engines, [(prompt, answer)])
 

@@ -36,9 +36,12 @@ LONG, LONG_ANSWER, WHOLE = 900, 8, "whole"  # tokens; WHOLE: a prompt that is no
 DRAWN = (16, 200)  # slots and steps of the crowd on the chart
 
 
-def engine_of(subject: Subject, scheduler: Scheduler, slots: int, tokens: int) -> Engine:
+def engine_of(
+    subject: Subject, scheduler: Scheduler, slots: int, tokens: int
+) -> tuple[Engine, kit.Passes]:
+    passes = kit.Passes(subject)
     cache = SlotCache(subject.config, slots, tokens, subject.dtype)
-    return Engine(Runner(subject.model, cache), scheduler, observers=[kit.Passes(subject)])
+    return Engine(Runner(subject.model, cache), scheduler, observers=[passes]), passes
 
 
 def measure(bench: kit.Bench) -> None:
@@ -51,8 +54,8 @@ def measure(bench: kit.Bench) -> None:
         for chunk in bench.sizes("64", "256", WHOLE):
             sizes = {"chunked": False} if chunk == WHOLE else {"max_chunk": int(chunk)}
             scheduler = Scheduler(NEIGHBOURS + 1, NEIGHBOURS + LONG, **sizes)
-            engine = engine_of(subject, scheduler, NEIGHBOURS + 1, LONG + LONG_ANSWER)
-            ways[chunk] = partial(arrive, subject, engine)
+            engine, passes = engine_of(subject, scheduler, NEIGHBOURS + 1, LONG + LONG_ANSWER)
+            ways[chunk] = partial(arrive, subject, engine, passes)
         bench.row("chunking", ways, 2, 0, **subject.about)
 
 
@@ -60,7 +63,7 @@ def together(
     bench: kit.Bench, subject: Subject, case: str, lengths: Any, slots: int, budget: int, times: int
 ) -> None:
     """One workload on stage 03 and on this stage, with the same slots."""
-    ours = engine_of(subject, Scheduler(slots, budget), slots, max(map(sum, lengths)))
+    ours, passes = engine_of(subject, Scheduler(slots, budget), slots, max(map(sum, lengths)))
 
     def keep(engine: Any) -> dict[str, Any]:
         busy = sum(step.rows for step in engine.steps)
@@ -68,14 +71,14 @@ def together(
             return {"busy": busy}
         bars = [bar for bar in timeline.bars([*ours.steps][: DRAWN[1]]) if bar.slot < DRAWN[0]]
         bars = bars if case == "crowd" else []
-        costs = ours.observers[-1].costs[-len(ours.steps) :]
+        costs = passes.costs[-len(ours.steps) :]
         return {"busy": busy, "costs": costs, "bars": [[*asdict(bar).values()] for bar in bars]}
 
     engines = {STATIC: StaticEngine(subject.model, max_batch=slots), OURS: ours}
     bench.answers(case, subject, engines, lengths, times, keep, slots=slots)
 
 
-def arrive(subject: Subject, engine: Engine) -> dict[str, Any]:
+def arrive(subject: Subject, engine: Engine, passes: kit.Passes) -> dict[str, Any]:
     """A long prompt arrives while its neighbours decode: milliseconds between their tokens before
     and after that, and seconds to its own first token. Every neighbour has a token in each pass."""
     prompts = subject.prompts([NEIGHBOUR] * NEIGHBOURS, "neighbour")
@@ -86,14 +89,14 @@ def arrive(subject: Subject, engine: Engine) -> dict[str, Any]:
         engine.step()
     before = [1e3 * watch.seconds(engine.step) for _ in range(BEFORE)]
     newcomer, first, after = engine.add(Request(long, kit.greedy(LONG_ANSWER))), 0.0, list[float]()
-    engine.observers[-1].costs.clear()
+    passes.costs.clear()
     for _ in range(AFTER):
         silent = not newcomer.output.token_ids
         after.append(1e3 * watch.seconds(engine.step))
         first += after[-1] / 1e3 if silent else 0.0
     if any(request.output.finish_reason is None for request in requests):
         raise AssertionError("a neighbour went without a token in some pass")
-    costs = engine.observers[-1].costs[: -(-LONG // (engine.scheduler.max_chunk or LONG))]
+    costs = passes.costs[: -(-LONG // (engine.scheduler.max_chunk or LONG))]
     for _ in engine.run():
         pass
     subject.prove([*prompts, long], [r.output.token_ids for r in [*requests, newcomer]])

@@ -59,7 +59,7 @@ def measure(bench: kit.Bench) -> None:
 def capacity(bench: kit.Bench, subject: Subject, load: str, lengths: Any) -> None:
     """A workload in the same memory, contiguous and paged."""
     pool, passes = BlockPool(MEMORY // BLOCK, BLOCK), kit.Passes(subject)
-    options = {"token_budget": BUDGET, "observers": [passes]}
+    options: dict[str, Any] = {"token_budget": BUDGET, "observers": [passes]}
     slots = make_slots(subject.model, MEMORY // subject.config.n_positions, **options)
     options |= {"max_sequences": min(pool.count, BUDGET), "prefix_caching": False}
     engines = {SLOTS: slots, PAGED: make(subject.model, pool=pool, **options)}

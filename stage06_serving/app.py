@@ -6,13 +6,13 @@ protocol.py describes their bodies, service.py does their work, and formats.py w
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -33,7 +33,7 @@ from .errors import REFUSALS, ApiError, error_body, failure, unreadable, validat
 from .formats import Completion, Format, Generate, Scored
 from .forms import brought
 from .metrics import Metrics
-from .protocol import DetokenizeBody, GenerateBody, TokenizeBody
+from .protocol import ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
 from .service import Generation, Service, off_loop
 from .settings import Settings
 
@@ -172,7 +172,11 @@ def create_app(
     """The server's application. It runs the engine that `starting` will hold (a Served, see
     __main__.py) on `thread`. Until then only paths such as /health answer."""
     created, statuses, forms = int(time.time()), Counter[int](), brought()
-    Completions, Chats = forms.completion_body, forms.chat_body
+    if TYPE_CHECKING:
+        Completions: TypeAlias = CompletionBody
+        Chats: TypeAlias = ChatBody
+    else:  # FastAPI reads bodies as these types, which have more fields
+        Completions, Chats = forms.completion_body, forms.chat_body
 
     async def load() -> None:
         served = await asyncio.shield(asyncio.wrap_future(starting))
@@ -235,7 +239,7 @@ def create_app(
     ) -> Response:
         generation = await unless_gone(request, service.complete(body, tenant))
         try:
-            scores: list[Scored] = []
+            scores: Sequence[Scored] = ()
             if body.echo and body.logprobs is not None:
                 scores = await unless_gone(request, generation.scores())
             long = sum(map(len, scores)) > LONG_ANSWER

@@ -105,6 +105,7 @@ async def ask_all(
 ) -> dict[str, Any]:
     """All requests over `streams` connections. Events are parsed once all have arrived."""
     place, loop = urlsplit(url), asyncio.get_running_loop()
+    address = place.hostname or "", place.port or 80
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {place.netloc}\r\n"
     head += "Content-Type: application/json\r\n"
     body = {"max_tokens": answer, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -113,7 +114,7 @@ async def ask_all(
     sent, answers = list[float](), list[Any]()
 
     async def stream() -> None:
-        transport, connection = await loop.create_connection(Connection, place.hostname, place.port)
+        transport, connection = await loop.create_connection(Connection, *address)
         with closing(transport):
             for request in waiting:
                 connection.parts, connection.ended = [], loop.create_future()

@@ -36,7 +36,7 @@ class Template(Protocol):
 class Simple:
     """A line for each message, for models that were not trained to chat."""
 
-    stops = ("\nUser:",)
+    stops: tuple[str, ...] = ("\nUser:",)
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> str:
         """There is no place for `tools`."""
@@ -49,7 +49,7 @@ class OwnTemplate:
     """The template in the model's folder. Control tokens of the template become tokens; in a
     message they stay text."""
 
-    stops = ()  # control tokens end the answer
+    stops: tuple[str, ...] = ()  # control tokens end the answer
 
     def __init__(self, template: chat_template.FolderTemplate, tokenizer: Any) -> None:
         self.template, self.tokenizer = template, tokenizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -99,7 +99,7 @@ def unreadable(error: RequestValidationError, headers: Mapping[str, str]) -> Api
     return ApiError(400, *validation_message(error.errors()))
 
 
-def validation_message(errors: list[Any]) -> tuple[str, str | None]:
+def validation_message(errors: Sequence[Any]) -> tuple[str, str | None]:
     """The first of pydantic's errors as one sentence, and its field; never the value that was
     sent."""
     first = max(errors, key=lambda error: len(error["loc"]))

@@ -108,6 +108,8 @@ class Completion(OpenAI):
 
     scores: of the prompts, where `echo` and `logprobs` are asked for."""
 
+    body: CompletionBody
+
     def __init__(
         self, generation: Generation, body: CompletionBody, scores: Sequence[Scored] = ()
     ) -> None:
@@ -180,6 +182,8 @@ class Completion(OpenAI):
 
 class Chat(OpenAI):
     """POST /v1/chat/completions."""
+
+    body: ChatBody
 
     def __init__(self, generation: Generation, body: ChatBody) -> None:
         self.body = body

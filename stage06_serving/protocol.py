@@ -65,8 +65,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 # Here false, too, would change the answer, and true is what this server does.
-TRUE = ("add_generation_prompt", "add_special_tokens", "skip_special_tokens", "do_sample")
-TRUE += ("spaces_between_special_tokens",)
+TRUE = {"add_generation_prompt", "add_special_tokens", "skip_special_tokens", "do_sample"}
+TRUE |= {"spaces_between_special_tokens"}
 # Fields that the engine takes as they are.
 SAME = (
     *("temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos"),

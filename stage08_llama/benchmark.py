@@ -21,6 +21,7 @@ from stage02_kv_cache.engine import Engine
 from stage04_continuous.cache import SlotCache
 from stage04_continuous.runner import Runner
 
+from .config import LlamaConfig
 from .model import RepeatedHeads, RMSNorm
 from .rope import frequencies, rotate, rotation
 
@@ -61,6 +62,7 @@ def heads(bench: kit.Bench, subject: Subject, count: int, context: int) -> None:
 def pieces(bench: kit.Bench, subject: Subject) -> None:
     """The new pieces of a layer for one token, beside GPT-2's LayerNorm and a matrix."""
     config, width = subject.config, subject.config.n_embd
+    assert isinstance(config, LlamaConfig)
     layer, rms = nn.LayerNorm(width).to(subject.dtype), RMSNorm(width, 1e-5).to(subject.dtype)
     nn.init.ones_(rms.weight)
     gate = nn.Linear(width, config.n_inner, bias=False).to(subject.dtype)

@@ -48,10 +48,6 @@ class LlamaConfig(Config):
 
     family: ClassVar[str] = "llama"
 
-    family: ClassVar[str] = "llama"
-
-    family: ClassVar[str] = "llama"
-
     n_inner: int = 0
     rope: Rope = field(default_factory=Rope)
     qkv_bias: bool = False

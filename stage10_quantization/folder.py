@@ -215,9 +215,10 @@ class FolderModel:
         """Raises UserError for a method that is not read, and for tensors that are missing or
         unexpected."""
         self.folder = Path(folder)
-        self.options: dict[str, Any] = read_json(self.folder / "config.json").get(OPTION)
-        if not isinstance(self.options, dict):
+        options = read_json(self.folder / "config.json").get(OPTION)
+        if not isinstance(options, dict):
             raise self.error(f"its {OPTION} is not an object")
+        self.options: dict[str, Any] = options
         self.method, form = (str(self.options.get(key)) for key in ("quant_method", "format"))
         if self.method not in METHODS:
             known = ", ".join(METHODS)

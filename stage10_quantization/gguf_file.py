@@ -91,7 +91,8 @@ class GGUFModel:
                 f"{self.path} is big-endian, for other processors than this one: convert it with "
                 "gguf-convert-endian, or choose another file."
             )
-        self._map = reader.data.base._mmap  # of the np.memmap
+        base: Any = reader.data.base  # the np.memmap
+        self._map = base._mmap
         # Of float32 the shortest decimal: 1e-05 and not 9.99999974737875e-06.
         self.metadata: dict[str, Any] = {
             key: float(str(np.float32(value))) if type(value) is float else value

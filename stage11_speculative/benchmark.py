@@ -36,7 +36,7 @@ def plain_of(subject: Subject, sequences: int) -> Any:
     """Plain decode; engines with drafts are made around its parts, so weights are there once."""
     model = models.load_model(subject.shape, "cpu", subject.dtype)
     contexts = max(2, -(-sequences * 192 // subject.config.n_positions))
-    options = {"max_sequences": sequences, "token_budget": 1024, "release": True}
+    options: dict[str, Any] = {"max_sequences": sequences, "token_budget": 1024, "release": True}
     return make_plain(model, contexts, prefix_caching=False, **options)
 
 

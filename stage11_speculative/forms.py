@@ -212,8 +212,8 @@ class Forms:
 
     def __init__(self, engine: Engine, loaded: Loaded, template: Template | None) -> None:
         self.masks = grammar.Masks(engine)
-        own = isinstance(template, OwnTemplate)
-        self.loaded, self.shows_tools = loaded, own and "tools" in template.template.source
+        own = template.template.source if isinstance(template, OwnTemplate) else ""
+        self.loaded, self.shows_tools = loaded, "tools" in own
         self._lock = threading.Lock()
         self._grammars: grammar.Grammars | None = None
 

@@ -32,7 +32,7 @@ Tool = dict[str, Any]  # as clients send it
 
 def schema_of(tool: Tool) -> dict[str, Any]:
     """Of a call's arguments. Raises UserError for a tool that is none."""
-    function = tool.get("function")
+    function: Any = tool.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if tool.get("type") != "function" or not isinstance(name, str) or not NAME.fullmatch(name):
         raise UserError(
@@ -74,7 +74,7 @@ def blame(error: UserError, tools: Sequence[Tool], compiles: Callable[[str], obj
     UserError for a grammar that cannot be enforced."""
     for tool in tools:
         schema = schema_of(tool)
-        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        definitions = {key: part for key, part in schema.items() if key in ("$defs", "definitions")}
         properties = schema.get("properties")
         parts = [(f", property {n!r}", p) for n, p in (properties or {}).items()] + [("", schema)]
         for where, part in parts:

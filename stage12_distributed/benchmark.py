@@ -48,9 +48,11 @@ def measure(bench: kit.Bench) -> None:
         bench.results["bounded"] = [subject.about | group for group in limited]
         ranks(bench, subject)
         for replicas in bench.sizes(2, 16, 64):
-            times_of = partial(routing_seconds, replicas)
-            bench.row("router", {"choice": lambda times_of=times_of: {"us": times_of()}}, 1, 0,
-                      replicas=replicas)  # fmt: skip
+
+            def choice(replicas: int = replicas) -> dict[str, Any]:
+                return {"us": routing_seconds(replicas)}
+
+            bench.row("router", {"choice": choice}, 1, 0, replicas=replicas)
 
 
 def whole(name: str, dtype: str) -> Any:

@@ -282,9 +282,9 @@ def create_app(find: Find, timeout: float = 300.0) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         # A connection for each request: one that is kept may be closed, which looks like a death.
-        options = {"connector": aiohttp.TCPConnector(limit=0, force_close=True)}
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         patience = aiohttp.ClientTimeout(PATIENCE)
-        async with aiohttp.ClientSession(**options, timeout=patience) as router.http:
+        async with aiohttp.ClientSession(connector=connector, timeout=patience) as router.http:
             await router.look()
             watching = asyncio.create_task(watch())
             yield

@@ -8,7 +8,7 @@ without a figure says why.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -78,7 +78,7 @@ def cell(
             return kit.together(judge.prove(prompts, ids) for ids in ours)
         return {"tokens": 0, "near_ties": 0, "widest_gap": 0.0}  # stage 10 proves its formats
 
-    about = {
+    about: dict[str, Any] = {
         "model": subject.about["model"],
         "dtype": "float32" if weights == "float32" else "bfloat16",
     }
@@ -100,7 +100,7 @@ def heading(row: Row) -> str:
     return "1 row" if row["rows"] == 1 else f"{row['rows']} rows"
 
 
-def lines(results: Results) -> Iterator[dict[str, object]]:
+def lines(results: Results) -> Iterator[Mapping[str, object]]:
     """A line for each engine and format of the weights: tokens per second."""
     headings = dict.fromkeys(map(heading, results.rows("cells")))
     reasons = {

@@ -107,7 +107,7 @@ def test_a_config_of_every_family_makes_its_model(tiny):
     config = models.presets()["HuggingFaceTB/SmolLM2-135M"]
     assert {tiny.config.family, config.family} == registry.MODELS.keys()
     sizes: Any = {"vocab_size": 64, "n_layer": 1, "n_embd": 16, "n_head": 2, "n_kv_head": 1}
-    small = replace(config, **sizes, **{"n_inner": 8, "head_dim": 8})
+    small = replace(config, **sizes | {"n_inner": 8, "head_dim": 8})
     for shape in (tiny.config, small):
         model = models.load_model(Checkpoint(shape, random_tensors(shape)))
         assert model.config == shape and model.dtype == torch.float32

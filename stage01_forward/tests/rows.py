@@ -52,7 +52,7 @@ def batches(draw, dtypes=DTYPES):
     # Short histories, some shorter than min_tokens; of few ids, so that some occur several times.
     ids = vocabulary if draw(st.booleans()) else 3
     eos_ids = draw(st.sampled_from([(), (0,), (0, vocabulary // 2)]))
-    rows = []
+    rows = list[Row]()
     for p in params:
         prompt, output = (random.integers(0, ids, n).tolist() for n in random.integers(0, 9, 2))
         if draw(st.booleans()):  # as a grammar leaves them

@@ -9,10 +9,12 @@ import random
 import re
 import secrets
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import httpx2
 import pytest
+from starlette.applications import Starlette
 
 from shared.errors import UserError
 from stage06_serving import __main__ as program
@@ -121,8 +123,8 @@ def test_damaged_bodies_are_answered_or_refused(server, count):
                 refused(answer, answer.status_code)
             elif answer.headers["content-type"].startswith("text/event-stream"):
                 assert answer.content.endswith(b"data: [DONE]\n\n")
-        for path, body in GOOD.items():
-            assert client.post(path, json=body).status_code == 200
+        for path, good in GOOD.items():
+            assert client.post(path, json=good).status_code == 200
 
 
 def test_only_json_is_read_and_no_other_site_may_ask(server):
@@ -174,7 +176,7 @@ def test_only_a_host_of_the_server_is_served_and_no_spelling_opens_a_path(locked
     for host in (*NAMES.split(), *BAD.split()):
         assert asked(locked, "/health", host=host) == (200 if host in NAMES.split() else 403), host
     assert parse(["--host", "a", "--allowed-host", " b ,*"]).hosts == ["a", "b", "*"]
-    assert Door(None, ["*"], {})._serves("anything.example")
+    assert Door(Starlette(), ["*"], Counter())._serves("anything.example")
 
 
 def test_a_key_opens_everything_and_nothing_else_does(locked):

@@ -60,7 +60,7 @@ class Plans:
 
     def __init__(self, engine: Any) -> None:
         engine.observers.append(self)
-        engine.seen = self.seen = []
+        engine.seen = self.seen = list[SimpleNamespace]()
 
     def before(self, plan: Plan) -> None:
         """The end of the step counts."""

@@ -50,9 +50,9 @@ def test_errors_come_before_any_work(llm):
         llm.generate(PROMPTS[:2], [SamplingParams()])
     with pytest.raises(UserError, match="has no chat template"):
         llm.chat([{"role": "user", "content": "hi"}])
-    for prompts in (None, 3, [None], [[1.5]], [["a"]], ["a", 1]):
+    for wrong in (None, 3, [None], [[1.5]], [["a"]], ["a", 1]):
         with pytest.raises(UserError, match="^Prompts must be texts, or lists of token ids"):
-            llm.generate(prompts)
+            llm.generate(wrong)
 
 
 @pytest.mark.parametrize(

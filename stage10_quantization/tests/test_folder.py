@@ -31,7 +31,7 @@ def config_of(fields):
 FIELDS = {"llama": to_fields(LLAMA), "gpt2": json.loads((STORIES / "config.json").read_text())}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm"}
-COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+COMPRESSED: dict[str, object] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 COMPRESSED |= {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}}}
 LAYER = "layers.1.mlp.up_proj"
 
@@ -169,7 +169,9 @@ def test_columns_of_gptq_in_any_order():
     index = torch.arange(32).view(4, 8).t().flatten() // 8
     parts = gptq_parts(codes, scale, zeros) | {"g_idx": index.int()}
     unpack, options = METHODS["gptq"][0], {"bits": 4, "group_size": 8}
-    assert torch.equal(unpack(parts, (16, 32), options, 1), expected(codes, scale, zeros, index))
+    plain = unpack(parts, (16, 32), options, 1)
+    assert isinstance(plain, torch.Tensor)
+    assert torch.equal(plain, expected(codes, scale, zeros, index))
     ordered = parts | {"g_idx": torch.arange(32) // 8}
     assert isinstance(unpack(ordered, (16, 32), options, 1), QuantizedMatrix)
     for wrong in (4, -1):

@@ -86,6 +86,7 @@ def write(path, config, metadata=None, drop=(), **options):
                 data = draw.integers(0, 60, (tensor.shape[0], size), dtype=np.uint8)
         if their_name in drop:
             continue
+        assert their_name is not None
         values[name] = torch.from_numpy(gguf.dequantize(data, form).astype(np.float32))
         writer.add_tensor(their_name, data, raw_dtype=form)
     if isinstance(config, LlamaConfig) and config.rope.kind == "llama3":
@@ -112,7 +113,9 @@ def test_a_model_is_what_the_package_reads(tmp_path, name):
         if isinstance(tensor, QuantizedMatrix):
             kept += 1
             rows = torch.tensor([5, 2])
-            assert torch.equal(model.read(name, rows).dequantized(), tensor.dequantized()[rows])
+            part = model.read(name, rows)
+            assert isinstance(part, QuantizedMatrix)
+            assert torch.equal(part.dequantized(), tensor.dequantized()[rows])
             tensor = tensor.dequantized()
             tensor = tensor.t() if name.endswith(PROJECTIONS) else tensor
         assert tuple(tensor.shape) == config.shapes()[name]
@@ -145,8 +148,9 @@ def tokenizer_of(folder, **changes):
     for entry in added:
         tokens[entry["id"]], types[entry["id"]] = entry["content"], 3 if entry["special"] else 4
     merges = [m if isinstance(m, str) else " ".join(m) for m in fields["model"]["merges"]]
-    values = {"model": "gpt2", "pre": "qwen2", "tokens": tokens, "token_type": types}
-    values |= {"merges": merges, "eos_token_id": tokens.index("<|im_end|>")} | changes
+    values: dict[str, object] = {"model": "gpt2", "pre": "qwen2", "merges": merges}
+    values |= {"tokens": tokens, "token_type": types, "eos_token_id": tokens.index("<|im_end|>")}
+    values |= changes
     return {f"tokenizer.ggml.{key}": value for key, value in values.items()}
 
 

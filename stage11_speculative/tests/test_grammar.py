@@ -281,7 +281,7 @@ def test_what_cannot_be_enforced_is_refused_in_one_line(value, words):
 def test_a_name_cannot_be_spelled_so_that_it_escapes_its_schema():
     """Not in an object that allows other names, nor in one whose names match a pattern."""
     whole = {"größe": {"type": "integer"}}
-    cases = [
+    cases: list[tuple[dict[str, Any], str, bool]] = [
         ({"type": "object", "properties": whole}, '{"größe": 1, "gr\\u00f6\\u00dfe": "x"}', False),
         ({"type": "object", "properties": whole}, '{"größe": 1, "grösse": "x"}', True),
         ({"type": "object", "patternProperties": {"^g": {"const": 1}}}, '{"\\u0067": 2}', False),
