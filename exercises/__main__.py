@@ -31,40 +31,40 @@ def main(arguments: list[str] | None = None) -> int:
         return commands.add_parser(name, help=about, description=about)
 
     command("list", "the tasks").add_argument("stage", nargs="?")
-    one = command("start", "empty the functions of one task, on your own branch")
-    one.add_argument("stage", help="stage04_continuous, stage04 or 4")
-    one.add_argument("task", type=int)
+    sub = command("start", "empty the functions of one task, on your own branch")
+    sub.add_argument("stage", help="stage04_continuous, stage04 or 4")
+    sub.add_argument("task", type=int)
     for name, about in (
         ("check", "run a task's tests on your code; default: the task started last"),
         ("hint", "show a task, and one more hint each time"),
     ):
-        one = command(name, about)
-        one.add_argument("stage", nargs="?")
-        one.add_argument("task", nargs="?", type=int)
+        sub = command(name, about)
+        sub.add_argument("stage", nargs="?")
+        sub.add_argument("task", nargs="?", type=int)
     command("status", "which tasks have passed")
-    one = command("grade", "grade what was handed in: folders, zip files, patches")
-    one.add_argument(
+    sub = command("grade", "grade what was handed in: folders, zip files, patches")
+    sub.add_argument(
         "hand_ins",
         nargs="+",
         metavar="FOLDER",
         help="or FILE.zip or FILE.patch, or a folder that holds a class of them",
     )
-    one.add_argument("--stage", nargs="+", default=[], help="default: all that have tasks")
-    one.add_argument("--out", default="grades", help="folder for the results (default: grades)")
-    one.add_argument("--jobs", type=int, default=1, help="hand-ins side by side (default: 1)")
-    one.add_argument("--memory", type=int, default=4096, metavar="MIB", help="default: 4096")
-    one.add_argument(
+    sub.add_argument("--stage", nargs="+", default=[], help="default: all that have tasks")
+    sub.add_argument("--out", default="grades", help="folder for the results (default: grades)")
+    sub.add_argument("--jobs", type=int, default=1, help="hand-ins side by side (default: 1)")
+    sub.add_argument("--memory", type=int, default=4096, metavar="MIB", help="default: 4096")
+    sub.add_argument(
         "--unconfined",
         action="store_true",
         help="without a container: for code that you trust, or in a container of your own",
     )
-    one = command("prove", "for authors: are all tasks and edits good? takes minutes")
-    one.add_argument("stage", nargs="*", help="default: all")
-    one.add_argument("--jobs", type=int, default=2, help="processes side by side (default: 2)")
-    one.add_argument("--only", default="", metavar="TEXT", help="entries whose name has this text")
-    one = command("museum", "find bugs that real projects shipped")
-    one.add_argument("action", choices=museum.ACTIONS)
-    one.add_argument("number", nargs="?", type=int)
+    sub = command("prove", "for authors: are all tasks and edits good? takes minutes")
+    sub.add_argument("stage", nargs="*", help="default: all")
+    sub.add_argument("--jobs", type=int, default=2, help="processes side by side (default: 2)")
+    sub.add_argument("--only", default="", metavar="TEXT", help="entries whose name has this text")
+    sub = command("museum", "find bugs that real projects shipped")
+    sub.add_argument("action", choices=museum.ACTIONS)
+    sub.add_argument("number", nargs="?", type=int)
     options = parser.parse_args(arguments)
     try:
         return _do(options)

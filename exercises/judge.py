@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from .running import INSIDE, Limits, Run
 from .tasks import Task
 
 IMAGE = "staircase"  # of Docker or Podman: INSTRUCTORS.md says how to build it
-NOBODY = 65534
+GUEST = 65534  # a user without rights
 DISK = 512  # MiB of scratch
 LEFT_OUT = shutil.ignore_patterns(*(".*", "__pycache__", "*.md", "*.ipynb", "*.svg", "*.png"))
 ROOT_FILES = ("conftest.py", "pyproject.toml")
@@ -133,20 +133,21 @@ def _unconfined() -> Container:
     """As root, as a user without rights, if Python can be read by one."""
     if sys.platform == "win32" or os.getuid() != 0:
         return Container("")
-    if not _works([sys.executable, "-c", "import pytest"], user=NOBODY, group=NOBODY, cwd="/"):
+    if not _works([sys.executable, "-c", "import pytest"], user=GUEST, group=GUEST, cwd="/"):
         raise UserError(
             f"As root, hand-ins run as a user without rights, who cannot read {sys.prefix}: run "
             "this as another user, or with a Python outside of root's home."
         )
-    return Container("", NOBODY)
+    return Container("", GUEST)
 
 
 def _works(command: list[str], **options: object) -> bool:
+    run: Callable[..., subprocess.CompletedProcess[bytes]] = subprocess.run
     try:
-        done = subprocess.run(command, capture_output=True, timeout=60, check=False, **options)  # type: ignore[call-overload]
+        done = run(command, capture_output=True, timeout=60, check=False, **options)
     except (OSError, subprocess.SubprocessError):
         return False
-    return bool(done.returncode == 0)
+    return done.returncode == 0
 
 
 class Judge:
@@ -269,8 +270,8 @@ class Judge:
             scratch = place / "scratch"
             scratch.mkdir()
             if self.container.user is not None:
-                os.chown(scratch, NOBODY, NOBODY)
-                options |= {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+                os.chown(scratch, GUEST, GUEST)
+                options |= {"user": GUEST, "group": GUEST, "extra_groups": []}
             cache = self.cache if keep else scratch / "cache"
             options |= {"cwd": tree, "env": _environment(str(scratch), str(cache))}
         return options

@@ -68,7 +68,9 @@ def with_body(source: str, name: str, body: str) -> str:
     node = find(tree, name)
     if node is None:
         raise Refused(f"{name} is missing")
-    node.body = parse(f"async def f():\n{_indented(body)}").body[0].body  # type: ignore[attr-defined]
+    (written,) = parse(f"async def f():\n{_indented(body)}").body
+    assert isinstance(written, ast.AsyncFunctionDef)
+    node.body = written.body
     return ast.unparse(tree)
 
 
@@ -282,7 +284,7 @@ def _splice_c(reference: str, submitted: str, functions: Sequence[str]) -> Splic
         for name in functions
         for line in _c_function(submitted, name)["body"].splitlines()
     ):
-        raise Refused("a line for the preprocessor stands in a function")
+        raise Refused("a line for the preprocessor is inside a function")
     at = min(_c_function(spliced.source, name).start() for name in functions)
     helpers = "".join(f"{match[0]}\n\n" for match in new)
     spliced.source = spliced.source[:at] + helpers + spliced.source[at:]

@@ -25,8 +25,8 @@ LAST = 180  # seconds before the end, in which nothing more is begun
 
 def programs() -> dict[str, str]:
     """The modules to run, by the names of their results."""
-    found = {name: module.__name__ for name, module in draw.modules().items()}
-    return {name: module for name, module in found.items() if name != "peers" or any_installed()}
+    every = {name: module.__name__ for name, module in draw.modules().items()}
+    return {name: module for name, module in every.items() if name != "peers" or any_installed()}
 
 
 def measured(name: str) -> bool:

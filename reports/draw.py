@@ -43,8 +43,8 @@ def modules() -> dict[str, ModuleType]:
     """What draws the results of a stage, by its name; the staircase and the peers likewise."""
     names = {name: f"{name}.benchmark" for name in paths.discover()}
     names |= {name: f"reports.{name}" for name in ("staircase", "peers")}
-    found = {name: importlib.import_module(module) for name, module in names.items()}
-    return {name: m for name, m in found.items() if callable(getattr(m, "measure", None))}
+    imported = {name: importlib.import_module(module) for name, module in names.items()}
+    return {name: m for name, m in imported.items() if callable(getattr(m, "measure", None))}
 
 
 def drawn_with() -> dict[str, str]:

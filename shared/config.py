@@ -49,7 +49,7 @@ class Config:
     n_kv_head: int = 0
     head_dim: int = 0
     layer_norm_epsilon: float = 1e-5
-    eos_ids: tuple[int, ...] = ()  # each of these tokens ends a text
+    eos_ids: tuple[int, ...] = ()  # each ends a text
     tied: bool = True  # the output layer is the embedding again
     name: str = ""
 

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from . import cli, linear, measure, models, registry
 from .attention import attention
-from .config import Config
+from .config import Config, read_config
 from .errors import UserError
 from .measure import Limits
 from .models import EMBEDDED
@@ -63,7 +63,7 @@ class Subject:
         self._proof = cache(lambda prompt, answer: prove_answer(self.model, prompt, answer))
 
     def prompts(self, lengths: Iterable[int], name: str = "request") -> list[list[int]]:
-        """Random prompts of these lengths in tokens."""
+        """Random prompts of `lengths` in tokens."""
         return [random_prompt(n, self.config, f"{name} {i}") for i, n in enumerate(lengths)]
 
     def prove(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> dict[str, Any]:
@@ -210,8 +210,8 @@ class Bench:
             for output, params in zip(outputs, [*sampling] * len(outputs), strict=False):
                 if len(output.token_ids) != params.max_tokens:
                     raise AssertionError(f"{len(output.token_ids)} tokens, not {params.max_tokens}")
-            asked, given = zip(*((out.prompt_ids, out.token_ids) for out in outputs), strict=True)
-            return subject.prove(asked, given)
+            ids = [output.prompt_ids for output in outputs]
+            return subject.prove(ids, [output.token_ids for output in outputs])
 
         for engine in engines.values():  # libraries choose their kernels at the first call
             engine.generate(prompts[:2], [greedy(2)] * len(prompts[:2]))
@@ -328,7 +328,8 @@ class Row(dict[str, Any]):
 
     @property
     def config(self) -> Config:
-        return models.presets()[self["model"]]
+        name = self["model"]
+        return models.presets().get(name) or read_config(EMBEDDED[name], name)
 
     @property
     def kind(self) -> torch.dtype:

@@ -113,9 +113,9 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
             what, measured = f"a pass over {tokens:,} tokens", 1e3 * row.median(OURS)
             yield kit.claim(what, hand, 1e3 * limit(row), measured, "ms", why)
     for tokens, hand in ((8, 1.0), (32, 2.24)):
-        if (row := rows.get(tokens)) and (one := rows.get(1)):
-            measured = row.median(OURS) / one.median(OURS)
-            here, why = limit(row) / limit(one), "products of few rows are far from both limits"
+        if (row := rows.get(tokens)) and (single := rows.get(1)):
+            measured = row.median(OURS) / single.median(OURS)
+            here, why = limit(row) / limit(single), "products of few rows are far from both limits"
             yield kit.claim(f"{tokens} tokens, over one", hand, here, measured, "x", why)
     for row in results.rows("generation", model="gpt2", dtype="float32"):
         here = row.tokens / row.least(naive_costs(row.config, row.kind, row.lengths))

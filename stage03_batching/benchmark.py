@@ -80,11 +80,11 @@ def limit(row: Row) -> float:
 
 def predicted(row: Row) -> float:
     """The gain of a batch over one after the other."""
-    one, all_rows = (
+    singly, together = (
         row.least(static_costs(row.config, row.kind, row.lengths, size))
         for size in (1, len(row.lengths))
     )
-    return one / all_rows
+    return singly / together
 
 
 def wasted(row: Row) -> str:

@@ -90,7 +90,7 @@ class AnyScheduler(Protocol):
     waiting: list[Request]
 
     def check(self, prompt: int, answer: int) -> None:
-        """Raises UserError if a request for so many tokens can never run."""
+        """Raises UserError if a request of this size, in tokens, can never run."""
 
     def add(self, request: Request) -> None:
         """Queues the request, which `check` has accepted."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # the settings are checked, and the port is taken, before the
 log = logging.getLogger(__name__)
 BUDGET = 256  # tokens in a step, by default
 RECORDS = 1_000  # steps whose records the engine keeps: 100,000 take half a gigabyte
-COLLECT = 10_000, 10, 100  # new objects until a collection; as many of these until an older one
+COLLECT = 10_000, 10, 100  # new objects until a collection; as many of those until an older one
 SWITCH = 0.0002  # seconds until the engine's thread, which runs little Python, gets the lock
 CLOSE = 2  # seconds for connections to close once their answers have ended
 MOST_CONNECTIONS = 4096  # and requests at a time; uvicorn answers more with 503

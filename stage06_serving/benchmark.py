@@ -265,17 +265,17 @@ def tables(results: Results) -> kit.Tables:
 
 def claims(results: Results) -> Iterator[dict[str, str]]:
     """What the lesson predicts: percent that a load loses behind HTTP, and two times."""
-    hand = {
+    by_hand = {
         (HTTP, 8, "gpt2, float32, kernels"): 98.4, (HTTP, 32, "gpt2, float32, kernels"): 97.7,
         (HTTP, 32, "gpt2, float32, paged"): 98.4, (HTTP, 32, "gpt2, bfloat16, kernels"): 95.5,
         (NULL, 1, "gpt2, float32, kernels"): 99.8, (LOSE, 32, "gpt2, float32, kernels"): 96.0,
     }  # fmt: skip
     for row in results.rows("loads"):
-        if (key := (row["load"], row["streams"], subject_of(row))) in hand:
+        if (key := (row["load"], row["streams"], subject_of(row))) in by_hand:
             what = f"{key[1]} streams" if key[0] == HTTP else key[0]
             name = f"lost behind HTTP, %: {what}, {key[2]}"
             yield kit.claim(
-                name, 100 - hand[key], 100 - predicted(row), max(0.0, 100 - share(row)), ""
+                name, 100 - by_hand[key], 100 - predicted(row), max(0.0, 100 - share(row)), ""
             )
         if key == (HTTP, 32, "gpt2, float32, paged"):
             between, first = (1e3 * row.median(SERVER, name) for name in ("itl", "ttft"))

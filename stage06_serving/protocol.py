@@ -229,8 +229,8 @@ class CompletionBody(OpenAIBody):
     @property
     def prompts(self) -> list[Any]:
         """The prompts, each a text or token ids."""
-        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if one else list(self.prompt)
+        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if single else list(self.prompt)
 
 
 class TextPart(Body):

@@ -32,7 +32,7 @@ def ignore(result: object) -> None:
 @dataclass(eq=False)
 class PromptRequest(Request):
     """A request for something about its prompt, behind all that are answered: one body may hold a
-    thousand of these."""
+    thousand prompts."""
 
     priority: int = 2**31
     done: Callable[[Any], object] = ignore  # called once, with the result

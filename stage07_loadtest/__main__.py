@@ -51,8 +51,8 @@ def closed(options: argparse.Namespace, users: int) -> tuple[Schedule, int]:
     if options.requests is not None:
         count = max(users, options.requests)
     elif options.seconds is not None:
-        made = math.ceil(users * (1 + options.seconds * MOST_A_SECOND))
-        count = max(users, min(MOST_MADE, made))
+        most = math.ceil(users * (1 + options.seconds * MOST_A_SECOND))
+        count = max(users, min(MOST_MADE, most))
     return schedule.closed(users, count), count
 
 
@@ -250,7 +250,7 @@ def parser() -> cli.Parser:
          f"auto: {percent} %% of the throughput of the closed loops"),
         ("--requests", whole(1, MOST_MADE), None, f"requests per point; default: {REQUESTS_A_USER} "
          f"per user but at least {LEAST_REQUESTS}, {OPEN_REQUESTS} in open loops"),
-        ("--seconds", seconds, None, "send nothing later than so many after the start"),
+        ("--seconds", seconds, None, "send nothing later than this after the start"),
         ("--repeats", whole(1, 1000), 1, "measure every point N times, in rounds"),
         ("--prompt-tokens", lengths, None, "tokens of each prompt, instead of the workload's: 128 "
          "for all, 16:256 for any number between the two, lognormal:64:0.8 for a median and a "

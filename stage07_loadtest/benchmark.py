@@ -33,7 +33,7 @@ PROMPT = LENGTHS["short"]  # tokens
 SERVERS = {"one at a time": 1, "eight at a time": 8, "as many as fit": 64}
 ALONE, EIGHT, ALL = SERVERS
 SLO = metrics.Slo(ttft=1.0, tpot=0.2)
-# Users of the closed loops of each server, each with so many requests.
+# Users of the closed loops of each server, and the requests of each user.
 USERS = {ALONE: ((1, 8), (8, 1)), EIGHT: ((64, 1),), ALL: ((1, 8), (8, 4), (16, 4), (64, 2))}
 SHARES, ARRIVALS = (0.5, 0.9, 1.1), 150  # of the capacity, in open loops; requests
 
@@ -72,9 +72,9 @@ def measure(bench: kit.Bench) -> None:
 
             run = partial(loaded, bench, subject, urls, proofs)
             for server, loops in USERS.items():
-                for users, each in bench.sizes(*loops):
-                    plan, times = schedule.closed(users, users * each), 3 if users < 64 else 2
-                    run("closed", server, plan, users * each, times, users=users)
+                for users, count in bench.sizes(*loops):
+                    plan, times = schedule.closed(users, users * count), 3 if users < 64 else 2
+                    run("closed", server, plan, users * count, times, users=users)
             count = 8 if bench.quick else ARRIVALS
             flood = run("flood", ALL, schedule.poisson(200.0, count, seed=0), count, 1)
             capacity = flood.median(ALL, "rate") if flood else 10.0

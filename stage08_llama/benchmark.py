@@ -108,16 +108,16 @@ def tables(results: Results) -> kit.Tables:
 
 def claims(results: Results) -> Iterator[dict[str, str]]:
     """What the lesson predicts of grouped heads and of one request, in float32."""
-    hand = {
+    by_hand = {
         (32, 1024): (2.48, "not known"),
         (1, 64): (1.01, "the control: hardly any cache is read"),
     }
     for row in results.rows("heads", model=SMOL, dtype="float32"):
-        if (key := (row["rows"], row["context"])) in hand:
+        if (key := (row["rows"], row["context"])) in by_hand:
             what = f"repeated over grouped, {key[0]} x {key[1]:,} tokens"
             here = least(row, REPEATED) / least(row, GROUPED)
             yield kit.claim(
-                what, hand[key][0], here, row.gain(REPEATED, GROUPED), "x", hand[key][1]
+                what, by_hand[key][0], here, row.gain(REPEATED, GROUPED), "x", by_hand[key][1]
             )
     for row in results.rows("pieces", model=SMOL, dtype="float32"):
         parts = 61 * row.median("RMSNorm") + 60 * row.median("rotation of the queries")

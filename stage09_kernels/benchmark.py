@@ -179,18 +179,18 @@ def gains(results: Results) -> list[dict[str, str]]:
 
 def claims(results: Results) -> Iterator[dict[str, str]]:
     """What the lesson predicts, for the GPT-2 124M shape and 256 tokens of context."""
-    hand = {
+    by_hand = {
         ("float32", 1): (1.16, 12.8), ("float32", 32): (1.76, 41.0), ("bfloat16", 1): (1.25, 6.41),
         ("float32", PROMPT): (1.0, 459),
     }  # fmt: skip
     for row in results.rows("steps", model="gpt2"):
         key = row["dtype"], row["rows"]
-        if key in hand and row["context"] in (0, 256):
+        if key in by_hand and row["context"] in (0, 256):
             what = f"{name_of(row)}, {row['dtype']}"
             here = (gathering(row) if row["context"] else bound(row)) / bound(row)
-            yield kit.claim(f"gain: {what}", hand[key][0], here, row.gain(PAGED, KERNELS))
+            yield kit.claim(f"gain: {what}", by_hand[key][0], here, row.gain(PAGED, KERNELS))
             taken = 1e3 * row.median(KERNELS)
-            yield kit.claim(f"a pass: {what}", hand[key][1], 1e3 * bound(row), taken, "ms")
+            yield kit.claim(f"a pass: {what}", by_hand[key][1], 1e3 * bound(row), taken, "ms")
 
 
 def chart(results: Results) -> Figure:

@@ -46,10 +46,10 @@ class LLM:
     """
 
     def __init__(self, model: str = "stories", random_weights: bool = False, **options: Any):
-        given = {name: options.pop(name) for name in OPTIONS if options.get(name) is not None}
+        chosen = {name: options.pop(name) for name in OPTIONS if options.get(name) is not None}
         words = [
             f"--{name.replace('_', '-')}={str(value).removeprefix('torch.')}"
-            for name, value in given.items()
+            for name, value in chosen.items()
         ]
         parser = cli.Parser("stage09_kernels", "", "")  # which checks them
         cli.add_model_options(parser)

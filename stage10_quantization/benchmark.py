@@ -159,7 +159,7 @@ def tables(results: Results) -> kit.Tables:
 
 def claims(results: Results) -> Iterator[dict[str, str]]:
     """What the lesson predicts for the GPT-2 124M shape, and for the embedded model's."""
-    hand = {
+    by_hand = {
         (1, INT8): 1.89, (1, INT4): 2.48, (32, INT8): 1.92, (PROMPT, ONLY): 0.5,
     }  # fmt: skip
     for row in results.rows("steps", model="gpt2"):
@@ -168,7 +168,7 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
                 what = f"bytes of {weights} weights, of float32's"
                 read = row["bytes"][weights] / row["bytes"][F32]
                 yield kit.claim(what, share, share, read, "x", "counted")
-        for (rows, weights), expected in hand.items():
+        for (rows, weights), expected in by_hand.items():
             if rows == row["rows"]:
                 what = f"{weights} over bfloat16, {name_of(row)}"
                 here = bound(row, BF16) / bound(row, weights)

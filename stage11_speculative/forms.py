@@ -212,8 +212,8 @@ class Forms:
 
     def __init__(self, engine: Engine, loaded: Loaded, template: Template | None) -> None:
         self.masks = grammar.Masks(engine)
-        own = template.template.source if isinstance(template, OwnTemplate) else ""
-        self.loaded, self.shows_tools = loaded, "tools" in own
+        source = template.template.source if isinstance(template, OwnTemplate) else ""
+        self.loaded, self.shows_tools = loaded, "tools" in source
         self._lock = threading.Lock()
         self._grammars: grammar.Grammars | None = None
 

@@ -2,7 +2,7 @@
 
 llguidance keeps the state of a parser, and says for every token of the vocabulary whether the text
 so far, with that token behind it, can still become a text of the grammar. The other ids get the
-score minus infinity before the sampler sees them: `Masks` stands in front of an engine's
+score minus infinity before the sampler sees them: `Masks` comes before an engine's
 `sample_tokens`, so no sampler, no engine and no proposer of drafts knows of grammars.
 
 A mask is computed from the tokens that the output has when it is sampled. So it is right for each
@@ -193,8 +193,8 @@ class Grammars:
     def _try(self, source: str) -> None:
         """Compile it in a process of its own: some grammars take hours or gigabytes, and neither
         llguidance's limits nor a thread can stop them."""
-        words, asked = [sys.executable, "-P", str(TRIAL)], json.dumps([source, LIMITS])
-        pipes: dict[str, Any] = {"input": asked, "capture_output": True, "text": True}
+        words, task = [sys.executable, "-P", str(TRIAL)], json.dumps([source, LIMITS])
+        pipes: dict[str, Any] = {"input": task, "capture_output": True, "text": True}
         try:
             error = json.loads(subprocess.run(words, timeout=PATIENCE, **pipes).stdout)
         except (subprocess.TimeoutExpired, ValueError):  # or it had no memory left
@@ -233,7 +233,7 @@ class Constraint:
 
 
 class Masks:
-    """Stands in front of the sampler of `engine`, and behind its proposer of drafts, if any. Called
+    """Comes before the sampler of `engine`, and behind its proposer of drafts, if any. Called
     as `sample_tokens` is."""
 
     def __init__(self, engine: Any) -> None:

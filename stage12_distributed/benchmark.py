@@ -194,10 +194,10 @@ def chart(results: Results) -> Figure:
 
 
 def headline(results: Results) -> str:
-    found = {row["policy"]: row["hits"] for row in policies(results) if row["traffic"] == "prefix"}
-    if not {"prefix", "random"} <= found.keys():
+    hits = {row["policy"]: row["hits"] for row in policies(results) if row["traffic"] == "prefix"}
+    if not {"prefix", "random"} <= hits.keys():
         return kit.UNMEASURED
-    prefix, chance = f"{found['prefix']:.0%}", f"{found['random']:.0%}"
+    prefix, chance = f"{hits['prefix']:.0%}", f"{hits['random']:.0%}"
     return f"routing by prefix finds {prefix} of the prompts' tokens, at random {chance}"
 
 

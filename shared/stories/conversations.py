@@ -19,7 +19,7 @@ from . import grammar
 
 FULL_SHARE = 0.7  # of the requests name everything
 SECOND_SHARE = 0.5  # of the conversations have a second turn
-HALF_SHARE = 0.4  # of these have a first answer that was cut
+HALF_SHARE = 0.4  # of those have a first answer that was cut
 KEPT = ("hero", "gender", grammar.CREATURE, "trait", "home")  # what a sequel keeps
 
 

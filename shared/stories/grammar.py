@@ -106,7 +106,7 @@ def parse_beat(line: str) -> Beat:
 
 def insert_synonyms(text: str, synonyms: str) -> str:
     """Turn every phrase that opens a line of `synonyms` into `[phrase|other|...]`, wherever it
-    stands in `text` below its headings."""
+    occurs in `text` below its headings."""
     lines = [
         line.split(" | ") for line in synonyms.splitlines() if line and not line.startswith("#")
     ]

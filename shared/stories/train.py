@@ -345,7 +345,7 @@ def train(
     sources = {length: windows(length, rng, documents) for length in (WINDOW, POSITIONS)}
     full_from = int(steps * (1 - recipe.full_window_share))
     share = partial(learning_rate_share, steps=steps)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(each, share) for each in optimizers]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, share) for optimizer in optimizers]
     started, smooth = time.perf_counter(), None
     progress = tqdm(range(steps), unit="step", smoothing=0.05)
     for step in progress:
