@@ -13,7 +13,7 @@ from shared import cli, live
 from shared.errors import UserError
 from stage01_forward.params import SamplingParams
 
-from .records import SlotsRecord
+from .recorder import SlotsRecord
 from .request import Request
 from .scheduler import POLICIES, Scheduler
 

@@ -29,7 +29,7 @@ from . import drive
 from .cache import SlotCache
 from .fast_sampling import choose, sample
 from .plan import AnyScheduler, Observer, Plan
-from .records import STEPS_KEPT, Recorder
+from .recorder import STEPS_KEPT, Recorder
 from .request import Request, State
 from .runner import AnyRunner, Runner
 from .scheduler import Scheduler

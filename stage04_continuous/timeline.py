@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 
 from shared import charts
 
-from .records import SlotsRecord
+from .recorder import SlotsRecord
 
 Fields = dict[str, Any]
 

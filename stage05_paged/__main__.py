@@ -30,7 +30,7 @@ from .memory import (
     parse_memory,
     size,
 )
-from .records import BlocksRecord
+from .recorder import BlocksRecord
 from .scheduler import PREEMPTIONS, Scheduler
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ from shared.config import Config
 from stage01_forward.model import Model
 from stage04_continuous.engine import Engine, Sampled, sample_tokens
 from stage04_continuous.plan import Observer
-from stage04_continuous.records import STEPS_KEPT
+from stage04_continuous.recorder import STEPS_KEPT
 from stage04_continuous.runner import AnyRunner, Runner
 
 from .blocks import BlockPool
 from .cache import BlockCache, PagedCache
 from .memory import SEQUENCES, default_memory, free_memory, make_pool, measure_cost
-from .records import Recorder
+from .recorder import Recorder
 from .sanitizer import Sanitizer
 from .scheduler import Scheduler
 

@@ -12,7 +12,7 @@ from matplotlib.text import Text
 from shared import charts
 from stage01_forward.params import SamplingParams
 from stage04_continuous.engine import make
-from stage04_continuous.records import SlotRecord, SlotsRecord
+from stage04_continuous.recorder import SlotRecord, SlotsRecord
 from stage04_continuous.request import Request
 from stage04_continuous.timeline import bars, gantt, perfetto
 

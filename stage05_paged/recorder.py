@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shared.records import StepRecord, Stopwatch
 from stage04_continuous.plan import Plan
-from stage04_continuous.records import STEPS_KEPT
+from stage04_continuous.recorder import STEPS_KEPT
 
 from .blocks import Move
 from .scheduler import Scheduler
