@@ -21,11 +21,11 @@ import aiohttp
 import torch
 from matplotlib.figure import Figure
 
-from shared import charts, cli, kit, models, registry
+from shared import catalog, charts, cli, kit, models, registry
 from shared import measure as watch
+from shared.catalog import EMBEDDED
 from shared.errors import UserError
 from shared.kit import Results, Row, Subject
-from shared.models import EMBEDDED
 from shared.parity import random_prompt
 from shared.peers import transformers_batch, transformers_greedy, transformers_model
 from shared.server import MODULE, own_server
@@ -40,7 +40,7 @@ Lists = list[list[int]]
 
 def workload(model: str) -> tuple[Lists, list[int]]:
     """Prompts (token ids), and how many tokens each answer has."""
-    rng, config = random.Random(NAME), models.presets()[model]
+    rng, config = random.Random(NAME), catalog.presets()[model]
     prompts = [random_prompt(rng.randint(*PROMPTS), config, number) for number in range(REQUESTS)]
     return prompts, [rng.randint(*ANSWERS) for _ in prompts]
 
@@ -106,7 +106,7 @@ async def ask_all(
 
 
 def server_options(model: str, threads: int) -> list[str]:
-    config = models.presets()[model]
+    config = catalog.presets()[model]
     memory = CONTEXTS * config.n_positions * config.kv_bytes_per_token(torch.float32)
     options = {"model": model, "dtype": "float32", "kv-memory": memory, "threads": threads}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]

@@ -20,12 +20,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.overrides import TorchFunctionMode
 
-from . import models
+from . import catalog
+from .catalog import EMBEDDED as EMBEDDED
+from .catalog import PRESETS, Found, Opened
 from .config import Config, read_config
 from .errors import UserError
 from .files import read_json
-from .models import EMBEDDED as EMBEDDED
-from .models import PRESETS, Found, Opened
 from .tokenizer import has_tokenizer
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def load(
     dtype: torch.dtype | None = None,
     conversion: Conversion | None = None,
 ) -> Checkpoint:
-    """Load a model by name: an embedded one, a folder, a file in a format that `models` knows, or a
-    hub name: "gpt2", "owner/name".
+    """Load a model by name: an embedded one, a folder, a file in a format that `catalog` knows, or
+    a hub name: "gpt2", "owner/name".
 
     The names of known shapes mean those; write "./gpt2" for a folder of that name.
     random_weights: take only the shape, from a preset or a folder's config.json; this needs no
@@ -137,7 +137,7 @@ def check_vocabulary(tokenizer: AnyTokenizer, config: Config) -> None:
 
 def _find(name: str) -> Found:
     """Where the checkpoint is, downloaded first if the name is a hub name."""
-    if location := models.find(name):
+    if location := catalog.find(name):
         return location
     if name == "tiny":
         raise UserError(
@@ -146,12 +146,12 @@ def _find(name: str) -> Found:
         )
     if name in PRESETS:
         return Found(_download(name, f"openai-community/{name}"))
-    return Found(_download(name, models.checked(name)))
+    return Found(_download(name, catalog.checked(name)))
 
 
 def _open(name: str, location: Found, weights: bool = True) -> Opened:
     """The files. weights: of a plain folder, too."""
-    known = name if models.is_known(name) else None
+    known = name if catalog.is_known(name) else None
     if location.format:
         opened = location.format.open(location.path)
         return replace(opened, config=replace(opened.config, name=known or opened.config.name))
@@ -335,14 +335,14 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _random_checkpoint(name: str, seed: int, dtype: torch.dtype | None) -> Checkpoint:
-    folder, location = None, models.find(name)
+    folder, location = None, catalog.find(name)
     if location:
         opened = _open(name, location, weights=False)
         config, folder = opened.config, opened.folder
-    elif name in (presets := models.presets()):
+    elif name in (presets := catalog.presets()):
         config = presets[name]
     else:
-        raise models.unknown(name)
+        raise catalog.unknown(name)
     if not has_tokenizer(folder):
         folder = None
     return Checkpoint(config, random_tensors(config, seed, dtype), folder)

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from urllib.parse import urlsplit
 
-from . import models, registry
+from . import catalog, models, registry
+from .catalog import AUTO
 from .config import Config
 from .errors import UserError, advised
 from .files import read_bytes
-from .models import AUTO
 from .tokenizer import AnyTokenizer, IdTokenizer, IncrementalDecoder, has_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -220,11 +220,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model and machine")
     group.add_argument(
         "--model",
-        type=models.checked,
+        type=catalog.checked,
         default="stories",
         metavar="NAME",
         help="stories or stories-chat (embedded, work offline), a folder with config.json and "
-        f"safetensors{models.others()}, or a name on the Hugging Face hub such as gpt2 or "
+        f"safetensors{catalog.others()}, or a name on the Hugging Face hub such as gpt2 or "
         "gpt2-medium, downloaded once",
     )
     group.add_argument(
@@ -577,7 +577,7 @@ def choose_dtype(
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
-    stored = model is not None and weights == "auto" and models.stored_dtype(model) == "BF16"
+    stored = model is not None and weights == "auto" and catalog.stored_dtype(model) == "BF16"
     return torch.bfloat16 if stored and has_bfloat16(device) else torch.float32
 
 

@@ -28,12 +28,12 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from . import cli, linear, measure, models, registry
+from . import catalog, cli, linear, measure, models, registry
 from .attention import attention
+from .catalog import EMBEDDED
 from .config import Config, read_config
 from .errors import UserError
 from .measure import Limits
-from .models import EMBEDDED
 from .parity import near_tie, random_prompt
 from .roofline import Cost, Part, pass_cost
 
@@ -329,7 +329,7 @@ class Row(dict[str, Any]):
     @property
     def config(self) -> Config:
         name = self["model"]
-        return models.presets().get(name) or read_config(EMBEDDED[name], name)
+        return catalog.presets().get(name) or read_config(EMBEDDED[name], name)
 
     @property
     def kind(self) -> torch.dtype:

@@ -35,10 +35,10 @@ MODELS = {  # Config.family -> load_model(checkpoint, device, dtype) -> model
     "llama": "stage08_llama.model:load_model",
 }
 SHAPES = {  # Config.family -> known shapes, a mapping from names of models to configs
-    "gpt2": "shared.models:PRESETS",
+    "gpt2": "shared.catalog:PRESETS",
     "llama": "stage08_llama.shapes:PRESETS",
 }
-FORMATS = {  # of checkpoints beside folders of floating-point numbers: a shared.models.Format
+FORMATS = {  # of checkpoints beside folders of floating-point numbers: a shared.catalog.Format
     "quantized": "stage10_quantization.files"
 }
 WEIGHTS = {  # --weights -> change(checkpoint, value), after which its model has such weights

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from shared import cli, models, registry
+from shared import catalog, cli, models, registry
 from shared.errors import UserError
 from shared.files import read_json
 from stage05_paged.memory import default_memory, free_memory, make_pool, parse_memory, size
@@ -168,7 +168,7 @@ def speculate(settings: Settings, engine: Any, loaded: cli.Loaded) -> Any:
     model that cannot be loaded, or does not fit."""
     draft = None
     if name := settings.speculative_model:
-        weights = models.load(models.checked(name), dtype=loaded.dtype)
+        weights = models.load(catalog.checked(name), dtype=loaded.dtype)
         draft = models.load_model(weights, loaded.device, loaded.dtype)
     kind, count = settings.speculate, settings.num_speculative_tokens
     return registry.load(registry.DRAFTS[kind])(engine, kind, count, draft, settings.drawn_drafts)

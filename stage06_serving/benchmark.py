@@ -24,8 +24,8 @@ import torch
 from matplotlib.figure import Figure
 
 from shared import charts, cli, kit, registry
+from shared.catalog import EMBEDDED
 from shared.kit import Results, Row, Subject
-from shared.models import EMBEDDED
 from shared.server import own_server
 from stage04_continuous.request import Request
 

@@ -19,11 +19,11 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from shared import cli, models, registry
+from shared import catalog, cli, registry
+from shared.catalog import AUTO
 from shared.cli import MOST_TOKENS, Parser, with_default
 from shared.errors import UserError, advised
 from shared.files import read_text
-from shared.models import AUTO
 from stage05_paged.memory import parse_memory
 
 PREFIX = "STAIRCASE_"
@@ -49,7 +49,7 @@ class Settings(BaseSettings):
     model: str = Field(
         default="stories",
         description="the embedded model 'stories' or 'stories-chat', a name on the hub, or a "
-        f"folder{models.others()}",
+        f"folder{catalog.others()}",
     )
     chat: bool = Field(
         default=False,
@@ -182,7 +182,7 @@ class Settings(BaseSettings):
     @field_validator("model")
     @classmethod
     def _may_exist(cls, name: str) -> str:
-        return models.checked(name)
+        return catalog.checked(name)
 
     @field_validator("max_model_len")
     @classmethod

@@ -19,8 +19,8 @@ import torch
 from matplotlib.figure import Figure
 
 from shared import charts, cli, kit
+from shared.catalog import EMBEDDED
 from shared.kit import Results, Row, Subject
-from shared.models import EMBEDDED
 from shared.roofline import static_costs
 from shared.server import own_server
 

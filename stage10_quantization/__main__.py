@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from shared import cli, models
-from shared.models import AUTO
+from shared import catalog, cli
+from shared.catalog import AUTO
 
 from . import quantize
 
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def is_plain(name: str) -> bool:
     """Whether the model's weights are no whole numbers."""
-    location = models.find(name)
+    location = catalog.find(name)
     return location is None or location.format is None
 
 

@@ -1,4 +1,4 @@
-"""Models in files that other programs quantized: a `shared.models.Format`, without PyTorch until a
+"""Models in files that other programs quantized: a `shared.catalog.Format`, without PyTorch until a
 file is opened."""
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from shared import cli, models, registry
+from shared import catalog, cli, models, registry
+from shared.catalog import AUTO
 from shared.errors import UserError
-from shared.models import AUTO
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -66,7 +66,7 @@ def speak(options: argparse.Namespace, prompt: str) -> int:
     name, weights = options.speculative_model, options.speculative_weights
     if (name or weights or options.drawn_drafts) and options.speculate != "draft":
         raise UserError("A model that drafts needs --speculate draft: give both or neither.")
-    models.checked(name or options.model)
+    catalog.checked(name or options.model)
     device, dtype = cli.device_and_dtype(options)
     chosen = choose(AUTO, dtype, device)
     wanted, options.linear = options.linear, chosen.linear(options.linear)

@@ -14,8 +14,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from shared import charts, cli, kit, models
+from shared.catalog import EMBEDDED
 from shared.kit import Results, Row, Subject
-from shared.models import EMBEDDED
 from shared.roofline import forward_cost
 from shared.tokenizer import Tokenizer
 from stage09_kernels.engine import make as make_plain

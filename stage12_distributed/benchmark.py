@@ -16,8 +16,8 @@ import torch
 from matplotlib.figure import Figure
 
 from shared import charts, cli, kit, models
+from shared.catalog import EMBEDDED
 from shared.kit import Results, Row, Subject
-from shared.models import EMBEDDED
 from shared.roofline import forward_cost, static_costs
 from stage05_paged.engine import make
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shared import cli, kit, models
+from shared import catalog, cli, kit, models
 from shared import measure as watch
 from shared.kit import Results, Subject
 from stage04_continuous.runner import Runner
@@ -98,7 +98,7 @@ def predicted(model: str) -> Iterator[dict[str, str]]:
     """A line for each GPU and number of rows at 1,000 tokens, in bfloat16, in microseconds."""
     for name, gpu in GPUS.items():
         for rows in (1, 32):
-            parts = seconds(models.presets()[model], torch.bfloat16, rows, CONTEXT, gpu)
+            parts = seconds(catalog.presets()[model], torch.bfloat16, rows, CONTEXT, gpu)
             yield {
                 "model": model.rpartition("/")[2], "GPU": name, "rows": str(rows),
                 **{part: f"{1e6 * value:,.0f}" for part, value in parts.items()},
@@ -126,7 +126,7 @@ def tables(results: Results) -> kit.Tables:
 
 def claims() -> Iterator[dict[str, str]]:
     """The lesson's table: a step of GPT-2 124M on an H100."""
-    config, gpu = models.presets()["gpt2"], GPUS["H100 SXM"]
+    config, gpu = catalog.presets()["gpt2"], GPUS["H100 SXM"]
     for rows, *by_hand in ((1, 635, 137), (32, 635, 426)):
         parts = seconds(config, torch.bfloat16, rows, CONTEXT, gpu)
         whys = (

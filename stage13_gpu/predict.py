@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shared import cli, models
+from shared import catalog, cli
 from shared.config import Config
 from shared.errors import UserError
 from shared.measure import Limits
@@ -87,10 +87,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--weights", choices=tuple(WEIGHTS), default="", help="default: --dtype")
     options = parser.parse_args(argv)
-    if options.model not in models.presets():
-        known = ", ".join(models.presets())
+    if options.model not in catalog.presets():
+        known = ", ".join(catalog.presets())
         raise UserError(f"There is no shape '{options.model}': choose one of {known}.")
-    config = models.presets()[options.model]
+    config = catalog.presets()[options.model]
     dtype = getattr(torch, options.dtype)
     kernels, kind = launches(config, 1000, options.weights), options.weights or options.dtype
     print(f"{config.name}, {kind}: {kernels} kernels a step; microseconds")

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from shared import cli
+from shared import catalog, cli
 from shared.config import Config
 from shared.paths import ROOT
 
@@ -136,14 +136,13 @@ def _aligned(value: Any) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    from shared import models
 
     about = "Compiles all kernels for GPUs that are not here, and prints what they need."
     parser = cli.Parser("stage13_gpu.registers", about, "  python -m stage13_gpu.registers gpt2")
     parser.add_argument("models", nargs="*", help="known shapes; by default three")
     for name in parser.parse_args(argv).models or MODELS:
         for dtype in (torch.float32, torch.bfloat16):
-            for line in reports(name, models.presets()[name], dtype):
+            for line in reports(name, catalog.presets()[name], dtype):
                 print(json.dumps(line), flush=True)
     return 0
 

@@ -18,7 +18,7 @@ import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 
-from shared import checkpoint, models, testing
+from shared import catalog, checkpoint, models, testing
 from shared.checkpoint import PRESETS, WEIGHTS, Config, check_vocabulary, load
 from shared.errors import UserError
 from shared.peers import transformers_greedy, transformers_model
@@ -255,8 +255,8 @@ def test_an_unknown_name_raises_with_the_known_ones():
         message = refusal(lambda: load(name))  # noqa: B023
         assert all(known in message for known in ("stories", "gpt2-medium", "owner/name"))
         assert len(message) < 400
-    for name in models.presets():  # of all families
-        assert models.checked(name) == name
+    for name in catalog.presets():  # of all families
+        assert catalog.checked(name) == name
 
 
 def test_names_that_the_hub_refuses_and_no_network(monkeypatch, tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared import checkpoint, models
+from shared import catalog, checkpoint
 from shared.checkpoint import Opened
 from shared.config import read_config
 from shared.errors import UserError
@@ -28,31 +28,31 @@ class Sealed:
         return path.suffix == ".sealed"
 
     def open(self, path):
-        config = read_config(models.STORIES, path.stem)
-        tensors = checkpoint.read_tensors(models.STORIES)
-        return Opened(config, tensors, models.STORIES, [path])
+        config = read_config(catalog.STORIES, path.stem)
+        tensors = checkpoint.read_tensors(catalog.STORIES)
+        return Opened(config, tensors, catalog.STORIES, [path])
 
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
     file = tmp_path / "model.sealed"
     file.touch()
-    monkeypatch.setattr(models, "formats", lambda: [Sealed(file)])
+    monkeypatch.setattr(catalog, "formats", lambda: [Sealed(file)])
     return file
 
 
 def test_a_file_and_a_known_name_are_models(file):
     for name in (str(file), "secret"):
-        assert models.checked(name) == name
-        assert models.stored_dtype(name) == ""
+        assert catalog.checked(name) == name
+        assert catalog.stored_dtype(name) == ""
         for random in (False, True):
             loaded = checkpoint.load(name, random_weights=random)
             assert loaded.config.name == ("secret" if name == "secret" else "model")
             assert loaded.config == replace(
-                read_config(models.STORIES, ""), name=loaded.config.name
+                read_config(catalog.STORIES, ""), name=loaded.config.name
             )
             assert list(loaded.files) == ([] if random else [file])
-            assert loaded.folder == models.STORIES
+            assert loaded.folder == catalog.STORIES
 
 
 def test_what_no_format_reads_is_refused_with_what_is_read(file, tmp_path):
@@ -64,11 +64,11 @@ def test_what_no_format_reads_is_refused_with_what_is_read(file, tmp_path):
         ("nonsense", "tiny, secret, lost, a checkpoint folder"),
     ):
         with pytest.raises(UserError, match=message):
-            models.checked(name)
+            catalog.checked(name)
 
 
 def test_a_folder_stays_a_folder(file):
-    assert models.find(str(models.STORIES)) == models.Found(models.STORIES)
-    assert models.find("owner/name") is None
-    assert models.find("gpt2") is None
-    assert list(checkpoint.load("stories").files) == [models.STORIES / "model.safetensors"]
+    assert catalog.find(str(catalog.STORIES)) == catalog.Found(catalog.STORIES)
+    assert catalog.find("owner/name") is None
+    assert catalog.find("gpt2") is None
+    assert list(checkpoint.load("stories").files) == [catalog.STORIES / "model.safetensors"]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared import checkpoint, models, parity, testing
+from shared import catalog, checkpoint, models, parity, testing
 from shared.kit import prove_answer
 from shared.peers import transformers_greedy
 from shared.testing import random_checkpoint, wide_norm
@@ -37,7 +37,7 @@ def family(request, tiny_model):
         return
     sizes: Any = {"vocab_size": 101, "n_positions": 64, "n_embd": 24, "n_layer": 3, "n_inner": 40}
     sizes |= {"n_head": 6, "n_kv_head": 2, "head_dim": 8, "eos_ids": ()}
-    shape = replace(models.presets()[request.param], **sizes)
+    shape = replace(catalog.presets()[request.param], **sizes)
     model = models.load_model(random_checkpoint(shape, spread=16.0), dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(model.norm), "forward", wide_norm)

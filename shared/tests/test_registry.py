@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared import models, registry
+from shared import catalog, models, registry
 from shared.checkpoint import Checkpoint, random_tensors
 from shared.config import Config
 from shared.paths import ROOT
@@ -104,7 +104,7 @@ def test_every_name_is_found_and_keeps_its_protocol(table, key, tiny):
 
 
 def test_a_config_of_every_family_makes_its_model(tiny):
-    config = models.presets()["HuggingFaceTB/SmolLM2-135M"]
+    config = catalog.presets()["HuggingFaceTB/SmolLM2-135M"]
     assert {tiny.config.family, config.family} == registry.MODELS.keys()
     sizes: Any = {"vocab_size": 64, "n_layer": 1, "n_embd": 16, "n_head": 2, "n_kv_head": 1}
     small = replace(config, **sizes | {"n_inner": 8, "head_dim": 8})

@@ -14,8 +14,8 @@ import torch
 import transformers
 
 from shared import chat_template, checkpoint, models, testing
+from shared.catalog import STORIES
 from shared.json_tokenizer import JsonTokenizer
-from shared.models import STORIES
 from shared.peers import transformers_greedy
 from shared.stories import conversations, grammar
 from shared.stories.conversations import KEPT, request, sequels

@@ -13,7 +13,7 @@ import httpx2
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared.models import STORIES
+from shared.catalog import STORIES
 from shared.tokenizer import Tokenizer
 
 PROMPT, OTHER = "Once upon a time", "The old fox looked at the river"

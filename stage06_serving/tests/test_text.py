@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.models import STORIES
+from shared.catalog import STORIES
 from shared.tokenizer import Tokenizer
 from stage06_serving.text import TextStream, overlap
 

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shared import registry
+from shared.catalog import STORIES
 from shared.checkpoint import random_tensors
 from shared.errors import UserError
-from shared.models import STORIES
 from stage08_llama.config import LlamaConfig, to_fields
 from stage10_quantization.convert import INT4_ZERO, INT8, INT8_GROUPS
 from stage10_quantization.folder import METHODS, FolderModel, Unfit, write_folder

@@ -13,7 +13,7 @@ import pytest
 import regex  # type: ignore[import-untyped]
 import torch
 
-from shared import models
+from shared import catalog, models
 from shared.cli import run
 from shared.paths import ROOT
 from shared.peers import transformers_greedy
@@ -50,7 +50,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def file():
-    found = models.find(NAME)
+    found = catalog.find(NAME)
     assert found is not None
     return found.path
 
@@ -202,5 +202,5 @@ def test_loading_takes_little_more_memory_than_the_file(lay_out, most, file):
 
 def test_the_server_knows_its_name_and_its_published_config():
     assert parse(["--model", NAME]).model == NAME
-    config, published = models.load(NAME).config, models.presets()["HuggingFaceTB/SmolLM2-135M"]
+    config, published = models.load(NAME).config, catalog.presets()["HuggingFaceTB/SmolLM2-135M"]
     assert config == replace(published, name=NAME, eos_ids=config.eos_ids)

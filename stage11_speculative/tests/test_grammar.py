@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from shared import models
+from shared.catalog import STORIES
 from shared.errors import UserError
-from shared.models import STORIES
 from shared.tokenizer import ByteTokenizer, Tokenizer
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request

@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from shared import kit, measure, models
+from shared import catalog, kit, measure
 from shared.paths import ROOT
 from stage13_gpu import benchmark, predict
 from stage13_gpu import launch as launching
@@ -78,7 +78,7 @@ def test_a_decode_step_loads_each_key_once_for_its_group():
 
 
 def test_a_step_takes_the_longest_of_bytes_operations_and_launches():
-    config = models.presets()["gpt2"]
+    config = catalog.presets()["gpt2"]
     h100 = seconds(config, torch.bfloat16, 1, 1000, GPUS["H100 SXM"])
     assert h100["bytes"] == pytest.approx(0.284e9 / 3350e9, rel=0.02)
     assert h100["eager"] == launches(config, 1000) * predict.LAUNCH > h100["graph"]

@@ -1,0 +1,169 @@
+"""The names of models: embedded ones, known shapes, folders, the hub's, and those in formats that a
+later stage reads. Imports no torch before it opens one: a misspelt name is refused at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from . import registry
+from .config import Config, read_config
+from .errors import UserError, advised
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .conversion import Conversion
+
+AUTO = "auto"  # of --weights: as the checkpoint stores them
+MOST_HEADER = 2**26  # bytes of a safetensors file
+STORIES = Path(__file__).parent / "stories" / "model"
+EMBEDDED = {
+    "stories": STORIES,
+    "stories-chat": STORIES.with_name("chat-model"),
+    "stories-draft": STORIES.with_name("draft-model"),  # which drafts for stories in stage 11
+}
+
+
+def _gpt2(name: str, width: int, layers: int, heads: int) -> Config:
+    return Config(50257, 1024, width, layers, heads, eos_ids=(50256,), name=name)
+
+
+def _presets() -> dict[str, Config]:
+    presets = {
+        "gpt2": _gpt2("gpt2", 768, 12, 12),
+        "gpt2-medium": _gpt2("gpt2-medium", 1024, 24, 16),
+        "gpt2-large": _gpt2("gpt2-large", 1280, 36, 20),
+        "gpt2-xl": _gpt2("gpt2-xl", 1600, 48, 25),
+        "tiny": Config(vocab_size=101, n_positions=64, n_embd=24, n_layer=3, n_head=2, name="tiny"),
+    }
+    try:
+        return {"stories": read_config(STORIES, "stories"), **presets}
+    except UserError:  # an import must not fail: loading "stories" says what is wrong with it
+        return presets
+
+
+PRESETS: dict[str, Config] = _presets()  # "tiny" is for tests: it has no weights
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The files of a checkpoint. folder: of the tokenizer's files; None without any. tensors: under
+    the names of the model's family. conversion: if matrices are stored in a format of their own.
+    files: with the weights."""
+
+    config: Config
+    tensors: dict[str, Tensor]
+    folder: Path | None
+    files: Sequence[Path]
+    conversion: Conversion | None = None
+
+
+class Format(Protocol):
+    """A format of checkpoints beside folders of floating-point numbers: a module that imports
+    PyTorch only in `open`."""
+
+    KIND: str  # of what it reads, in a message: "a .gguf file"
+    NAMES: Mapping[str, Callable[[], Path]]
+    """Known names, and what finds their files, or raises UserError."""
+
+    def reads(self, path: Path) -> bool:
+        """Whether the file or folder is in this format."""
+
+    def open(self, path: Path) -> Opened:
+        """Raises UserError for a file that cannot be read."""
+
+
+def formats() -> list[Format]:
+    return [registry.load(entry) for entry in registry.FORMATS.values()]
+
+
+def presets() -> dict[str, Config]:
+    """The known shapes of all families, by name."""
+    tables = map(registry.load, registry.SHAPES.values())
+    return {name: config for table in tables for name, config in table.items()}
+
+
+def others() -> str:
+    """The formats and their known names, for a list in a text."""
+    return "".join(f", {', '.join([format.KIND, *format.NAMES])}" for format in formats())
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model on this machine. format: None for a plain folder."""
+
+    path: Path
+    format: Format | None = None
+
+
+def find(name: str) -> Found | None:
+    """The model of this name, if it is on this machine. Raises UserError for a file in an unknown
+    format, and for a known name whose file is not installed."""
+    if name in EMBEDDED:
+        return Found(EMBEDDED[name])
+    if not name or name in PRESETS:
+        return None
+    for format in formats():
+        if name in format.NAMES:
+            return Found(format.NAMES[name](), format)
+    try:
+        path = Path(name).expanduser()
+        if not path.exists():
+            return None
+    except (OSError, RuntimeError, ValueError):  # too long, no such home, a NUL character
+        return None
+    for format in formats():
+        if format.reads(path):
+            return Found(path, format)
+    if not path.is_dir():
+        kinds = "".join(f"{format.KIND}, or " for format in formats())
+        raise UserError(
+            f"{name} is a file: give {kinds}the folder that holds config.json and "
+            "model.safetensors."
+        )
+    return Found(path)
+
+
+def is_known(name: str) -> bool:
+    """Whether the name is a model's own, and not a path's or the hub's."""
+    return name in EMBEDDED or name in PRESETS or any(name in format.NAMES for format in formats())
+
+
+def checked(name: str) -> str:
+    """The name, if a model may have it: a known one, a folder's or file's, or owner/name, as on the
+    hub. Other families name their shapes as the hub does. Raises UserError."""
+    hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII)
+    if name in PRESETS or find(name) or hub:
+        return name
+    raise unknown(name)
+
+
+def stored_dtype(name: str) -> str:
+    """The number format of a plain folder's first tensor as safetensors names it, such as "BF16";
+    "" for another format, or if it is not known without a download."""
+    location = find(name)
+    plain = location is not None and location.format is None
+    paths = sorted(location.path.glob("model*.safetensors")) if location and plain else []
+    wrong = (LookupError, ValueError, TypeError, AttributeError, StopIteration)  # of a broken file
+    with contextlib.suppress(OSError, *wrong):
+        first = next(path for path in paths if path.is_file())  # to open a pipe, it would wait
+        with first.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, MOST_HEADER)))
+        return str(next(entry["dtype"] for key, entry in header.items() if key[:2] != "__"))
+    return ""
+
+
+def unknown(name: str) -> UserError:
+    others = [name for format in formats() for name in format.NAMES]
+    known = dict.fromkeys([*EMBEDDED, *PRESETS, *others])
+    shown = repr(name if len(name) <= 100 else name[:100] + "...")
+    advice = f"choose {', '.join(known)}, a checkpoint folder, or a hub name owner/name."
+    advice = advised(advice, name[:100], known)
+    return UserError(f"There is no model or folder called {shown}: {advice}")
