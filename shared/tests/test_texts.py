@@ -143,8 +143,10 @@ def pattern(line: str) -> str:
     """The regular expression of a line that a lesson shows."""
     if line.strip() == "...":
         return r"(?:.*\n)*?"
-    escaped = re.escape(line.rstrip()).replace(r"\.\.\.", ".*?")
-    return re.sub(r"(?:\\ )*\\?~[\d,.]*\d(?:\\ )*", r" *-?[\\d,.]*\\d *", escaped) + r" *\n"
+    pieces = re.split(r"( *~[\d,.]*\d *|\.\.\.)", line.rstrip())  # every second one varies
+    pieces[::2] = map(re.escape, pieces[::2])
+    pieces[1::2] = [".*?" if piece == "..." else r" *-?[\d,.]*\d *" for piece in pieces[1::2]]
+    return "".join(pieces) + r" *\n"
 
 
 CONSOLE = [
