@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from shared import cli
 from shared.errors import UserError
 
 from . import museum, student, tasks
@@ -100,4 +101,4 @@ def _do(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.run(main)

@@ -193,18 +193,17 @@ def run(
 
 def main() -> None:
     job = json.loads(sys.argv[1])
-    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    if cache := job.pop("cache", ""):  # compiled kernels of the reference: a scratch copy of them
-        shutil.copytree(cache, os.environ["XDG_CACHE_HOME"], dirs_exist_ok=True)
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as results:
+        os.dup2(2, 1)
+        if cache := job.pop("cache", ""):  # compiled kernels of the reference: a scratch copy
+            shutil.copytree(cache, os.environ["XDG_CACHE_HOME"], dirs_exist_ok=True)
 
-    def write(line: dict[str, Any]) -> None:
-        print(json.dumps(line), file=results, flush=True)
+        def write(line: dict[str, Any]) -> None:
+            print(json.dumps(line), file=results, flush=True)
 
-    sys.path[0] = os.getcwd()
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    status = run(job.pop("tests"), write, **job)
-    write({"status": status})
+        sys.path[0] = os.getcwd()
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        write({"status": run(job.pop("tests"), write, **job)})
 
 
 if __name__ == "__main__":
