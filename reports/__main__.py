@@ -31,7 +31,7 @@ def programs() -> dict[str, str]:
 
 def measured(name: str) -> bool:
     """Whether this machine has results of this commit."""
-    path = measure.results_file(name)
+    path = kit.results_file(name)
     commit, _ = measure.git_state()
     return path.exists() and json.loads(path.read_bytes()).get("commit") == commit
 

@@ -26,7 +26,7 @@ from types import ModuleType
 
 import matplotlib
 
-from shared import charts, cli, kit, measure, paths
+from shared import charts, cli, kit, paths
 from shared.kit import Results
 
 BEGIN, END = "<!-- table: ", "<!-- /table -->"
@@ -69,9 +69,10 @@ class Report:
         self.modules = modules()
         for name, module in self.modules.items():
             path = root / "reports" / self.default / f"{name}.json"
-            if not path.exists() or json.loads(path.read_bytes())["schema"] != kit.SCHEMA:
+            content = json.loads(path.read_bytes()) if path.exists() else {}
+            if content.get("schema") != kit.SCHEMA:
                 continue  # its tables stay as they are
-            results = Results(measure.load(path, kit.SCHEMA))
+            results = Results(content)
             drawn = {key: kit.table(lines) for key, lines in module.tables(results).items()}
             self.tables[name] = drawn | {"machine": kit.machine(results)}
             self.headlines[name] = module.headline(results)

@@ -12,10 +12,15 @@ after TRIES times it is refused, and the tables do without it.
 
 from __future__ import annotations
 
+import json
 import math
 import multiprocessing
+import os
 import random
 import re
+import shlex
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from functools import cache, cached_property, partial
@@ -28,7 +33,7 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from . import catalog, cli, linear, measure, models, registry
+from . import catalog, cli, linear, measure, models, paths, registry
 from .attention import attention
 from .catalog import EMBEDDED
 from .config import Config, read_config
@@ -39,8 +44,9 @@ from .roofline import Cost, Part, pass_cost
 
 SCHEMA = 3
 MOVED, TRIES, LONG = 0.15, 3, 120.0  # LONG: seconds, after which there is no further try
+FRESH = 2.0  # seconds for which the limits after a row are those before the next
 # The machine of round numbers, for which the lessons predict by hand.
-ROUND = Limits("cpu", 2, 40.0, {"float32": 200.0, "bfloat16": 400.0})
+ROUND = Limits(40.0, {"float32": 200.0, "bfloat16": 400.0})
 HELD = 1.25  # a measurement within this factor of the prediction made by hand: it held
 UNMEASURED = "not measured yet"
 NUMBER = re.compile(r"|[\d.,]+[%x]?( \(.*\))?")  # cells that stand right
@@ -88,14 +94,13 @@ def prove(scores: torch.Tensor, taken: torch.Tensor, dtype: torch.dtype) -> dict
             raise AssertionError(
                 f"an engine took a token whose logit lies {gap:.3g} below the best, {highest:.3g}"
             )
-    return {"tokens": len(taken), "near_ties": len(gaps), "widest_gap": max(gaps, default=0.0)}
+    return {"tokens": len(taken), "near_ties": len(gaps)}
 
 
 def together(proofs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Several proofs as one."""
     parts = list(proofs)
-    sums = {key: sum(proof[key] for proof in parts) for key in ("tokens", "near_ties")}
-    return sums | {"widest_gap": max((proof["widest_gap"] for proof in parts), default=0.0)}
+    return {key: sum(proof[key] for proof in parts) for key in ("tokens", "near_ties")}
 
 
 @torch.inference_mode()
@@ -127,7 +132,7 @@ class Bench:
         self.quick, self.effort, self.device = quick, effort, device
         self.results: dict[str, list[dict[str, Any]]] = {}
         self.bar = tqdm(unit="row", leave=False)
-        self._speeds: dict[str, float] = {}  # after the last row
+        self._limits, self._when = dict[str, float](), -1e9  # after the last row
 
     def sizes(self, *values: Any) -> tuple[Any, ...]:
         return values[:1] if self.quick else values
@@ -154,19 +159,19 @@ class Bench:
         """
         name = ", ".join(str(value) for value in about.values() if isinstance(value, (str, int)))
         self.bar.set_postfix_str(f"{case}: {name}"[:60])
-        few = min(repeats, 3)
-        repeats = 1 if self.quick else max(few, round(repeats * self.effort))
+        repeats = 1 if self.quick else max(min(repeats, 3), round(repeats * self.effort))
         runs = {name: partial(timed, way) for name, way in ways.items()}
         row: dict[str, Any] = {}
-        started = measure.time.perf_counter()
-        for attempt in range(1 if self.quick else TRIES):
-            before = self._speeds if self._fresh() else speeds(self.device)
+        started = time.perf_counter()
+        for attempt in range(1, 2 if self.quick else TRIES + 1):
+            fresh = time.perf_counter() - self._when < FRESH
+            before = self._limits if fresh else measure.speeds(self.device)
             kept = measure.turns(runs, repeats, warmup)
-            self._speeds = after = speeds(self.device)
-            self._when = measure.time.perf_counter()
-            limits = {"before": before, "after": after, "tries": attempt + 1}
+            self._limits = after = measure.speeds(self.device)
+            self._when = time.perf_counter()
+            limits = {"before": before, "after": after, "tries": attempt}
             row = about | by_variant(kept) | {"limits": limits}
-            if moved(row) <= MOVED or measure.time.perf_counter() - started > LONG:
+            if moved(row) <= MOVED or self._when - started > LONG:
                 break
         if moved(row) > MOVED and not self.quick:
             row = about | {"limits": row["limits"], "refused": moved(row)}
@@ -176,12 +181,6 @@ class Bench:
         self.results.setdefault(case, []).append(row)
         self.bar.update()
         return None if "refused" in row else Row(row)
-
-    _when = -1e9
-
-    def _fresh(self) -> bool:
-        """Whether the limits after the last row are still those before the next."""
-        return measure.time.perf_counter() - self._when < 2
 
     def answers(
         self,
@@ -201,9 +200,7 @@ class Bench:
         sampling = [greedy(answer) for _, answer in lengths]
 
         def run(engine: Any) -> dict[str, Any]:
-            started = measure.time.perf_counter()
-            outputs.extend(engine.generate(prompts, sampling))
-            seconds = measure.time.perf_counter() - started
+            seconds = measure.seconds(lambda: outputs.extend(engine.generate(prompts, sampling)))
             return {"seconds": seconds, "passes": len(engine.steps), **keep(engine)}
 
         def proof() -> dict[str, Any]:
@@ -270,15 +267,6 @@ def by_variant(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any
     }
 
 
-def speeds(device: str = "cpu") -> dict[str, float]:
-    """GB/s of memory and GFLOP/s by dtype that simple loops get out of the machine now."""
-    size, sizes = (measure.GIB // 4, (1024,)) if device == "cpu" else (4 * measure.GIB, (8192,))
-    rates = {"memory": measure.read_bandwidth(device, size, 0.05)}
-    for dtype in ("float32", "bfloat16"):
-        rates[dtype] = measure.matmul_rate(device, getattr(torch, dtype), sizes, 0.05)
-    return rates
-
-
 def moved(row: Mapping[str, Any]) -> float:
     """By how much memory, or arithmetic in the row's dtype, changed while it was measured."""
     before, after = row["limits"]["before"], row["limits"]["after"]
@@ -303,11 +291,6 @@ def peak_so_far(pid: int) -> int:
     return int(match[1]) * 1024 if match else 0
 
 
-def busy() -> bool:
-    """Whether other programs use more than a quarter of the processors now."""
-    return bool(psutil.cpu_percent(interval=0.5) > 25)
-
-
 def packed(lengths: Iterable[tuple[int, int]]) -> list[list[int]]:
     """[(5, 9), (5, 9), (2, 1)] as [[5, 9, 2], [2, 1, 1]]."""
     return [[*pair, len(list(same))] for pair, same in groupby(lengths)]
@@ -324,7 +307,7 @@ class Row(dict[str, Any]):
         """What the machine gave beside it: the means of before and after."""
         ends = self["limits"]["before"], self["limits"]["after"]
         rates = {name: sum(end[name] for end in ends) / 2 for name in ends[0]}
-        return Limits("cpu", 0, rates.pop("memory"), rates)
+        return Limits(rates.pop("memory"), rates)
 
     @property
     def config(self) -> Config:
@@ -372,7 +355,7 @@ class Row(dict[str, Any]):
 
 
 class Results:
-    """What a run has measured, or `measure.load` has read."""
+    """What a run has measured: the content of its file."""
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         self.content = content
@@ -445,11 +428,30 @@ def machine(results: Results) -> str:
 
 def content_of(stage: str, bench: Bench, device: str = "cpu") -> dict[str, Any]:
     commit, dirty = measure.git_state()
-    about = {"schema": SCHEMA, "stage": stage, "command": measure.command()}
+    about = {
+        "schema": SCHEMA,
+        "stage": stage,
+        "command": shlex.join(["python", "-m", *sys.orig_argv[2:]]),
+    }
     about |= {"commit": commit, "dirty": dirty, "machine": measure.machine(device), "seed": 0}
     about |= {"versions": measure.versions(), "threads": torch.get_num_threads()}
     about |= {"order": "rotated rounds: A B C, B C A, C A B, ...", "effort": bench.effort}
     return about | {"results": bench.results}
+
+
+def results_file(stage: str, device: str = "cpu") -> Path:
+    """Where the results of a stage on this machine belong: reports/<machine>/<stage>.json."""
+    return measure.REPORTS / measure.slug(measure.machine(device)) / f"{stage}.json"
+
+
+def save(path: Path, content: Mapping[str, Any]) -> None:
+    """Write results: all or nothing. Raises ValueError for NaN and infinity, which JSON does not
+    have: a measurement that is not a number is a mistake."""
+    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f"{path.name}.{os.getpid()}.part")
+    half.write_text(text, encoding="utf-8", newline="\n")
+    half.replace(path)
 
 
 def clean_commit() -> None:
@@ -480,7 +482,7 @@ def main(
     options = parser.parse_args(argv)
     if not options.quick:
         clean_commit()
-    others = busy()
+    busy = psutil.cpu_percent(interval=0.5) > 25  # with other programs
     bench = Bench(options.quick, options.effort, device)
     run(bench)
     bench.bar.close()
@@ -489,12 +491,12 @@ def main(
         print(f"\n{machine(Results(content))}")
         for name, lines in tables(Results(content)).items():
             print(f"\n{name}\n\n{table(without_reasons(lines))}")
-        if others:
+        if busy:
             print("\nThis machine is busy with other programs: these numbers say little.")
         return
-    path = measure.results_file(stage, device)
-    measure.save(path, content)
-    print(f"Written: {path.relative_to(measure.ROOT).as_posix()}. Next: python -m reports.draw")
+    path = results_file(stage, device)
+    save(path, content)
+    print(f"Written: {paths.shown(path)}. Next: python -m reports.draw")
 
 
 def without_reasons(lines: Iterable[Mapping[str, object]]) -> Iterator[Mapping[str, object]]:

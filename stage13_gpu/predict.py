@@ -23,10 +23,10 @@ from shared.roofline import block_weights, forward_cost
 
 # GB/s; GFLOP/s in float32, and in the half formats on tensor cores, dense
 GPUS = {
-    "H100 SXM": Limits("H100 SXM", 0, 3350, {"float32": 67e3, "bfloat16": 989e3}),
-    "A100 80 GB": Limits("A100 80 GB", 0, 2039, {"float32": 19.5e3, "bfloat16": 312e3}),
-    "L4": Limits("L4", 0, 300, {"float32": 30.3e3, "bfloat16": 121e3}),
-    "T4": Limits("T4", 0, 320, {"float32": 8.1e3, "bfloat16": 65e3}),  # float16 in place of it
+    "H100 SXM": Limits(3350, {"float32": 67e3, "bfloat16": 989e3}),
+    "A100 80 GB": Limits(2039, {"float32": 19.5e3, "bfloat16": 312e3}),
+    "L4": Limits(300, {"float32": 30.3e3, "bfloat16": 121e3}),
+    "T4": Limits(320, {"float32": 8.1e3, "bfloat16": 65e3}),  # float16 in place of it
 }
 LAUNCH = 5e-6  # seconds for Python and the driver to start one kernel: assumed
 NODE, REPLAY = 1e-6, 10e-6  # seconds from a kernel of a graph to the next, and to start it: assumed

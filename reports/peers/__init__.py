@@ -76,7 +76,7 @@ def cell(
         if weights in ("float32", "bfloat16"):
             judge = Subject(subject.about["model"], weights)
             return kit.together(judge.prove(prompts, ids) for ids in ours)
-        return {"tokens": 0, "near_ties": 0, "widest_gap": 0.0}  # stage 10 proves its formats
+        return {"tokens": 0, "near_ties": 0}  # stage 10 proves its formats
 
     about: dict[str, Any] = {
         "model": subject.about["model"],

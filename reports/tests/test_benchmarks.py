@@ -18,7 +18,7 @@ SPEEDS = {"memory": 30.0, "float32": 100.0, "bfloat16": 200.0}
 
 @pytest.fixture
 def still(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kit, "speeds", lambda device: dict(SPEEDS))
+    monkeypatch.setattr(kit.measure, "speeds", lambda device: dict(SPEEDS))
 
 
 @pytest.mark.slow
@@ -46,7 +46,8 @@ def test_a_row_keeps_what_its_variants_returned_and_the_limits_beside_them(still
 
 def test_a_row_is_refused_when_the_machine_moves_in_every_try(monkeypatch: Any) -> None:
     rates = iter(range(100, 1000, 50))
-    monkeypatch.setattr(kit, "speeds", lambda device: dict.fromkeys(SPEEDS, float(next(rates))))
+    speeds = lambda device: dict.fromkeys(SPEEDS, float(next(rates)))  # noqa: E731
+    monkeypatch.setattr(kit.measure, "speeds", speeds)
     bench = Bench()
     assert bench.row("case", {"a": int}, 1, 0) is None
     assert bench.results["case"][0]["limits"]["tries"] == kit.TRIES

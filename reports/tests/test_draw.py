@@ -25,7 +25,7 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (stage / "REPORT.md").write_text(TEXT.format("<!-- table: speed -->", "old"))
     (tmp_path / "README.md").write_text(TEXT.format("<!-- table: stages -->", ""))
     bench = kit.Bench()
-    monkeypatch.setattr(kit, "speeds", lambda device: dict(SPEEDS))
+    monkeypatch.setattr(kit.measure, "speeds", lambda device: dict(SPEEDS))
     bench.row("speed", {"a": lambda: {"seconds": 2.0}}, 3)
     content = kit.content_of("stage01_first", bench)
     folder = tmp_path / "reports" / "here"

@@ -108,9 +108,9 @@ def test_what_a_gpu_has_measured_is_shown_beside_its_prediction(tmp_path, monkey
     steps = [step | {"refused": 0.2}, step | {"seconds": fast}]
     content = {"schema": kit.SCHEMA, "machine": {"device": "NVIDIA H100 80GB HBM3"}}
     content |= {"results": {"steps": steps}}
-    measure.save(tmp_path / "some-gpu" / f"{benchmark.STAGE}.json", content)
+    kit.save(tmp_path / "some-gpu" / f"{benchmark.STAGE}.json", content)
     other = content | {"machine": {"device": "NVIDIA L40S"}}
-    measure.save(tmp_path / "other-gpu" / f"{benchmark.STAGE}.json", other)
+    kit.save(tmp_path / "other-gpu" / f"{benchmark.STAGE}.json", other)
     monkeypatch.setattr(measure, "REPORTS", tmp_path)
     one_row, many_rows, *others = (row["measured, graph"] for row in benchmark.predicted("gpt2"))
     assert one_row == "200" and {many_rows, *others} == {"not measured"}
