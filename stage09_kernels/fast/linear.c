@@ -158,90 +158,27 @@ static void epilogue(const struct operation *o, int64_t panel, int64_t row, real
     }
 }
 
-/* Few rows read a panel at once, from memory: 16 rows a whole one. 17 to 64 rows take 128 inputs at
-   a time, and those after the first 16 prefetch the next 128, because memory is idle then. Many
-   rows take 192 inputs, 24 KiB that stay in L1. */
-#define UNITS(ROWS) ((ROWS) <= TILE_ROWS ? INT64_MAX : (ROWS) <= 64 ? 4 : 6)
-#define TILE_MC 512 /* rows at a time: their x stays in L2 */
-
 #if TILES && WEIGHT == 2
-/* sums (rows, 64) = or += x times `units` tiles of a panel. Each prefetches `lines` lines at `next`
-   and further on. */
-static inline __attribute__((always_inline)) void
-madd_tiles(const operand *x, int64_t stride, const weight *panel, int64_t units, const weight *next,
-           int64_t lines, sums_of *sums, int add) {
-    const int line = sizeof(sums_of);
-    memory_is_written();
-    if (add) {
-        tile_load(SUM0, sums[0], line);
-        tile_load(SUM1, sums[0] + 16, line);
-        tile_load(SUM2, sums[0] + 32, line);
-        tile_load(SUM3, sums[0] + 48, line);
-    } else {
-        tile_zero(SUM0);
-        tile_zero(SUM1);
-        tile_zero(SUM2);
-        tile_zero(SUM3);
-    }
-    for (int64_t k = 0; k < units; k++, x += UNIT, panel += UNIT * PANEL) {
-        for (int64_t i = 0; i < lines; i++, next += LINE) __builtin_prefetch(next, 0, 2);
-        tile_load(X0, x, stride * 2);
-        tile_load(W0, panel, STEP * 2);
-        tile_madd(SUM0, X0, W0);
-        tile_load(W1, panel + 32, STEP * 2);
-        tile_madd(SUM1, X0, W1);
-        tile_load(W0, panel + 64, STEP * 2);
-        tile_madd(SUM2, X0, W0);
-        tile_load(W1, panel + 96, STEP * 2);
-        tile_madd(SUM3, X0, W1);
-    }
-    tile_store(SUM0, sums[0], line);
-    tile_store(SUM1, sums[0] + 16, line);
-    tile_store(SUM2, sums[0] + 32, line);
-    tile_store(SUM3, sums[0] + 48, line);
-    memory_is_written();
+static void finish(const struct operation *o, int64_t panel, int64_t row, void *sums) {
+    const real *bias = o->of.linear.bias;
+    for (int j = 0; bias && j < PANEL; j += LANES)
+        *(vec *)((real *)sums + j) += *(const vec *)(bias + panel * PANEL + j);
+    epilogue(o, panel, row, sums);
 }
 
 static void linear(int64_t first, int64_t last, void *context) { /* panels */
     const struct operation *o = context;
     const struct linear *l = &o->of.linear;
-    const int64_t rows = rows_of(o), whole = l->inputs / UNIT, left = l->inputs % UNIT;
-    const int64_t units = whole + (left > 0), panel_size = units * UNIT * PANEL;
-    _Alignas(64) sums_of sums[TILE_MC];
-    operand last_x[TILE_ROWS][UNIT] = {0}; /* what lies behind a row may be NaN */
-    int set = 0;
-    for (int64_t row = 0; row < rows; row += TILE_MC) {
-        const int64_t count = rows - row < TILE_MC ? rows - row : TILE_MC;
-        const int64_t block = UNITS(count), tiles = (count - 1) / TILE_ROWS;
-        const int64_t lines = block == 4 ? (UNIT * PANEL / LINE + tiles - 1) / tiles : 0;
-        for (int64_t panel = first; panel < last; panel++)
-            for (int64_t k = 0, end; k < units; k = end) {
-                const weight *w = l->weights + panel * panel_size + k * UNIT * PANEL;
-                end = units - k < block ? units : k + block;
-                for (int64_t i = 0; i < count; i += TILE_ROWS) {
-                    const int some = count - i < TILE_ROWS ? (int)(count - i) : TILE_ROWS;
-                    const operand *x = l->x + (row + i) * l->x_stride + k * UNIT;
-                    const int64_t full = (end < whole ? end : whole) - k;
-                    const int64_t done = (i / TILE_ROWS - 1) * full * lines;
-                    const weight *next = w + (end - k) * UNIT * PANEL + done * LINE;
-                    use_tiles(&set, some);
-                    madd_tiles(x, l->x_stride, w, full, next, i ? lines : 0, sums + i, k > 0);
-                    if (end < units) continue;
-                    if (left) {
-                        for (int t = 0; t < some; t++)
-                            memcpy(last_x[t], x + t * l->x_stride + full * UNIT, left * 2);
-                        madd_tiles(last_x[0], UNIT, w + full * UNIT * PANEL, 1, w, 0, sums + i, 1);
-                    }
-                    for (int t = 0; t < some; t++) {
-                        vec *y = (vec *)sums[i + t];
-                        const vec *bias = (const vec *)(l->bias + panel * PANEL);
-                        for (int j = 0; l->bias && j < VECTORS; j++) y[j] += bias[j];
-                        epilogue(o, panel, row + i + t, sums[i + t]);
-                    }
-                }
-            }
-    }
-    release_tiles(set);
+    const struct tile_product product = {
+        .x = (const char *)l->x,
+        .panels = (const char *)l->weights,
+        .x_stride = l->x_stride * 2,
+        .panel_stride = padded_inputs(l->inputs) * PANEL * 2,
+        .units = l->inputs / UNIT,
+        .left = l->inputs % UNIT * 2,
+        .finish = finish,
+    };
+    multiply_tiles(o, first, last, product, 0);
 }
 #else
 static void linear(int64_t first, int64_t last, void *context) { /* panels */

@@ -7,16 +7,18 @@
    those of vectors, so all rows take tiles.
 
    A thread sets the shape of its tiles before it uses them, and releases them when it is done, so
-   that an idle thread has none that the system must save. */
+   that an idle thread has none that the system must save.
+
+   The loop over tiles of a product is here, for weights in bfloat16 and for codes of 8 bits. */
 
 #pragma once
 
+#include "../operations.h"
 #include "../tiles.h"
 
 #define TILE_ROWS 16
-/* The tiles: two of x, two of weights, four of sums. No enum: gcc 12 takes literals alone. */
+/* The tiles: one of x, two of weights, four of sums. No enum: gcc 12 takes literals alone. */
 #define X0 0
-#define X1 1
 #define W0 2
 #define W1 3
 #define SUM0 4
@@ -102,3 +104,86 @@ static inline void release_tiles(int set) {
     if (set) tile_release();
 #endif
 }
+
+#if TILES
+#define TILE_MC 512 /* rows at a time: their x stays in L2 */
+/* Few rows read a panel at once, from memory: 16 rows a whole one. 17 to 64 rows take 4 tiles of
+   inputs at a time, and those after the first 16 prefetch the next 4, because memory is idle then.
+   Many rows take 6, 24 KiB that stay in L1. */
+#define UNITS(ROWS) ((ROWS) <= TILE_ROWS ? INT64_MAX : (ROWS) <= 64 ? 4 : 6)
+#define X_BYTES 64                    /* of a row of x, in a tile */
+#define W_LINE (PANEL * 4)            /* bytes of 4 bytes of inputs of a panel */
+#define W_BYTES (W_LINE * TILE_ROWS) /* of a panel, for a tile of x */
+
+typedef char tile_sums[PANEL * 4]; /* of a row, in float32 or int32 */
+
+/* DO(tile of sums, tile of weights, quarter of a panel) */
+#define QUARTERS(DO) DO(SUM0, W0, 0) DO(SUM1, W1, 1) DO(SUM2, W0, 2) DO(SUM3, W1, 3)
+#define QUARTER_LOAD(SUM, W, I) tile_load(SUM, sums[0] + 64 * I, sizeof sums[0]);
+#define QUARTER_ZERO(SUM, W, I) tile_zero(SUM);
+#define QUARTER_STORE(SUM, W, I) tile_store(SUM, sums[0] + 64 * I, sizeof sums[0]);
+#define QUARTER_MADD(SUM, W, I) \
+    tile_load(W, panel + 64 * I, W_LINE); \
+    if (codes) tile_madd_codes(SUM, X0, W); \
+    else tile_madd(SUM, X0, W);
+
+/* sums (rows, 64) = or += x times `units` tiles of a panel. Each prefetches `lines` lines at `next`
+   and further on. */
+static inline __attribute__((always_inline)) void
+madd_tiles(const char *x, int64_t stride, const char *panel, int64_t units, const char *next,
+           int64_t lines, tile_sums *sums, int add, const int codes) {
+    memory_is_written();
+    if (add) { QUARTERS(QUARTER_LOAD) } else { QUARTERS(QUARTER_ZERO) }
+    for (int64_t k = 0; k < units; k++, x += X_BYTES, panel += W_BYTES) {
+        for (int64_t i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 2);
+        tile_load(X0, x, stride);
+        QUARTERS(QUARTER_MADD)
+    }
+    QUARTERS(QUARTER_STORE)
+    memory_is_written();
+}
+
+struct tile_product { /* x (rows, inputs) times panels, in bytes */
+    const char *x, *panels;
+    int64_t x_stride, panel_stride, units, left; /* of inputs: whole tiles, and bytes behind them */
+    void (*finish)(const struct operation *o, int64_t panel, int64_t row, void *sums);
+};
+
+/* Compute the panels from `first` to `last`. codes: x and weights are codes, not bfloat16. */
+static inline __attribute__((always_inline)) void
+multiply_tiles(const struct operation *o, int64_t first, int64_t last, const struct tile_product p,
+               const int codes) {
+    const int64_t rows = rows_of(o), units = p.units + (p.left > 0);
+    _Alignas(64) tile_sums sums[TILE_MC];
+    char last_x[TILE_ROWS][X_BYTES] = {0}; /* what lies behind a row may be NaN */
+    int set = 0;
+    for (int64_t row = 0; row < rows; row += TILE_MC) {
+        const int64_t count = rows - row < TILE_MC ? rows - row : TILE_MC;
+        const int64_t block = UNITS(count), others = (count - 1) / TILE_ROWS;
+        const int64_t lines = block == 4 ? (W_BYTES / 64 + others - 1) / others : 0;
+        for (int64_t panel = first; panel < last; panel++)
+            for (int64_t k = 0, end; k < units; k = end) {
+                const char *w = p.panels + panel * p.panel_stride + k * W_BYTES;
+                end = units - k < block ? units : k + block;
+                for (int64_t i = 0; i < count; i += TILE_ROWS) {
+                    const int some = count - i < TILE_ROWS ? (int)(count - i) : TILE_ROWS;
+                    const char *x = p.x + (row + i) * p.x_stride + k * X_BYTES;
+                    const int64_t full = (end < p.units ? end : p.units) - k;
+                    const int64_t done = (i / TILE_ROWS - 1) * full * lines;
+                    const char *next = w + (end - k) * W_BYTES + done * 64;
+                    use_tiles(&set, some);
+                    madd_tiles(x, p.x_stride, w, full, next, i ? lines : 0, sums + i, k > 0, codes);
+                    if (end < units) continue;
+                    if (p.left) {
+                        x += full * X_BYTES;
+                        for (int t = 0; t < some; t++)
+                            memcpy(last_x[t], x + t * p.x_stride, p.left);
+                        madd_tiles(last_x[0], X_BYTES, w + full * W_BYTES, 1, w, 0, sums + i, 1, codes);
+                    }
+                    for (int t = 0; t < some; t++) p.finish(o, panel, row + i + t, sums[i + t]);
+                }
+            }
+    }
+    release_tiles(set);
+}
+#endif

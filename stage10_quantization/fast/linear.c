@@ -384,6 +384,13 @@ static void multiply_rows(const struct linear *l, int64_t panel, int64_t row, in
     switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 }
 
+static void finish_row(const struct operation *o, int64_t panel, int64_t row, const float *y) {
+    const real *bias = o->of.linear.bias;
+    sums_of sums;
+    for (int n = 0; n < PANEL; n++) sums[n] = y[n] + (bias ? (float)bias[panel * PANEL + n] : 0);
+    epilogue(o, panel, row, sums);
+}
+
 static void product(int64_t first, int64_t last, void *context) { /* panels */
     const struct operation *o = context;
     const struct linear *l = &o->of.linear;
@@ -393,105 +400,44 @@ static void product(int64_t first, int64_t last, void *context) { /* panels */
         for (int64_t row = 0; row < rows; row += MR) {
             int64_t count = rows - row < MR ? rows - row : MR;
             multiply_rows(l, panel, row, count, out);
-            for (int64_t i = 0; i < count; i++) {
-                sums_of sums;
-                for (int n = 0; n < PANEL; n++)
-                    sums[n] = out[i][n] + (l->bias ? (float)l->bias[panel * PANEL + n] : 0);
-                epilogue(o, panel, row + i, sums);
-            }
+            for (int64_t i = 0; i < count; i++) finish_row(o, panel, row + i, out[i]);
         }
 }
 
 #if TILES
-#define TILE_LEAST 4     /* rows that pay for tiles */
-#define TILE_STEPS 16    /* steps in a tile: 64 inputs */
-#define CODES_LINE 256   /* bytes of a step */
-
-/* sums (rows, 64) = or += the codes of x times those of `tiles` tiles of a panel, each of which
-   prefetches `lines` lines from `next` on. */
-static inline __attribute__((always_inline)) void
-madd_code_tiles(const int8_t *x, int64_t stride, const uint8_t *codes, int64_t tiles,
-                const uint8_t *next, int64_t lines, int32_t (*sums)[PANEL], int add) {
-    const int line = sizeof sums[0];
-    memory_is_written();
-    if (add) {
-        tile_load(SUM0, sums[0], line);
-        tile_load(SUM1, sums[0] + 16, line);
-        tile_load(SUM2, sums[0] + 32, line);
-        tile_load(SUM3, sums[0] + 48, line);
-    } else {
-        tile_zero(SUM0);
-        tile_zero(SUM1);
-        tile_zero(SUM2);
-        tile_zero(SUM3);
-    }
-    for (int64_t k = 0; k < tiles; k++, x += 64, codes += TILE_STEPS * CODES_LINE) {
-        for (int64_t i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 2);
-        tile_load(X0, x, stride);
-        tile_load(W0, codes, CODES_LINE);
-        tile_madd_codes(SUM0, X0, W0);
-        tile_load(W1, codes + 64, CODES_LINE);
-        tile_madd_codes(SUM1, X0, W1);
-        tile_load(W0, codes + 128, CODES_LINE);
-        tile_madd_codes(SUM2, X0, W0);
-        tile_load(W1, codes + 192, CODES_LINE);
-        tile_madd_codes(SUM3, X0, W1);
-    }
-    tile_store(SUM0, sums[0], line);
-    tile_store(SUM1, sums[0] + 16, line);
-    tile_store(SUM2, sums[0] + 32, line);
-    tile_store(SUM3, sums[0] + 48, line);
-    memory_is_written();
-}
+#define TILE_LEAST 4  /* rows that pay for tiles */
+#define TILE_STEPS 16 /* steps in a tile: 64 inputs */
 
 /* `product` for one group in 8 bits: the same whole numbers in another order, so the same bits. The
    steps that are left behind the last whole tile go by vectors. */
-static void product_by_tiles(int64_t first, int64_t last, void *context) { /* panels */
-    const struct operation *o = context;
+static void finish_codes(const struct operation *o, int64_t panel, int64_t row, void *sums) {
     const struct linear *l = &o->of.linear;
     const struct quantized *q = l->format;
-    const int64_t rows = rows_of(o), tiles = steps_of(q) / TILE_STEPS;
-    const int64_t left = steps_of(q) % TILE_STEPS;
-    _Alignas(64) int32_t sums[TILE_MC][PANEL];
-    int set = 0;
-    for (int64_t row = 0; row < rows; row += TILE_MC) {
-        const int64_t count = rows - row < TILE_MC ? rows - row : TILE_MC;
-        const int64_t block = UNITS(count), others = (count - 1) / TILE_ROWS;
-        const int64_t lines = block == 4 ? (64 + others - 1) / others : 0;
-        for (int64_t panel = first; panel < last; panel++) {
-            const uint8_t *group = group_of(q, panel, 0), *codes = codes_of(q, group);
-            int64_t k = 0, end;
-            do {
-                end = tiles - k < block ? tiles : k + block;
-                for (int64_t i = 0; i < count; i += TILE_ROWS) {
-                    const int some = count - i < TILE_ROWS ? (int)(count - i) : TILE_ROWS;
-                    const uint8_t *next = codes + end * TILE_STEPS * CODES_LINE +
-                                          (i / TILE_ROWS - 1) * (end - k) * lines * 64;
-                    use_tiles(&set, some);
-                    madd_code_tiles(x_codes(l, row + i) + k * 64, q->row_bytes,
-                                    codes + k * TILE_STEPS * CODES_LINE, end - k, next,
-                                    i ? lines : 0, sums + i, k > 0);
-                    for (int64_t t = i; end == tiles && t < i + some; t++) {
-                        const struct group *of_x = x_groups(l, row + t);
-                        const int32_t *x = (const int32_t *)x_codes(l, row + t) + tiles * TILE_STEPS;
-                        words whole[1][F_VECTORS];
-                        floats y[1][F_VECTORS] = {0};
-                        sums_of out;
-                        for (int j = 0; j < F_VECTORS; j++)
-                            whole[0][j] = ((words *)sums[t])[j] - of_x->sum * (int32_t)q->offset;
-                        madd_steps(whole, codes + tiles * TILE_STEPS * CODES_LINE, &x, left, codes,
-                                   1, 8, F_VECTORS);
-                        add_group(q, group, &of_x, 0, whole, y, 1, F_VECTORS, 0);
-                        for (int n = 0; n < PANEL; n++)
-                            out[n] = ((float *)y)[n] + (l->bias ? (float)l->bias[panel * PANEL + n] : 0);
-                        epilogue(o, panel, row + t, out);
-                    }
-                }
-                k = end;
-            } while (k < tiles);
-        }
-    }
-    release_tiles(set);
+    const int64_t whole = steps_of(q) / TILE_STEPS * TILE_STEPS, left = steps_of(q) - whole;
+    const uint8_t *group = group_of(q, panel, 0), *codes = codes_of(q, group);
+    const struct group *of_x = x_groups(l, row);
+    const int32_t *x = (const int32_t *)x_codes(l, row) + whole;
+    words tile[1][F_VECTORS];
+    float y[1][PANEL] = {0};
+    for (int j = 0; j < F_VECTORS; j++)
+        tile[0][j] = ((const words *)sums)[j] - of_x->sum * (int32_t)q->offset;
+    madd_steps(tile, codes + whole * W_LINE, &x, left, codes, 1, 8, F_VECTORS);
+    add_group(q, group, &of_x, 0, tile, (floats(*)[F_VECTORS])y, 1, F_VECTORS, 0);
+    finish_row(o, panel, row, y[0]);
+}
+
+static void product_by_tiles(int64_t first, int64_t last, void *context) { /* panels */
+    const struct operation *o = context;
+    const struct quantized *q = o->of.linear.format;
+    const struct tile_product product = {
+        .x = (const char *)x_codes(&o->of.linear, 0),
+        .panels = (const char *)codes_of(q, group_of(q, 0, 0)),
+        .x_stride = q->row_bytes,
+        .panel_stride = group_of(q, 1, 0) - group_of(q, 0, 0),
+        .units = steps_of(q) / TILE_STEPS,
+        .finish = finish_codes,
+    };
+    multiply_tiles(o, first, last, product, 1);
 }
 #endif
 
@@ -500,7 +446,8 @@ void add_product(struct loops *list, struct operation *o) {
     body multiply_panels = product;
 #if TILES
     const struct quantized *q = o->of.linear.format;
-    if (q->count == 1 && q->bits == 8 && !q->floats && rows_of(o) >= TILE_LEAST)
+    const int fits = q->count == 1 && q->bits == 8 && !q->floats && steps_of(q) >= TILE_STEPS;
+    if (fits && rows_of(o) >= TILE_LEAST)
         multiply_panels = product_by_tiles;
 #endif
     add_loop(list, rows_of(o), 1, round_rows, o);
