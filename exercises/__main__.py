@@ -20,6 +20,17 @@ EXAMPLES = """examples:
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit status: 0, 1 if a check or a proof fails, 2 for what the user can mend."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _do(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m exercises",
         description="The tasks of the stages: start, check and grade them; and a museum of bugs.",
@@ -44,21 +55,13 @@ def main(arguments: list[str] | None = None) -> int:
         sub.add_argument("task", nargs="?", type=int)
     command("status", "which tasks have passed")
     sub = command("grade", "grade what was handed in: folders, zip files, patches")
-    sub.add_argument(
-        "hand_ins",
-        nargs="+",
-        metavar="FOLDER",
-        help="or FILE.zip or FILE.patch, or a folder that holds a class of them",
-    )
+    about = "or FILE.zip or FILE.patch, or a folder that holds a class of them"
+    sub.add_argument("hand_ins", nargs="+", metavar="FOLDER", help=about)
     sub.add_argument("--stage", nargs="+", default=[], help="default: all that have tasks")
     sub.add_argument("--out", default="grades", help="folder for the results (default: grades)")
     sub.add_argument("--jobs", type=int, default=1, help="hand-ins side by side (default: 1)")
-    sub.add_argument("--memory", type=int, default=4096, metavar="MIB", help="default: 4096")
-    sub.add_argument(
-        "--unconfined",
-        action="store_true",
-        help="without a container: for code that you trust, or in a container of your own",
-    )
+    about = "without a container: for code that you trust, or in a container of your own"
+    sub.add_argument("--unconfined", action="store_true", help=about)
     sub = command("prove", "for authors: are all tasks and edits good? takes minutes")
     sub.add_argument("stage", nargs="*", help="default: all")
     sub.add_argument("--jobs", type=int, default=2, help="processes side by side (default: 2)")
@@ -66,37 +69,31 @@ def main(arguments: list[str] | None = None) -> int:
     sub = command("museum", "find bugs that real projects shipped")
     sub.add_argument("action", choices=museum.ACTIONS)
     sub.add_argument("number", nargs="?", type=int)
-    options = parser.parse_args(arguments)
-    try:
-        return _do(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return parser
 
 
 def _do(options: argparse.Namespace) -> int:
-    if options.command == "list":
-        student.listed(options.stage)
-    elif options.command == "start":
-        student.start(tasks.find_stage(options.stage), options.task)
-    elif options.command == "check":
-        return student.check(student.chosen(options.stage, options.task))
-    elif options.command == "hint":
-        student.hint(student.chosen(options.stage, options.task))
-    elif options.command == "status":
-        student.status()
-    elif options.command == "grade":
-        from . import grade
+    match options.command:
+        case "list":
+            student.listed(options.stage)
+        case "start":
+            student.start(tasks.find_stage(options.stage), options.task)
+        case "check":
+            return student.check(student.chosen(options.stage, options.task))
+        case "hint":
+            student.hint(student.chosen(options.stage, options.task))
+        case "status":
+            student.status()
+        case "grade":
+            from . import grade
 
-        return grade.main(options)
-    elif options.command == "prove":
-        from . import prove
+            return grade.main(options)
+        case "prove":
+            from . import prove
 
-        return prove.main(options)
-    else:
-        return museum.main(options.action, options.number)
+            return prove.main(options)
+        case "museum":
+            return museum.main(options.action, options.number)
     return 0
 
 

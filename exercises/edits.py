@@ -7,11 +7,9 @@ a solution and not what it does: all tests must pass. README.md states the forma
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import dataclass
 from pathlib import Path
 
 from shared import paths
@@ -21,34 +19,30 @@ from . import splice
 from .tasks import Task, find_stage, test_id
 
 FOLDER = Path(__file__).parent / "edits"
-_HEADER = re.compile(r"## (\S+)((?: {2,}(?:task \d+|museum|right))*)")
-_FIELD = re.compile(r"(caught by|title|shows|hint|seen): (.+)")
-_MUSEUM = ("title", "shows", "hint", "seen", "story")
+_ENTRY = re.compile(r"^## (.*)\n((?:(?!## ).*\n?)*)", re.M)
+_HEADER = re.compile(r"(\S+)(?: {2,}task (\d+))?((?: {2,}(?:museum|right))?)")
+_FIELD = re.compile(r"(caught by|title|shows|hint|seen|>)(?:(?<=>)|:) (.+)")
+_SIDE = re.compile(r"([-+])(?: (.*))?")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Edit:
-    """One entry. replacements: (old, new) texts; an `old` of "" stands for the body of the task's
-    only function.
+    """One entry. what: the mistake, or the shape of a right solution. tests: pytest ids, each of
+    which must fail. replacements: (old, new) texts; an `old` of "" stands for the body of the
+    task's only function.
 
-    what: the mistake, or the shape of a right solution. tests: pytest ids of which at least one
-    must fail. The rest is for the museum: what the user complains about, the command that shows it,
-    where to look, what happened, and in which project.
+    fields: for the museum: title (what the user complains about), shows (the command that shows
+    it), hint, seen (the project), and ">", the story.
     """
 
     stage: str
     file: str
     task: int | None
-    right: bool
-    museum: bool
-    what: str = ""
-    tests: tuple[str, ...] = ()
-    replacements: list[tuple[str, str]] = field(default_factory=list)
-    title: str = ""
-    shows: str = ""
-    hint: str = ""
-    story: str = ""
-    seen: str = ""
+    kind: str  # "", "museum" or "right"
+    what: str
+    tests: tuple[str, ...]
+    replacements: tuple[tuple[str, str], ...]
+    fields: dict[str, str]
 
     @property
     def name(self) -> str:
@@ -65,24 +59,22 @@ class Edit:
                     raise LookupError("only a task with one function takes a whole body")
                 source = splice.with_body(source, task.functions[0], new)
                 continue
-            count = source.count(old)
-            if count != 1:
+            if (count := source.count(old)) != 1:
                 raise LookupError(f"{old.strip().splitlines()[0]!r} occurs {count} times")
             source = source.replace(old, new)
         if self.file.endswith(".py"):
-            ast.parse(source)
+            splice.parse(source)
         return source
 
 
 def exhibits() -> list[Edit]:
     """The museum: all edits with a story, in reading order. Exhibit 1 is the first."""
-    return [edit for stage in files() for edit in read(stage) if edit.museum]
+    return [edit for stage in stages() for edit in read(stage) if edit.kind == "museum"]
 
 
-def files() -> list[str]:
-    """The stages, and perhaps "shared", that have edits."""
-    names = sorted(path.stem for path in FOLDER.glob("*.txt"))
-    return [name if name == "shared" else find_stage(name) for name in names]
+def stages() -> list[str]:
+    """The stages that have edits."""
+    return [find_stage(path.stem) for path in sorted(FOLDER.glob("*.txt"))]
 
 
 def read(stage: str) -> list[Edit]:
@@ -93,66 +85,46 @@ def read(stage: str) -> list[Edit]:
 
 def parse(text: str, stage: str) -> Iterator[Edit]:
     """Raises UserError, with the line of its header, for an entry that is not as README.md says."""
-    lines = text.split("\n")
-    starts = [number for number, line in enumerate(lines) if line.startswith("## ")]
-    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
-        where = f"{stage[:7]}.txt, line {start + 1}"
-        header = _HEADER.fullmatch(lines[start].rstrip())
+    for entry in _ENTRY.finditer(text):
+        where = f"{stage[:7]}.txt, line {text.count(chr(10), 0, entry.start()) + 1}"
+        header = _HEADER.fullmatch(entry[1].rstrip())
         if header is None:
-            raise UserError(f"{where}: a header is '## FILE', then task N, right or museum.")
-        words = header[2].split()
-        task = int(words[words.index("task") + 1]) if "task" in words else None
-        edit = Edit(stage, header[1], task, "right" in words, "museum" in words)
-        _fill(edit, [line for line in lines[start + 1 : end] if line.strip()], where)
-        yield edit
-
-
-def _fill(edit: Edit, lines: list[str], where: str) -> None:
-    for number in reversed(range(len(lines))):
-        if lines[number].startswith("  ") and number:  # continues the line before
-            lines[number - 1 : number + 1] = [f"{lines[number - 1]} {lines[number].strip()}"]
-    kinds = [(_kind(line), line) for line in lines]
-    sides: list[tuple[str, str]] = []
-    for kind, group in groupby(kinds, key=lambda pair: pair[0]):
-        texts = [line for _, line in group]
-        if kind in "+-":
-            sides.append((kind, "\n".join(line[2:] for line in texts)))
-        elif kind == ">":
-            edit.story = " ".join(line[1:].strip() for line in texts)
-        elif kind == "field":
-            for line in texts:
-                name, value = _FIELD.fullmatch(line).groups()  # type: ignore[union-attr]
-                if name == "caught by":
-                    names = value.split(", ")
-                    edit.tests += tuple(test_id(edit.stage, test) for test in names)
-                elif name == "shows":  # a program has several
-                    edit.shows = f"{edit.shows}\n{value}".strip()
-                else:
-                    setattr(edit, name, value)
-        elif edit.what:
-            raise UserError(f"{where}: one line says what is wrong, not '{texts[0][:40]}', too.")
-        else:
-            edit.what = " ".join(texts)
-    if sides and sides[0][0] == "+":
-        sides.insert(0, ("-", ""))
-    if not edit.what or not sides or len(sides) % 2:
-        raise UserError(f"{where}: an entry has a line that names it, and a + for each -.")
-    edit.replacements = [(a[1], b[1]) for a, b in zip(sides[::2], sides[1::2], strict=True)]
-    if edit.right == bool(edit.tests):
-        raise UserError(f"{where}: a right edit has no 'caught by:', and every other one has.")
-    absent = [name for name in _MUSEUM if edit.museum and not getattr(edit, name)]
-    if absent:
-        raise UserError(f"{where}: an exhibit of the museum needs {', '.join(absent)}.")
-
-
-def _kind(line: str) -> str:
-    if line[:2] in ("- ", "+ ", "-", "+"):
-        return line[0]
-    if line.startswith(">"):
-        return ">"
-    return "field" if _FIELD.fullmatch(line) else "what"
+            raise UserError(f"{where}: a header is '## FILE', then task N, then right or museum.")
+        file, number, kind = header[1], header[2], header[3].strip()
+        what: list[str] = []
+        fields: dict[str, list[str]] = {}
+        pairs: list[dict[str, list[str]]] = []
+        before = ""
+        for line in re.sub(r"\n {2,}", " ", entry[2]).splitlines():
+            side, field = _SIDE.fullmatch(line), _FIELD.fullmatch(line)
+            if side:
+                if not pairs or side[1] == "-" != before:
+                    pairs.append({"-": [], "+": []})
+                pairs[-1][side[1]].append(side[2] or "")
+            elif field:
+                fields.setdefault(field[1], []).append(field[2])
+            elif line.strip():
+                what.append(line)
+            before = side[1] if side else before
+        if len(what) != 1 or not pairs or not all(pair["+"] for pair in pairs):
+            raise UserError(f"{where}: an entry has one line that names it, and a + for each -.")
+        tests = ", ".join(fields.pop("caught by", [])).split(", ")
+        if (kind == "right") == any(tests):
+            raise UserError(f"{where}: all but a right edit have 'caught by:'.")
+        if kind == "museum" and (absent := {"title", "shows", "hint", "seen", ">"} - {*fields}):
+            raise UserError(f"{where}: an exhibit of the museum needs {', '.join(sorted(absent))}.")
+        yield Edit(
+            stage,
+            file,
+            int(number) if number else None,
+            kind,
+            what[0],
+            tuple(test_id(stage, test) for test in tests if test),
+            tuple(("\n".join(pair["-"]), "\n".join(pair["+"])) for pair in pairs),
+            {name: ("\n" if name == "shows" else " ").join(x) for name, x in fields.items()},
+        )
 
 
 def source(file: str) -> str:
     """A file of the repository."""
-    return (paths.ROOT / file).read_text(encoding="utf-8").replace("\r\n", "\n")
+    return (paths.ROOT / file).read_text(encoding="utf-8")

@@ -1,5 +1,10 @@
 """Grade what a class has handed in: folders, zip files and patches, one command for all.
 
+Each task is judged by the bodies of its functions in a clean tree of `shared` and the stages up to
+its own: full marks need exactly the tests that the reference passes, each passed, none skipped; and
+one more, with a random name, that must fail. What is aimed at these very checks from inside the
+process can still forge them: see INSTRUCTORS.md.
+
 For each hand-in OUT/NAME.json has the results in Gradescope's format, and OUT/grades.csv the
 points of all. What is graded there already, and has not changed, is not judged again.
 """
@@ -10,197 +15,223 @@ import argparse
 import csv
 import hashlib
 import json
-import os
+import re
+import secrets
 import shutil
 import subprocess
 import tempfile
+import threading
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
 from shared import paths
 from shared.errors import UserError
 
-from . import tasks
-from .judge import Judge, Verdict
+from . import running, tasks
+from .running import Run
+from .splice import Refused, segment, splice
 from .tasks import Task
 
+LEFT_OUT = shutil.ignore_patterns(*(".*", "__pycache__", "*.md", "*.ipynb", "*.svg", "*.png"))
+LEAST, PATIENCE = 60.0, 5.0  # seconds of a run, and times those of the reference
 MOST_BYTES = 2**20  # of a file with functions
+PACKED = (".zip", ".patch", ".diff")
+UNUSUAL = re.compile(r"\b(?:sys|os|pytest|inspect|gc|open|eval|exec|importlib)\b|\b__(?!init__)")
+
+
+def build(tree: Path, stage: str) -> None:
+    """A clean tree: `shared` and the stages up to this one, with nothing that shows a solution."""
+    tree.mkdir()
+    for name in ("conftest.py", "pyproject.toml"):
+        shutil.copy2(paths.ROOT / name, tree / name)
+    for name in ("shared", *(s for s in paths.discover() if s <= stage)):
+        shutil.copytree(paths.ROOT / name, tree / name, ignore=LEFT_OUT)
+
+
+class Judge:
+    """Judges tasks, within `home`, an empty folder. Raises UserError if nothing can contain what it
+    runs."""
+
+    def __init__(self, home: Path, confined: bool = True) -> None:
+        self.container = running.container(confined)
+        self.home, self.cache = home, home / "cache"
+        self.cache.mkdir()
+        home.chmod(0o755)
+        self.cache.chmod(0o777)  # the reference's runs write here, and no hand-in's
+        self.seed = 1 + secrets.randbelow(2**31 - 1)
+        self._references: dict[str, Run] = {}
+        self._lock = threading.Lock()
+
+    def judge(self, task: Task, submitted: str) -> tuple[str, list[str]]:
+        """Why a task has not passed, "" if it has; and what a reader should know."""
+        reference = (paths.ROOT / task.file).read_text(encoding="utf-8")
+        try:
+            same = [segment(reference, f) == segment(submitted, f) for f in task.functions]
+            source, notes = splice(reference, submitted, task.functions, task.others())
+        except Refused as error:
+            return str(error), []
+        if all(same):
+            return "not done: its functions are the project's, to the letter", []
+        left, right = (set(UNUSUAL.findall(text)) for text in (reference, submitted))
+        if right - left:
+            notes.append(f"to read: it uses {', '.join(sorted(right - left))}")
+        return self._verdict(task, source), notes
+
+    def _verdict(self, task: Task, source: str) -> str:
+        with self._lock:  # only the first task of a stage runs the reference
+            if task.stage not in self._references:
+                text = (paths.ROOT / task.file).read_text(encoding="utf-8")
+                run, must_fail = self._run(task, text, 1800, keep=True)
+                why = run.ended or " ".join({**run.failures, must_fail: ""}.values())
+                if why.strip() or run.outcomes.pop(must_fail, None) is None:
+                    raise UserError(f"The project's own {task.stage} fails: {why}")
+                self._references[task.stage] = run
+            reference = self._references[task.stage]
+        run, must_fail = self._run(task, source, max(LEAST, PATIENCE * reference.seconds))
+        for test, why in run.failures.items():
+            if test != must_fail and not run.ended:
+                return f"{test.rpartition('::')[2]}: {why}"
+        expected = dict.fromkeys(reference.outcomes, "passed") | {must_fail: "failed"}
+        if {test: outcome for test, (outcome, _) in run.outcomes.items()} != expected:
+            return run.ended or "its results are not those of the tests"
+        return run.ended
+
+    def _run(self, task: Task, source: str, seconds: float, keep: bool = False) -> tuple[Run, str]:
+        """Run the suite of the task's stage in a fresh tree, the task's own tests first, to the
+        first that fails. Also returns the id of the test that must fail, which is the last."""
+        place = Path(tempfile.mkdtemp(dir=self.home))
+        place.chmod(0o755)
+        tree, name = place / "tree", secrets.token_hex(6)
+        test = f"{task.stage}/tests/test_{name}.py"
+        try:
+            build(tree, task.stage)
+            (tree / task.file).write_text(source, encoding="utf-8")
+            (tree / test).write_text(f"def test_{name}():\n    assert '{name}' == ''\n")
+            job = {"tests": [f"{task.stage}/tests"], "seed": self.seed, "first": task.tests}
+            job |= {"last": f"{test}::test_{name}", "options": ["-x", "-m", "not slow and not gpu"]}
+            run = running.contained(self.container, job, tree, self.cache, seconds, keep)
+            return run, f"{test}::test_{name}"
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def main(options: argparse.Namespace) -> int:
     stages = [tasks.find_stage(stage) for stage in options.stage] or tasks.stages()
     chosen = [task for stage in stages for task in tasks.read(stage)]
-    if not chosen:
-        raise UserError(f"{', '.join(stages)} has no tasks.")
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     sources = list(find(options.hand_ins))
-    with Judge(not options.unconfined, options.memory) as judge:
+    results = {}
+    with tempfile.TemporaryDirectory(prefix="staircase-", ignore_cleanup_errors=True) as home:
+        judge = Judge(Path(home), not options.unconfined)
         pool = ThreadPoolExecutor(options.jobs)
         grades = [pool.submit(grade, judge, chosen, source, out) for source in sources]
         try:
-            bar = tqdm(total=len(grades), unit="hand-in", disable=None)
-            for done in as_completed(grades):
-                name, result = done.result()
-                points = sum(test["score"] for test in result["tests"])
+            for done in tqdm(as_completed(grades), total=len(grades), unit="hand-in", disable=None):
+                name, tests = done.result()
+                results[name] = tests
+                points = sum(test["score"] for test in tests)
                 tqdm.write(f"{points:4} of {sum(task.points for task in chosen)}  {name}")
-                if len(sources) == 1:
-                    for test in result["tests"]:
-                        tqdm.write(f"  {test['score']:3} of {test['max_score']}  {test['name']}")
-                        for line in filter(None, test["output"].splitlines()):
-                            tqdm.write(f"        {line}")
-                bar.update()
-            bar.close()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-    table(out)
+    for test in tests if len(results) == 1 else []:
+        print(f"  {test['score']:3} of {test['max_score']}  {test['name']}")
+        print(end="".join(f"        {line}\n" for line in test["output"].splitlines()))
+    with (out / "grades.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["name", "points", *(task.name for task in chosen)])
+        for name, tests in sorted(results.items()):
+            scores = [test["score"] for test in tests]
+            writer.writerow([name, sum(scores), *scores])
     return 0
 
 
 def find(names: list[str]) -> Iterator[Path]:
-    """The hand-ins among the arguments: each a folder with stages in it (at most one folder below),
-    a zip file or a patch; or a folder that holds them. Raises UserError for what is none."""
-    for name in names:
-        path = Path(name)
-        if not path.exists():
-            raise UserError(f"There is no {name}: name folders, zip files or patches.")
-        if path.is_dir() and _root(path) is None:
-            inner = sorted(p for p in path.iterdir() if not p.name.startswith("."))
-            inner = [p for p in inner if p.is_dir() or p.suffix in (".zip", ".patch", ".diff")]
-            if inner:
-                yield from inner
-                continue
-        if path.is_file() and path.suffix not in (".zip", ".patch", ".diff"):
-            raise UserError(f"{name} is no hand-in: give a folder, a .zip, a .patch or a .diff.")
-        yield path
+    """The hand-ins among the arguments: each a folder with stages in it, a zip file or a patch; or
+    a folder that holds them. Raises UserError for what is none."""
+    for path in map(Path, names):
+        if not path.is_dir() and not (path.is_file() and path.suffix in PACKED):
+            raise UserError(f"{path} is no hand-in: give a folder, a .zip, a .patch or a .diff.")
+        inner = sorted(path.iterdir()) if path.is_dir() else []
+        inner = [p for p in inner if p.suffix in PACKED or p.is_dir() and p.name[0] != "."]
+        yield from inner if inner and not _has_stages(path) else [path]
 
 
-def grade(judge: Judge, chosen: list[Task], source: Path, out: Path) -> tuple[str, dict[str, Any]]:
+def _has_stages(folder: Path) -> bool:
+    return any((folder / stage).is_dir() for stage in paths.discover())
+
+
+def grade(judge: Judge, chosen: list[Task], source: Path, out: Path) -> tuple[str, list[dict]]:
     """The name of a hand-in and its results, which are also written to `out`."""
     name = source.name if source.is_dir() else source.stem
     path = out / f"{name}.json"
     with tempfile.TemporaryDirectory() as folder:
-        texts = {task.file: read(source, task.file, Path(folder)) for task in chosen}
-        digest = _digest(chosen, texts)
-        if path.is_file():
-            old: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            if old.get("extra_data", {}).get("digest") == digest:
-                return name, old
-        tests = []
-        for task in chosen:
-            text = texts[task.file]
-            verdict = Verdict(False, str(text)) if isinstance(text, UserError) else None
-            verdict = verdict or judge.judge(task, text)  # type: ignore[arg-type]
-            lines = [*([verdict.why] if verdict.why else []), *verdict.notes]
-            tests.append(
-                {
-                    "name": f"{task.name}: {task.title}",
-                    "score": task.points if verdict.passed else 0,
-                    "max_score": task.points,
-                    "status": "passed" if verdict.passed else "failed",
-                    "output": "\n".join(lines),
-                }
-            )
+        try:
+            root = _opened(source, Path(folder), {task.file for task in chosen})
+            texts = {task.file: _read(root / task.file) for task in chosen}
+        except (OSError, UserError, zipfile.BadZipFile, RuntimeError) as error:
+            texts = {
+                task.file: UserError(f"{source.name} cannot be read: {error}") for task in chosen
+            }
+    ours = [(paths.ROOT / file).read_text(encoding="utf-8") for file in texts]
+    digest = hashlib.sha256(repr((chosen, texts, ours)).encode()).hexdigest()
+    if path.is_file():
+        old = json.loads(path.read_text(encoding="utf-8"))
+        if old["extra_data"]["digest"] == digest:
+            return name, old["tests"]
+    tests = []
+    for task in chosen:
+        text = texts[task.file]
+        why, notes = (str(text), []) if isinstance(text, UserError) else judge.judge(task, text)
+        tests.append(
+            {
+                "name": f"{task.name}: {task.title}",
+                "score": 0 if why else task.points,
+                "max_score": task.points,
+                "status": "failed" if why else "passed",
+                "output": "\n".join([*([why] if why else []), *notes]),
+            }
+        )
     result = {"tests": tests, "extra_data": {"digest": digest, "seed": judge.seed}}
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return name, result
+    return name, tests
 
 
-def read(source: Path, file: str, folder: Path) -> str | UserError:
-    """A file of a hand-in as text, or why there is none. folder: for what has to be unpacked."""
+def _opened(source: Path, folder: Path, files: set[str]) -> Path:
+    """The folder of a hand-in in which its stages are. folder: to unpack it in. files: of tasks."""
+    if source.suffix == ".zip":
+        with zipfile.ZipFile(source) as archive:
+            for entry in archive.infolist():
+                if entry.filename.endswith(tuple(files)) and entry.file_size <= MOST_BYTES:
+                    archive.extract(entry, folder)
+    elif source.is_file():
+        # Files that the patch does not change are the project's: not done.
+        for file in files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(paths.ROOT / file, folder / file)
+        only = [f"--include={file}" for file in files]
+        words = ["git", "apply", "--whitespace=nowarn", *only, str(source.resolve())]
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise UserError(f"it does not fit this version: {done.stderr.strip()}")
+    else:
+        folder = source
+    inner = [folder, *(path for path in sorted(folder.iterdir()) if path.is_dir())]
+    return next(filter(_has_stages, inner), folder)
+
+
+def _read(path: Path) -> str | UserError:
+    """A file of a hand-in as text, or why there is none."""
+    file = f"{path.parent.name}/{path.name}"
+    if not path.is_file() or path.is_symlink():
+        return UserError(f"{file} is not in the hand-in")
+    if path.stat().st_size > MOST_BYTES:
+        return UserError(f"{file} has more than {MOST_BYTES >> 20} MiB")
     try:
-        if source.suffix == ".zip" and source.is_file():
-            data = _from_zip(source, file)
-        elif source.is_file():
-            data = _from_patch(source, file, folder)
-        else:
-            root = _root(source)
-            path = None if root is None else root / file
-            if path is None or not path.is_file() or path.is_symlink():
-                raise UserError(f"{file} is not in the hand-in")
-            with path.open("rb") as stream:
-                data = stream.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise UserError(f"{file} has more than {MOST_BYTES >> 20} MiB")
-        return data.decode("utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         return UserError(f"{file} is not UTF-8")
-    except (OSError, zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
-        return UserError(f"{source.name} cannot be read: {error}")
-    except UserError as error:
-        return error
-
-
-def _root(folder: Path) -> Path | None:
-    """Where the stages of a hand-in are: in the folder, or in the only folder that has some."""
-    inner = [folder, *(path for path in sorted(folder.iterdir()) if path.is_dir())]
-    for path in inner:
-        if any((path / stage).is_dir() for stage in paths.discover()):
-            return path if path == folder or len(inner) == 2 else None
-    return None
-
-
-def _from_zip(source: Path, file: str) -> bytes:
-    with zipfile.ZipFile(source) as archive:
-        names = [n for n in archive.namelist() if n == file or n.endswith(f"/{file}")]
-        names = [name for name in names if "__MACOSX" not in name]
-        if len(names) != 1:
-            raise UserError(f"{file} is {'not' if not names else 'more than once'} in the hand-in")
-        with archive.open(names[0]) as stream:
-            return stream.read(MOST_BYTES + 1)
-
-
-def _from_patch(source: Path, file: str, folder: Path) -> bytes:
-    """The project's file with a patch of `git diff`. A file that it does not change is not done."""
-    place = folder / file
-    if not place.exists():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(paths.ROOT / file, place)
-        done = subprocess.run(
-            [
-                "git",
-                "apply",
-                "--unsafe-paths",
-                "--whitespace=nowarn",
-                f"--include={file}",
-                str(source.resolve()),
-            ],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-            env={"GIT_CEILING_DIRECTORIES": str(folder.parent), "PATH": os.environ["PATH"]},
-        )
-        if done.returncode:
-            place.unlink()
-            why = done.stderr.strip().partition("\n")[0]
-            raise UserError(f"the patch does not fit this version of {file}: {why}")
-    return place.read_bytes()
-
-
-def _digest(chosen: list[Task], texts: dict[str, str | UserError]) -> str:
-    """Of all that the results depend on: the tasks, the files, and the stages' own code."""
-    parts = [repr(chosen), *(f"{file}\0{text}" for file, text in sorted(texts.items()))]
-    for stage in sorted({task.stage for task in chosen}):
-        files = sorted((paths.ROOT / stage).rglob("*.py"))
-        parts += [path.read_text(encoding="utf-8", errors="replace") for path in files]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def table(out: Path) -> None:
-    """OUT/grades.csv: a line for each hand-in, a column for each task."""
-    rows, columns = [], dict[str, None]()
-    for path in sorted(out.glob("*.json")):
-        tests = json.loads(path.read_text(encoding="utf-8"))["tests"]
-        scores = {test["name"].partition(":")[0]: test["score"] for test in tests}
-        columns |= dict.fromkeys(scores)
-        rows.append({"name": path.stem, "points": sum(scores.values()), **scores})
-    with (out / "grades.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["name", "points", *columns])
-        writer.writeheader()
-        writer.writerows(rows)

@@ -22,7 +22,7 @@ def test_functions_and_tests_of_tasks_exist_and_edits_fit(stage):
     for task in known:
         source = edits.source(task.file)
         for function in task.functions:
-            assert splice.segment(task.file, source, function), f"{task.name}: {function}"
+            assert splice.segment(source, function), f"{task.name}: {function}"
     written = {
         path: path.read_text(encoding="utf-8")
         for path in paths.ROOT.glob("stage*/tests/**/*.py")  # a contract's tests are elsewhere
@@ -40,8 +40,6 @@ def test_a_task_has_edits_and_hints_and_its_tests_pin_no_words_of_its_errors(sta
     raised: set[str] = set()
     for task in tasks.read(stage):
         assert task.hints and task.text
-        if not task.file.endswith(".py"):
-            continue
         tree = splice.parse(edits.source(task.file))
         functions = [splice.find(tree, name) for name in task.functions]
         for node in (inner for f in functions if f for inner in ast.walk(f)):
@@ -56,9 +54,11 @@ def test_a_task_has_edits_and_hints_and_its_tests_pin_no_words_of_its_errors(sta
 
 def test_edits_are_read(project):
     planted, right = edits.read("stage01_toy")
-    assert (planted.task, planted.museum, planted.right) == (2, True, False)
-    assert planted.title == "a row is too long" and planted.story == "It was long ago."
-    assert planted.shows.count("\n") == 1 and planted.tests == (
+    assert (planted.task, planted.kind) == (2, "museum")
+    assert (
+        planted.fields["title"] == "a row is too long" and planted.fields[">"] == "It was long ago."
+    )
+    assert planted.fields["shows"].count("\n") == 1 and planted.tests == (
         "stage01_toy/tests/test_toy.py::test_rows",
     )
     source = edits.source("stage01_toy/toy.py")
@@ -72,10 +72,10 @@ def test_edits_are_read(project):
     ("text", "words"),
     [
         ("## a.py task 1\nx\n- a\n+ b", "a header is"),
-        ("## a.py   task 1\n- a\n+ b\ncaught by: t", "a line that names it"),
+        ("## a.py   task 1\n- a\n+ b\ncaught by: t", "one line that names it"),
         ("## a.py   task 1\nx\n- a\ncaught by: t", r"a \+ for each -"),
-        ("## a.py\nx\n- a\n+ b", "has no 'caught by:'"),
-        ("## a.py   museum\nx\n- a\n+ b\ncaught by: t\ntitle: t", "needs shows, hint"),
+        ("## a.py\nx\n- a\n+ b", "have 'caught by:'"),
+        ("## a.py   museum\nx\n- a\n+ b\ncaught by: t\ntitle: t", "needs >, hint, seen, shows"),
     ],
 )
 def test_an_edit_that_is_wrong_is_named_by_its_line(text, words):
@@ -83,10 +83,7 @@ def test_an_edit_that_is_wrong_is_named_by_its_line(text, words):
         list(edits.parse(text, "stage01_forward"))
 
 
-@pytest.mark.parametrize(
-    ("head", "words"),
-    [("points = 1", "needs file"), ("points =", "no TOML"), ("points = '1'", "needs points")],
-)
-def test_a_task_that_is_wrong_is_named(head, words):
-    with pytest.raises(UserError, match=f"task 3: .*{words}"):
+@pytest.mark.parametrize("head", ["points = 1", "points ="])
+def test_a_task_that_is_wrong_is_named(head):
+    with pytest.raises(UserError, match="task 3: .*points, file"):
         list(tasks.parse(f"## Task 3: it\n\n```toml\n{head}\n```\n", "stage01_forward"))

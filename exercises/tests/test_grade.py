@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-from exercises import judge
+from exercises import grade, running
 from exercises.__main__ import main
 from shared.errors import UserError
 
@@ -17,20 +17,21 @@ LOOP = "sums = []\n"
 
 
 @pytest.fixture(autouse=True)
-def contained(monkeypatch):
-    try:
-        judge.container(True)
-    except UserError:
-        pytest.skip("nothing here can contain a hand-in")
-    monkeypatch.setattr(judge, "PATIENCE", 0.01)  # times the reference's seconds
-    monkeypatch.setattr(judge, "LEAST", 20.0)
+def impatient(monkeypatch):
+    monkeypatch.setattr(grade, "PATIENCE", 0.01)  # times the reference's seconds
+    monkeypatch.setattr(grade, "LEAST", 20.0)
 
 
 def graded(folder, tmp_path):
     """For each hand-in the points of both tasks, and what is said of the first."""
-    assert main(["grade", str(folder), "--stage", "1", "--out", str(tmp_path / "out")]) == 0
+    try:
+        words = ["--jobs", "2"] if running.container(True) else []
+    except UserError:
+        words = ["--unconfined"]
+    out = tmp_path / "out"
+    assert main(["grade", str(folder), "--stage", "1", "--out", str(out), *words]) == 0
     results = {}
-    for path in (tmp_path / "out").glob("*.json"):
+    for path in out.glob("*.json"):
         tests = json.loads(path.read_text())["tests"]
         results[path.stem] = [test["score"] for test in tests], tests[0]["output"]
     return results
@@ -51,7 +52,6 @@ HOSTILE = {
     "exits": ("import os; os._exit(0)\n", "before its tests did"),
     "ends": ("raise SystemExit(0)\n", "SystemExit"),
     "skips": ("import pytest; pytest.skip()\n", "Skipped"),
-    "prints": ("while True: print('x' * 10**6)\n", "printed more than"),
     "forks": ("import os\n        while True: os.fork()\n", "processes"),
     "takes": ("x = bytes(2**36)\n", "MemoryError"),
     "passes": (
@@ -102,11 +102,11 @@ def test_a_class(project, tmp_path):
 def test_what_was_graded_is_not_judged_again(project, tmp_path, monkeypatch):
     path = hand_in(tmp_path, "right", "sums = list()\n")
     assert graded(path, tmp_path)["right"][0] == [60, 40]
-    monkeypatch.setattr(judge.Judge, "judge", lambda *_: pytest.fail("judged again"))
+    monkeypatch.setattr(grade.Judge, "judge", lambda *_: pytest.fail("judged again"))
     assert graded(path, tmp_path)["right"][0] == [60, 40]
 
 
 def test_without_a_container_nothing_runs(project, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(judge.shutil, "which", lambda name: None)
+    monkeypatch.setattr(running.shutil, "which", lambda name: None)
     assert main(["grade", str(project), "--out", str(tmp_path / "out")]) == 2
     assert "install bubblewrap" in capsys.readouterr().err
