@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from shared import cli
 from shared.errors import UserError
@@ -23,77 +22,37 @@ from .client import HTTP_OTHER, PROTOCOL, REFUSED, Record, Target, open_session,
 from .load import Point, run_point
 from .metrics import Slo, Summary
 from .schedule import Schedule
-from .workload import Ask, Lengths
+from .workload import Ask
 
 MODULE = "stage07_loadtest"
 USERS = (1, 2, 4, 8, 16)
-SHARES = (0.25, 0.5, 0.75, 0.9, 1.1)  # of the measured capacity, for --rates auto
 LEAST_REQUESTS, REQUESTS_A_USER = 20, 4  # defaults of a closed loop
 OPEN_REQUESTS = 50  # default of an open loop
 # Closed loops that end by time: prompts made beforehand, at most per user and second, and in all.
 MOST_A_SECOND, MOST_MADE = 20, 250_000
 WARMUP = 8  # requests before an open loop
 QUEUE = 64  # least --max-queue of our server
-FIXED_LENGTHS = ", ".join(f"{name}: {length}" for name, length in workload.LENGTHS.items())
 WORKLOADS = (
-    f"prompt tokens; {FIXED_LENGTHS}; mixed: lognormal lengths; "
-    f"shared: {workload.SYSTEM} common tokens and a question"
+    "fixed: prompts and answers of one length; mixed: lognormal lengths, a few of them very long; "
+    f"shared: prompts with {workload.SYSTEM} tokens in common"
 )
 FATAL = (REFUSED, HTTP_OTHER, PROTOCOL)  # of the first request: all others would fail like it
 
 
-# ---- what to measure ----------------------------------------------------------------------------
-
-
-def closed(options: argparse.Namespace, users: int) -> tuple[Schedule, int]:
-    """The schedule of a closed loop, and its number of requests."""
-    count = max(LEAST_REQUESTS, REQUESTS_A_USER * users)
-    if options.requests is not None:
-        count = max(users, options.requests)
-    elif options.seconds is not None:
-        most = math.ceil(users * (1 + options.seconds * MOST_A_SECOND))
-        count = max(users, min(MOST_MADE, most))
-    return schedule.closed(users, count), count
-
-
-def poisson(options: argparse.Namespace, rate: float) -> tuple[Schedule, int]:
-    """The schedule of an open loop, and its number of requests."""
-    timed = OPEN_REQUESTS if options.seconds is None else max(1, round(rate * options.seconds))
-    count = options.requests or min(timed, MOST_MADE)
-    return schedule.poisson(rate, count, options.seed), count
-
-
-def schedules(
-    options: argparse.Namespace, points: Sequence[Point]
-) -> Iterator[tuple[Schedule, int]]:
-    """The schedules in order, closed loops first. Every round of repeats begins with a different
-    point. `points`: those measured so far, from which --rates auto takes its rates."""
-    yield from rounds([closed(options, users) for users in options.users], options.repeats)
-    if options.rates == "auto":
-        rates: Sequence[float] = [share * capacity(points) for share in SHARES]
-    else:
-        rates = options.rates
-    yield from rounds([poisson(options, rate) for rate in rates], options.repeats)
-
-
-def rounds(points: Sequence[tuple[Schedule, int]], repeats: int) -> Iterator[tuple[Schedule, int]]:
-    for start in range(repeats):
-        yield from (points[(start + place) % len(points)] for place in range(len(points)))
-
-
-def capacity(points: Sequence[Point]) -> float:
-    """The highest throughput of the closed loops, in requests/s. Raises UserError if none of their
-    requests succeeded."""
-    most = max((metrics.summarize(point, Slo()).request_rate for point in points), default=0.0)
-    if most <= 0:
-        raise UserError(
-            "--rates auto needs the capacity, but no request of the closed loops succeeded: "
-            "give the rates as numbers."
-        )
-    return most
-
-
-# ---- measuring ----------------------------------------------------------------------------------
+def schedules(options: argparse.Namespace) -> Iterator[tuple[Schedule, int]]:
+    """The schedules in order, closed loops first, and the number of requests of each."""
+    for users in options.users:
+        count = max(LEAST_REQUESTS, REQUESTS_A_USER * users)
+        if options.seconds is not None:
+            most = math.ceil(users * (1 + options.seconds * MOST_A_SECOND))
+            count = max(users, min(MOST_MADE, most))
+        if options.requests is not None:
+            count = max(users, options.requests)
+        yield schedule.closed(users, count), count
+    for rate in options.rates:
+        timed = OPEN_REQUESTS if options.seconds is None else max(1, round(rate * options.seconds))
+        count = options.requests or min(timed, MOST_MADE)
+        yield schedule.poisson(rate, count, options.seed), count
 
 
 async def measure(
@@ -104,21 +63,18 @@ async def measure(
 
     Raises UserError if the server cannot be measured at all.
     """
-    points: list[Point] = []
     async with open_session(target) as session:
         name, context = await server.describe(session, target)
         target = replace(target, model=target.model or name)
         longest = context or workload.CONTEXT
         (first,) = requests(options, 1, options.seed, longest)
         check(target, await send(session, target, first, 0.0, asyncio.get_running_loop().time))
-    for number, (when, count) in enumerate(schedules(options, points), 1):
+    for number, (when, count) in enumerate(schedules(options), 1):
         warmup = when.users or WARMUP
         seed = f"{options.seed} {number}"  # new prompts: a prefix cache has those of the last point
         asks = requests(options, warmup + count, seed, longest)
-        how: dict[str, Any] = {"workload": options.workload, "warmup": warmup, "progress": True}
-        point = await run_point(target, asks, when, seconds=options.seconds, **how)
+        point = await run_point(target, asks, when, warmup=warmup, seconds=options.seconds)
         if point.records:
-            points.append(point)
             report(point)
         if point.interrupted:
             return False
@@ -127,7 +83,7 @@ async def measure(
 
 def requests(options: argparse.Namespace, count: int, seed: int | str, longest: int) -> list[Ask]:
     """Requests of the workload. Raises UserError as `workload.make` does."""
-    lengths = {"prompts": options.prompt_tokens, "answers": options.answer_tokens}
+    lengths = {"prompt": options.prompt_tokens, "answer": options.answer_tokens}
     return workload.make(options.workload, count, seed, longest=longest, **lengths)
 
 
@@ -199,11 +155,6 @@ def several(kind: Callable[[str], object]) -> Callable[[str], tuple[object, ...]
     return lambda text: tuple(kind(part.strip()) for part in text.split(","))
 
 
-def rates(text: str) -> object:
-    """An argparse type: "auto", or comma-separated rates."""
-    return text if text == "auto" else several(cli.number(0, 1e6, above=True))(text)
-
-
 def slo(text: str) -> Slo:
     """An argparse type: "ttft=1,tpot=0.2", in seconds."""
     limits: dict[str, float] = {}
@@ -217,52 +168,39 @@ def slo(text: str) -> Slo:
     return Slo(**limits)
 
 
-def lengths(text: str) -> Lengths:
-    """An argparse type: "128", "16:256" or "lognormal:64:0.8"."""
-    try:
-        return workload.lengths(text.strip())
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"invalid lengths '{text[:40]}': write 128, 16:256 for any number between the two, or "
-            "lognormal:64:0.8 for a median and a spread"
-        ) from None
-
-
 def parser() -> cli.Parser:
     parser = cli.Parser(
         MODULE,
         "Stage 07, the load test: load an OpenAI-style server, by default ours, and measure what "
         "its users see.",
-        f"  python -m {MODULE} --users 1,4,16 --rates auto --out results\n"
+        f"  python -m {MODULE} --users 1,4,16 --out results\n"
         f"  python -m {MODULE} --users 1,8,64 --model gpt2 -- --dtype bfloat16\n"
         f"  python -m {MODULE} --url http://127.0.0.1:8000 --rates 2,4 --seconds 30\n"
         f"Options after -- are passed to our server; see python -m {SERVER} --help",
     )
     seconds, whole = cli.number(0, 86_400, above=True), cli.whole_number
-    percent = ", ".join(f"{share * 100:g}" for share in SHARES)
     for option, kind, default, about in (
         ("--url", cli.address, None, "address of the server; default: start our own"),
         ("--model", str, None, "model on the server, or model that ours loads; default: the first"),
         ("--timeout", seconds, 300.0, "seconds after which a request fails"),
         ("--users", several(whole(1, 10_000)), None, "closed loops of N users who each wait for "
          f"their answer; default: {','.join(map(str, USERS))}, or none with another load"),
-        ("--rates", rates, (), "open loops of R requests per second at random times; "
-         f"auto: {percent} %% of the throughput of the closed loops"),
+        ("--rates", several(cli.number(0, 1e6, above=True)), (), "open loops of R requests per "
+         "second at random times"),
         ("--requests", whole(1, MOST_MADE), None, f"requests per point; default: {REQUESTS_A_USER} "
          f"per user but at least {LEAST_REQUESTS}, {OPEN_REQUESTS} in open loops"),
         ("--seconds", seconds, None, "send nothing later than this after the start"),
-        ("--repeats", whole(1, 1000), 1, "measure every point N times, in rounds"),
-        ("--prompt-tokens", lengths, None, "tokens of each prompt, instead of the workload's: 128 "
-         "for all, 16:256 for any number between the two, lognormal:64:0.8 for a median and a "
-         "spread"),
-        ("--answer-tokens", lengths, None, "tokens of each answer, in the same way"),
+        ("--prompt-tokens", whole(1, 1_000_000), None, "tokens of each prompt; in mixed the "
+         "median, in shared after the common ones"),
+        ("--answer-tokens", whole(1, 1_000_000), None, "tokens of each answer; in mixed the "
+         "median"),
         ("--seed", whole(0, 2**31), 0, "seed of prompts and times"),
         ("--slo", slo, Slo(ttft=1.0, tpot=0.2), "limits in seconds for goodput; default: "
          "ttft=1,tpot=0.2"),
         ("--out", Path, None, "folder to write all requests, the summary and a chart to"),
     ):  # fmt: skip
         parser.add_argument(option, type=kind, default=default, help=about)
-    parser.add_argument("--workload", choices=workload.WORKLOADS, default="short", help=WORKLOADS)
+    parser.add_argument("--workload", choices=workload.LENGTHS, default="fixed", help=WORKLOADS)
     return parser
 
 
@@ -274,20 +212,22 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(
             "Options after -- are for our server, but --url names another: leave one of them out."
         )
-    options.users = options.users or (USERS if options.rates in ((), "auto") else ())
+    options.users = options.users or (() if options.rates else USERS)
     queue = str(max([QUEUE, *options.users]))
     model = ["--model", options.model] if options.model else []
     own_options = None if options.url else ["--max-queue", queue, *model, *extra]
     writer = None
     if options.out:
         configuration = {name: str(value) for name, value in vars(options).items()}
-        writer = results.Writer(options.out, configuration | {"server": own_options}, options.slo)
+        writer = results.Writer(options.out, configuration | {"server": own_options})
     summaries: list[Summary] = []
 
     def report(point: Point) -> None:
         if not summaries:
             print(header(options.slo))
-        summaries.append(writer.add(point) if writer else metrics.summarize(point, options.slo))
+        summaries.append(metrics.summarize(point, options.slo))
+        if writer:
+            writer.add(point, summaries[-1])
         print(row(summaries[-1]), flush=True)
 
     with nullcontext(None) if own_options is None else own_server(own_options) as ours:

@@ -8,6 +8,7 @@ threads and tokens. First each answers prompts of the load, and the answers are 
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -25,17 +26,18 @@ from shared.roofline import static_costs
 from shared.server import own_server
 
 from . import metrics, schedule
-from .load import load
-from .workload import ANSWER, LENGTHS, Ask
+from .client import Target
+from .load import run_point
+from .workload import LENGTHS, Ask
 
 STAGE, CONTEXTS = "stage07_loadtest", 8
-PROMPT = LENGTHS["short"]  # tokens
+PROMPT, ANSWER = LENGTHS["fixed"]  # tokens
 SERVERS = {"one at a time": 1, "eight at a time": 8, "as many as fit": 64}
 ALONE, EIGHT, ALL = SERVERS
 SLO = metrics.Slo(ttft=1.0, tpot=0.2)
 # Users of the closed loops of each server, and the requests of each user.
 USERS = {ALONE: ((1, 8), (8, 1)), EIGHT: ((64, 1),), ALL: ((1, 8), (8, 4), (16, 4), (64, 2))}
-SHARES, ARRIVALS = (0.5, 0.9, 1.1), 150  # of the capacity, in open loops; requests
+SHARES, ARRIVALS = (0.5, 0.9, 1.1), 150  # of the capacity; requests
 
 
 def prove(subject: Subject, url: str) -> dict[str, Any]:
@@ -52,68 +54,59 @@ def prove(subject: Subject, url: str) -> dict[str, Any]:
 
 def measure(bench: kit.Bench) -> None:
     for subject in bench.subjects(("gpt2", "float32")):
-        model, config = subject.about["model"], subject.config
-        size = CONTEXTS * config.n_positions * config.kv_bytes_per_token(subject.dtype)
-        options = {"model": model, "dtype": "float32", "engine": "paged", "kv-memory": size}
-        options |= {"threads": torch.get_num_threads()}
-        words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-        words += [
-            "--no-enable-prefix-caching",
-            *([] if model in EMBEDDED else ["--random-weights"]),
-        ]
-        with ExitStack() as stack:
-            urls = {
-                name: stack.enter_context(
-                    own_server([*words, "--max-num-seqs", str(rows)], quiet=True)
-                ).url
-                for name, rows in SERVERS.items()
-            }
-            proofs = {name: prove(subject, url) for name, url in urls.items()}
-
-            run = partial(loaded, bench, subject, urls, proofs)
-            for server, loops in USERS.items():
-                for users, count in bench.sizes(*loops):
-                    plan, times = schedule.closed(users, users * count), 3 if users < 64 else 2
-                    run("closed", server, plan, users * count, times, users=users)
-            count = 8 if bench.quick else ARRIVALS
-            flood = run("flood", ALL, schedule.poisson(200.0, count, seed=0), count, 1)
-            capacity = flood.median(ALL, "rate") if flood else 10.0
-            for share in bench.sizes(*SHARES):
-                plan = schedule.poisson(share * capacity, count, seed=round(100 * share))
-                about = {"share": share, "offered": share * capacity, "requests": count}
-                run("open", ALL, plan, count, 1, **about)
+        load(bench, subject)
 
 
-def loaded(
-    bench: kit.Bench, subject: Subject, urls: Any, proofs: Any,
-    case: str, server: str, plan: Any, count: int, times: int, **about: Any,
-) -> Row | None:  # fmt: skip
-    asks = [Ask(prompt, ANSWER) for prompt in subject.prompts([PROMPT] * count, case)]
-    ways = {server: partial(point, urls[server], asks, plan)}
-    about |= {"server": server, **subject.about}
-    return bench.row(case, ways, times, 0, partial(proofs.get, server), **about)
+def load(bench: kit.Bench, subject: Subject) -> None:
+    """The servers, one after the other."""
+    model, config = subject.about["model"], subject.config
+    size = CONTEXTS * config.n_positions * config.kv_bytes_per_token(subject.dtype)
+    words = f"--model {model} --dtype float32 --engine paged --no-enable-prefix-caching"
+    words += f" --kv-memory {size} --threads {torch.get_num_threads()}"
+    words += "" if model in EMBEDDED else " --random-weights"
+    with ExitStack() as stack:
+        urls, proofs = {}, {}
+        for name, rows in SERVERS.items():
+            limit = f"{words} --max-num-seqs {rows}".split()
+            urls[name] = stack.enter_context(own_server(limit, quiet=True)).url
+            proofs[name] = prove(subject, urls[name])
+
+        def run(case: str, server: str, plan: Any, count: int, times: int, **about: Any) -> Any:
+            asks = [Ask(prompt, ANSWER) for prompt in subject.prompts([PROMPT] * count, case)]
+            ways = {server: partial(point, urls[server], asks, plan)}
+            about |= {"server": server, **subject.about}
+            return bench.row(case, ways, times, 0, partial(proofs.get, server), **about)
+
+        for server, loops in USERS.items():
+            for users, each in bench.sizes(*loops):
+                plan, times = schedule.closed(users, users * each), 3 if users < 64 else 2
+                last = run("closed", server, plan, users * each, times, users=users)
+        count = 8 if bench.quick else ARRIVALS
+        capacity = last.median(ALL, "rate") if last else 10.0
+        for share in bench.sizes(*SHARES):
+            plan = schedule.poisson(share * capacity, count, seed=round(100 * share))
+            run("open", ALL, plan, count, 1, share=share, offered=plan.rate, requests=count)
 
 
 def point(url: str, asks: list[Ask], plan: schedule.Schedule) -> dict[str, Any]:
     """One load: requests and tokens per second, latencies, and what failed. Raises AssertionError
     where client and server do not agree on the tokens."""
-    summary = metrics.summarize(load(url, asks, plan), SLO)
+    summary = metrics.summarize(asyncio.run(run_point(Target(url), asks, plan)), SLO)
     if summary.tokens_match is False or summary.succeeded < summary.requests:
         raise AssertionError(f"requests failed, or tokens got lost: {summary.failures}")
-    late = {f"{name}_p{p}": summary.at(key, p) for name, key in (
-        ("ttft", metrics.TTFT_INTENDED), ("e2e", metrics.E2E_INTENDED), ("tpot", metrics.TPOT),
-    ) for p in (50, 95)}  # fmt: skip
+    names = {"TTFT p95": metrics.TTFT_INTENDED, "E2E p95": metrics.E2E_INTENDED}
+    latencies = {key: summary.at(name, 95) for key, name in names.items()}
     rates = {"rate": summary.request_rate, "output": summary.output_rate}
     rates |= {"goodput": summary.goodput, "client_cpu": summary.client_cpu}
-    return {"seconds": summary.seconds, "succeeded": summary.succeeded, **rates, **late}
+    return {"seconds": summary.seconds, **rates, **latencies}
 
 
 # ---- tables and chart ---------------------------------------------------------------------------
 
 
-def predicted(row: Row, server: str, users: int) -> float:
+def predicted(row: Row) -> float:
     """Output tok/s if steps took only the time that their operations and bytes need."""
-    rows = min(SERVERS[server], users)
+    rows = min(SERVERS[row["server"]], row["users"])
     costs = static_costs(row.config, row.kind, [(PROMPT, ANSWER)] * rows, rows)
     return rows * ANSWER / row.least(costs)
 
@@ -122,29 +115,17 @@ def output(row: Row) -> float:
     return row.median(row["server"], "output")
 
 
-def cells(row: Row) -> dict[str, object]:
-    name = row["server"]
-    return {
-        "tok/s": kit.spread(row["output"][name]),
-        "TTFT p95, ms": f"{1e3 * row.median(name, 'ttft_p95'):,.0f}",
-        "E2E p95, ms": f"{1e3 * row.median(name, 'e2e_p95'):,.0f}",
-        "goodput, req/s": f"{row.median(name, 'goodput'):.2f}",
-        "client CPU": f"{row.median(name, 'client_cpu'):.0%}",
-    }
-
-
 def tables(results: Results) -> kit.Tables:
-    closed = [
-        {"server": row["server"], "users": row["users"], **cells(row),
-         "limit, tok/s": f"{predicted(row, row['server'], row['users']):,.0f}"}
-        for row in results.rows("closed")
-    ]  # fmt: skip
-    opened = [
-        {"of capacity": f"{row['share']:.0%}", "offered, req/s": f"{row['offered']:.1f}"}
-        | cells(row)
-        for row in results.rows("open")
-    ]
-    return {"load": closed, "open": opened, "loop": claims(results)}
+    lines = []
+    for row in [*results.rows("closed"), *results.rows("open")]:
+        name, share = row["server"], row.get("share")
+        load = f"{share:.0%} of capacity" if share else f"{row['users']} users"
+        line = {"load": load, "server": name, "tok/s": kit.spread(row["output"][name])}
+        for key in ("TTFT p95", "E2E p95"):
+            line[f"{key}, ms"] = f"{1e3 * row.median(name, key):,.0f}"
+        line["goodput, req/s"] = f"{row.median(name, 'goodput'):.2f}"
+        lines.append(line | {"client CPU": f"{row.median(name, 'client_cpu'):.0%}"})
+    return {"load": lines, "loop": claims(results)}
 
 
 def most(results: Results) -> dict[str, Row]:
@@ -155,21 +136,14 @@ def most(results: Results) -> dict[str, Row]:
 
 def claims(results: Results) -> Iterator[dict[str, str]]:
     """The lesson's predictions."""
-    rows = most(results)
-    hand = {ALONE: 80.6, EIGHT: 583, ALL: 735}
-    limits = {name: predicted(row, name, row["users"]) for name, row in rows.items()}
+    rows, hand = most(results), {ALONE: 80.6, EIGHT: 583, ALL: 735}
     for name, row in rows.items():
-        yield kit.claim(
-            f"{row['users']} users, {name}", hand[name], limits[name], output(row), "tok/s"
-        )
-    for slow, fast, ratio in ((ALONE, EIGHT, 7.24), (EIGHT, ALL, 1.26)):
-        if {slow, fast} <= rows.keys():
-            gain = output(rows[fast]) / output(rows[slow])
-            yield kit.claim(f"{fast} over {slow}", ratio, limits[fast] / limits[slow], gain)
+        what = f"{row['users']} users, {name}"
+        yield kit.claim(what, hand[name], predicted(row), output(row), "tok/s")
     for row in results.rows("open", model="gpt2", share=1.1):
         waited = 0.95 * row["requests"] * (1 - 1 / row["share"]) / (row["offered"] / row["share"])
         why = "the first arrivals fill the batch before a queue grows"
-        late = row.median(ALL, "ttft_p95")
+        late = row.median(ALL, "TTFT p95")
         yield kit.claim("TTFT p95 above the capacity", waited, waited, late, "s", why)
 
 
@@ -188,8 +162,7 @@ def headline(results: Results) -> str:
     rows = most(results)
     if not {ALONE, ALL} <= rows.keys():
         return kit.UNMEASURED
-    gain = output(rows[ALL]) / output(rows[ALONE])
-    return f"64 users get {gain:.1f}x the tok/s of one request at a time"
+    return f"64 users get {output(rows[ALL]) / output(rows[ALONE]):.1f}x the tok/s of one at a time"
 
 
 main = partial(kit.main, STAGE, __doc__, measure, tables)

@@ -6,10 +6,8 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
-from tqdm import tqdm
 
 from .client import Record, Target, open_session, send
 from .schedule import Schedule
@@ -23,10 +21,8 @@ SAMPLING = 0.01  # seconds between two samples of the requests in flight
 class Point:
     """One load, measured once."""
 
-    workload: str
     schedule: Schedule
     records: list[Record]  # without warm-up, by index
-    started_unix: float  # seconds since 1970 at the start of the measured part
     duration: float  # seconds, to the end of the last request
     client_cpu: float  # share of one core that this process took
     # The server's counters over the measured part; None: it has no /metrics that we know.
@@ -40,10 +36,8 @@ async def run_point(
     asks: Sequence[Ask],
     schedule: Schedule,
     *,
-    workload: str = "",
     warmup: int = 0,
     seconds: float | None = None,
-    progress: bool = False,
 ) -> Point:
     """Measure one point: the first `warmup` requests at once and unrecorded, the rest as scheduled.
 
@@ -61,43 +55,24 @@ async def run_point(
             *(send(session, target, ask, 0.0, time.perf_counter) for ask in asks[:warmup])
         )
         before = await settled(session, target)
-        after, interrupted = None, False
-        with tqdm(
-            total=len(measured) if seconds is None else None,
-            desc=str(schedule),
-            unit="req",
-            leave=False,
-            disable=None if progress else True,
-            mininterval=0.5,
-        ) as bar:
-            run = Run(session, target, measured, seconds, bar)
-            try:
-                await run.through(schedule)
-                after = await settled(session, target) if before is not None else None
-            except asyncio.CancelledError:  # Ctrl-C: keep what there is
-                task = asyncio.current_task()
-                assert task is not None
-                task.uncancel()
-                interrupted = True
+        after, interrupted, run = None, False, Run(session, target, measured, seconds)
+        try:
+            await run.through(schedule)
+            after = await settled(session, target) if before is not None else None
+        except asyncio.CancelledError:  # Ctrl-C: keep what there is
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()
+            interrupted = True
     return Point(
-        workload=workload,
         schedule=schedule,
         records=sorted(run.records, key=lambda record: record.index),
-        started_unix=run.started_unix,
         duration=run.duration,
         client_cpu=run.cpu / run.duration if run.duration else 0.0,
         server=after.since(before) if before and after else None,
         in_flight=run.in_flight,
         interrupted=interrupted,
     )
-
-
-def load(url: str, asks: Sequence[Ask], schedule: Schedule, **how: Any) -> Point:
-    """`run_point` of the server at `url`, to its end: raises KeyboardInterrupt at Ctrl-C."""
-    point = asyncio.run(run_point(Target(url), asks, schedule, **how))
-    if point.interrupted:
-        raise KeyboardInterrupt
-    return point
 
 
 class Run:
@@ -109,15 +84,12 @@ class Run:
         target: Target,
         asks: Sequence[Ask],
         seconds: float | None,
-        bar: tqdm,
     ) -> None:
-        self.session, self.target, self.asks = session, target, asks
-        self.seconds, self.bar = seconds, bar
+        self.session, self.target, self.asks, self.seconds = session, target, asks, seconds
         self.records: list[Record] = []  # in the order in which they ended
         self.in_flight: list[tuple[float, int]] = []
-        self.started_unix = self.duration = self.cpu = 0.0
-        self._now = self._tokens = self._failed = 0  # _now: requests in flight
-        self._origin = 0.0
+        self.duration = self.cpu = self._origin = 0.0
+        self._now = 0  # requests in flight
 
     def clock(self) -> float:
         """Seconds since the start."""
@@ -126,7 +98,7 @@ class Run:
     async def through(self, schedule: Schedule) -> None:
         """Send all requests and wait for their ends. When cancelled, keep the records so far."""
         sampling = asyncio.create_task(self._sample())
-        self.started_unix, cpu, self._origin = time.time(), time.process_time(), time.perf_counter()
+        cpu, self._origin = time.process_time(), time.perf_counter()
         try:
             async with asyncio.TaskGroup() as group:
                 if schedule.users is not None:
@@ -163,11 +135,6 @@ class Run:
         finally:
             self._now -= 1
         self.records.append(record)
-        self._tokens += record.completion_tokens or 0
-        self._failed += record.failure is not None
-        rate = self._tokens / max(record.end, 1e-9)
-        self.bar.set_postfix_str(f"{rate:.0f} tok/s, {self._failed} failed", refresh=False)
-        self.bar.update()
         return record
 
     async def _sample(self) -> None:

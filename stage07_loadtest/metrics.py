@@ -15,7 +15,6 @@ from itertools import pairwise
 
 from .client import HTTP_503, REFUSED, Record
 from .load import Point
-from .schedule import load_text
 
 PERCENTILES = (50, 90, 95, 99)
 P99_SAMPLES = 1000  # fewer have less than ten values in the slowest hundredth
@@ -230,39 +229,6 @@ def little(
     return Little(total / (seconds - in_flight[0][0]), len(stays) / seconds, stay)
 
 
-@dataclass(frozen=True)
-class Steady:
-    """The middle of a point: from full load until the last request was sent."""
-
-    start: float  # seconds
-    end: float
-    output_rate: float  # tokens/s that arrived between, those of failed requests included
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
-
-
-def steady(records: Sequence[Record], users: int | None) -> Steady | None:
-    """The steady part. A closed loop is at full load when each of its users has sent, an open one
-    when its first request has ended. None if nothing was sent after that."""
-    sent = sorted(record.sent for record in records if record.sent is not None)
-    if len(sent) < 2 or (users is not None and len(sent) <= users):
-        return None
-    start = sent[users - 1] if users is not None else min(record.end for record in records)
-    end = sent[-1]
-    if end <= start:
-        return None
-    tokens = sum(count for at, count in _arrivals(records) if start < at <= end)
-    return Steady(start, end, tokens / (end - start))
-
-
-def _arrivals(records: Sequence[Record]) -> Iterator[tuple[float, int]]:
-    """(time, tokens) of every chunk."""
-    for record in records:
-        yield from zip(record.chunks, record.chunk_tokens, strict=True)
-
-
 # ---- a point ------------------------------------------------------------------------------------
 
 
@@ -270,22 +236,15 @@ def _arrivals(records: Sequence[Record]) -> Iterator[tuple[float, int]]:
 class Summary:
     """The results of one point. Rates are of requests that succeeded, per second of `seconds`."""
 
-    workload: str
-    kind: str  # of the schedule
-    users: int | None  # of a closed loop
-    rate: float | None  # requests/s that an open loop offered
+    load: str  # a short name of the schedule
     requests: int
     succeeded: int
     failures: dict[str, int]  # by kind
     seconds: float
-    prompt_tokens: int
     completion_tokens: int
     request_rate: float
     output_rate: float  # tok/s
-    total_rate: float  # tok/s, prompts included
-    steady: Steady | None
     latency: dict[str, Distribution]  # by name; absent if it has no values
-    slo: Slo
     goodput: float  # requests/s
     client_cpu: float  # share of one core
     little: Little | None
@@ -298,11 +257,6 @@ class Summary:
     @property
     def success_rate(self) -> float:
         return self.succeeded / self.requests
-
-    @property
-    def load(self) -> str:
-        """A short name for the load."""
-        return load_text(self.kind, self.users, self.rate)
 
     def at(self, name: str, percent: int, adjusted: bool = False) -> float | None:
         """One of PERCENTILES of a latency, in seconds; None if it was not measured."""
@@ -320,26 +274,17 @@ def summarize(point: Point, slo: Slo) -> Summary:
         raise ValueError("a point without requests cannot be summarized")
     good = [record for record in records if succeeded(record)]
     failures = Counter(record.failure for record in records if record.failure is not None)
-    prompts = sum(record.prompt_tokens or 0 for record in good)
-    answers = sum(record.completion_tokens or 0 for record in good)
-    seconds, users = point.duration, point.schedule.users
+    answers, seconds = sum(record.completion_tokens or 0 for record in good), point.duration
     summary = Summary(
-        workload=point.workload,
-        kind=point.schedule.kind,
-        users=users,
-        rate=point.schedule.rate,
+        load=str(point.schedule),
         requests=len(records),
         succeeded=len(good),
         failures=dict(sorted(failures.items())),
         seconds=seconds,
-        prompt_tokens=prompts,
         completion_tokens=answers,
         request_rate=len(good) / seconds,
         output_rate=answers / seconds,
-        total_rate=(prompts + answers) / seconds,
-        steady=None if point.schedule.kind == "bursts" else steady(records, users),
         latency=latencies(records),
-        slo=slo,
         goodput=goodput(records, slo, seconds),
         client_cpu=point.client_cpu,
         little=None if point.interrupted else little(records, point.in_flight, seconds),
@@ -392,18 +337,3 @@ def _flags(point: Summary, interrupted: bool) -> Iterator[str]:
         yield "server not idle afterwards"
     if point.requests < LEAST_REQUESTS and point.seconds < LEAST_SECONDS:
         yield f"short: {point.requests} requests in {point.seconds:,.0f} s"
-
-
-# ---- several points -----------------------------------------------------------------------------
-
-
-def knee(points: Sequence[Summary]) -> Summary | None:
-    """The point with the greatest throughput over mean E2E latency from the intended start
-    (Kleinrock's power). Below it, more load costs little waiting; above it, more waiting buys
-    little throughput. None if no point has a latency."""
-    measured = [point for point in points if E2E_INTENDED in point.latency]
-    return max(
-        measured,
-        key=lambda point: point.request_rate / point.latency[E2E_INTENDED].mean,
-        default=None,
-    )

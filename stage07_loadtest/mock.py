@@ -13,7 +13,6 @@ import contextlib
 import json
 import socket
 import sys
-from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +23,6 @@ from shared import cli
 from shared.server import READY, own_server
 
 MODEL = "mock"
-STATUSES = {"500": "an error", "503": "no room", "504": "too late"}
-IN_THE_MIDDLE = ("reset", "hang", "cut", "error_event", "garbage")
-FAULTS = (*STATUSES, *IN_THE_MIDDLE, "no_done", "wrong_count", "no_usage", "leak")
-CACHE_TOKENS = 2**16  # capacity of the imaginary cache; never enforced
-DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
@@ -41,7 +35,7 @@ class Behaviour:
     chunk_tokens: int = 1  # tokens in one event, sent when the last of them is due
     stall: float = 0.0  # of each freeze
     stall_every: float = 0.0  # between freezes; the first is that long after the 1st request
-    fault: str | None = None  # one of FAULTS
+    fault: str | None = None  # an HTTP status, "reset" half-way, or "short" of one token
     fault_every: int = 1  # every n-th request has the fault
 
     def due(self, start: float, work: float) -> float:
@@ -63,92 +57,61 @@ class Mock:
     """The server's state and its endpoints."""
 
     def __init__(self, behaviour: Behaviour) -> None:
-        self.behaviour = behaviour
-        self.url = ""  # set once it listens
-        self.bodies: deque[dict[str, Any]] = deque(maxlen=1000)  # of requests, in order
-        self.requests = self.running = self.waiting = 0
-        self.most_running = self.most_waiting = 0  # at the same time
-        self.held = 0  # tokens in the imaginary cache
-        self.prompt_tokens = self.generated = self.ended = 0  # since the start
+        self.behaviour, self.url = behaviour, ""  # the address is known once it listens
+        self.bodies: list[dict[str, Any]] = []  # of requests, in order
+        self.running = self.waiting = self.most_running = 0
+        self.generated = self.ended = 0  # tokens and requests, since the start
         self.first: float | None = None  # the loop's time at the first request
         self._slots = asyncio.Semaphore(behaviour.max_num_seqs)
 
-    def app(self) -> web.Application:
-        app = web.Application(client_max_size=2**24)
-        app.router.add_get("/metrics", self.metrics)
-        app.router.add_get("/v1/models", self.models)
-        app.router.add_post("/v1/completions", self.completions)
-        return app
-
     async def models(self, request: web.Request) -> web.Response:
-        card = {"id": MODEL, "object": "model", "created": 0, "owned_by": MODEL}
-        return web.json_response({"object": "list", "data": [card]})
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
     async def metrics(self, request: web.Request) -> web.Response:
         """In Prometheus' format, under vLLM's names."""
-        values = {
-            "num_requests_running": self.running,
-            "num_requests_waiting": self.waiting,
-            "kv_cache_usage_perc": self.held / CACHE_TOKENS,
-            "prompt_tokens_total": self.prompt_tokens,
-            "generation_tokens_total": self.generated,
-            "request_success_total": self.ended,
-        }
-        lines = [f'vllm:{name}{{model_name="{MODEL}"}} {float(values[name])}\n' for name in values]
-        return web.Response(text="".join(lines))
+        values = {"num_requests_running": self.running, "num_requests_waiting": self.waiting}
+        values |= {"kv_cache_usage_perc": self.running / self.behaviour.max_num_seqs}
+        values |= {"generation_tokens_total": self.generated, "request_success_total": self.ended}
+        return web.Response(text="".join(f"vllm:{key} {values[key]}\n" for key in values))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        if self.first is None:
-            self.first = asyncio.get_running_loop().time()
+        body, behaviour = await request.json(), self.behaviour
+        self.first = self.first or asyncio.get_running_loop().time()
         self.bodies.append(body)
-        self.requests += 1
-        fault = self.behaviour.fault if self.requests % self.behaviour.fault_every == 0 else None
-        if fault in STATUSES:
-            status, message = int(fault), f"A planted fault: {STATUSES[fault]}."
-            return web.json_response({"error": {"message": message}}, status=status)
-        waits = self._slots.locked()
-        self.waiting += waits
-        self.most_waiting = max(self.most_waiting, self.waiting)
+        fault = behaviour.fault if len(self.bodies) % behaviour.fault_every == 0 else None
+        if fault and fault.isdigit():
+            return web.json_response({"error": {"message": "A planted fault."}}, status=int(fault))
+        self.waiting += 1
         try:
             await self._slots.acquire()
         finally:
-            self.waiting -= waits
-        size, count = len(body["prompt"]), body["max_tokens"]
+            self.waiting -= 1
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        self.held += size + count
-        self.prompt_tokens += size
         try:  # the counts stay right however the answer ends
-            return await self._answer(request, body, count - (fault == "wrong_count"), fault)
+            return await self._answer(request, body, fault)
         finally:
             self._slots.release()
             self.running -= 1
             self.ended += 1
-            self.held -= 0 if fault == "leak" else size + count
 
     async def _answer(
-        self, request: web.Request, body: dict[str, Any], count: int, fault: str | None
+        self, request: web.Request, body: dict[str, Any], fault: str | None
     ) -> web.StreamResponse:
-        """A stream of `count` tokens."""
-        sent, head = 0, {"id": f"cmpl-{self.requests}", "object": "text_completion", "model": MODEL}
+        count, sent = body["max_tokens"] - (fault == "short"), 0
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         async for tokens in self.paced(count):
-            last = sent + tokens == count
-            if fault in IN_THE_MIDDLE and (sent >= count // 2 or last):
-                return await break_off(request, response, fault)
-            choice = {"index": 0, "text": " noise" * tokens, "token_ids": [*range(tokens)]}
-            choice["finish_reason"] = "length" if last else None
+            if fault == "reset" and sent >= count // 2 and request.transport:
+                request.transport.abort()
+                return response
             sent += tokens
             self.generated += tokens
-            await response.write(event({**head, "created": 0, "choices": [choice]}))
-        if fault != "no_usage":
-            usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": sent}
-            usage["total_tokens"] = sum(usage.values())
-            await response.write(event({**head, "created": 0, "choices": [], "usage": usage}))
-        if fault != "no_done":
-            await response.write(DONE)
+            choice = {"index": 0, "text": " noise" * tokens, "token_ids": [*range(tokens)]}
+            choice["finish_reason"] = "length" if sent == count else None
+            await response.write(event({"choices": [choice]}))
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": sent}
+        await response.write(event({"choices": [], "usage": usage}) + b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
@@ -167,37 +130,22 @@ class Mock:
             yield tokens
 
 
-async def break_off(
-    request: web.Request, response: web.StreamResponse, fault: str
-) -> web.StreamResponse:
-    """End a stream as `fault` says."""
-    if fault == "hang":
-        await asyncio.Event().wait()  # the handler is cancelled when the client leaves
-    if fault == "reset" and request.transport is not None:
-        request.transport.abort()
-        return response
-    if fault == "error_event":
-        message = "A planted fault: an error in the middle."
-        await response.write(event({"error": {"message": message}}) + DONE)
-    if fault == "garbage":
-        await response.write(b"data: {this is not JSON\n\n" + DONE)
-    await response.write_eof()
-    return response
-
-
 def event(data: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+    return f"data: {json.dumps(data)}\n\n".encode()
 
 
 @contextlib.asynccontextmanager
 async def serving(behaviour: Behaviour | None = None, port: int = 0) -> AsyncIterator[Mock]:
     """Serve the mock in this process inside the block. It shares the event loop with the caller:
     exact times need a process instead."""
-    mock = Mock(behaviour or Behaviour())
+    mock, app = Mock(behaviour or Behaviour()), web.Application(client_max_size=2**24)
+    app.router.add_get("/metrics", mock.metrics)
+    app.router.add_get("/v1/models", mock.models)
+    app.router.add_post("/v1/completions", mock.completions)
     listening = socket.create_server(("127.0.0.1", port), backlog=1024)
     mock.url = "http://{}:{}".format(*listening.getsockname()[:2])
     options: dict[str, Any] = {"handler_cancellation": True, "access_log": None}
-    runner = web.AppRunner(mock.app(), **options, shutdown_timeout=0.1)
+    runner = web.AppRunner(app, **options, shutdown_timeout=0.1)
     await runner.setup()
     await web.SockSite(runner, listening).start()
     try:
@@ -225,13 +173,16 @@ def main(argv: list[str] | None = None) -> int:
     example = "  python -m stage07_loadtest.mock --ttft 0.1 --itl 0.02 --stall 1 --stall-every 5"
     parser, seconds = cli.Parser("stage07_loadtest.mock", about, example), cli.number(0, 86_400)
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0: a free one")
+    parser.add_argument(
+        "--max-num-seqs", type=cli.whole_number(1, 100_000), default=Behaviour.max_num_seqs,
+        help="answers at a time",
+    )  # fmt: skip
     for name, what in (
         ("ttft", "to the first token"), ("itl", "between tokens"), ("stall", "of each freeze"),
         ("stall-every", "from one freeze to the next"),
     ):  # fmt: skip
         default = getattr(Behaviour, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=seconds, default=default, help=f"seconds {what}")
-    parser.add_argument("--fault", choices=FAULTS, help="how every request fails; default: none")
     asyncio.run(serve(**vars(parser.parse_args(argv))))
     return 0
 

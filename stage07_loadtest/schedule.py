@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -14,31 +13,26 @@ class Schedule:
     """When requests start. Times are seconds from the start of the measured part.
 
     A closed loop has `users`: each sends its next request when its last one has ended, so the times
-    are not known beforehand. All others are open loops and have `starts`: they send whether or not
-    the server has answered.
+    are not known beforehand. An open loop has `starts`: it sends whether or not the server has
+    answered.
     """
 
-    kind: Literal["closed", "poisson", "bursts"]
-    users: int | None  # of a closed loop
-    starts: list[float] | None  # of an open loop, in order
+    users: int | None = None  # of a closed loop
+    starts: list[float] | None = None  # of an open loop, in order
     rate: float | None = None  # requests/s that an open loop offers
 
     def __str__(self) -> str:
-        return load_text(self.kind, self.users, self.rate)
-
-
-def load_text(kind: str, users: int | None, rate: float | None) -> str:
-    """A short name for a load: "4 users", "poisson, 2/s"."""
-    if users is not None:
-        return f"{users} user{'' if users == 1 else 's'}"
-    return kind if rate is None else f"{kind}, {rate:.3g}/s"
+        """A short name: "4 users", "poisson, 2/s"."""
+        if self.users is not None:
+            return f"{self.users} user{'' if self.users == 1 else 's'}"
+        return f"poisson, {self.rate:.3g}/s"
 
 
 def closed(users: int, count: int) -> Schedule:
     """`users` users who share `count` requests. Raises ValueError if a user would get none."""
     if not 1 <= users <= count:
         raise ValueError(f"{count} requests are too few for {users} users")
-    return Schedule("closed", users, None)
+    return Schedule(users)
 
 
 def poisson(rate: float, count: int, seed: int) -> Schedule:
@@ -52,12 +46,4 @@ def poisson(rate: float, count: int, seed: int) -> Schedule:
         raise ValueError(f"invalid schedule: {count} requests at {rate} requests/s")
     chance = random.Random(f"poisson {seed}")
     times = list(accumulate(chance.expovariate(1.0) for _ in range(count)))
-    return Schedule("poisson", None, [time * count / rate / times[-1] for time in times], rate)
-
-
-def bursts(size: int, every: float, count: int) -> Schedule:
-    """`size` requests at once every `every` seconds, `count` in all. Raises ValueError for values
-    that are not positive."""
-    if size < 1 or every <= 0 or count < 1:
-        raise ValueError(f"invalid schedule: {size} requests every {every} s, {count} in all")
-    return Schedule("bursts", None, [index // size * every for index in range(count)], size / every)
+    return Schedule(None, [time * count / rate / times[-1] for time in times], rate)

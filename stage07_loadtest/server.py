@@ -17,15 +17,11 @@ POLL = 0.05  # seconds between two looks at it
 ANSWERING = 30.0  # seconds for /metrics and /v1/models
 
 
-TOTALS = ("prompt_tokens", "generation_tokens", "success")
-
-
 @dataclass(frozen=True)
 class Counters:
     """The values of /metrics under vLLM's names, summed over labels: totals since the server's
     start, and the current state."""
 
-    prompt_tokens: int
     generation_tokens: int
     success: int  # requests that ended, for any reason
     running: int
@@ -39,12 +35,11 @@ class Counters:
 
     def since(self, before: Counters) -> Counters:
         """Totals from `before` on, and the states of now."""
-        totals = {name: getattr(self, name) - getattr(before, name) for name in TOTALS}
-        return replace(self, **totals)
+        tokens = self.generation_tokens - before.generation_tokens
+        return replace(self, generation_tokens=tokens, success=self.success - before.success)
 
 
 NAMES = {
-    "prompt_tokens": "vllm:prompt_tokens_total",
     "generation_tokens": "vllm:generation_tokens_total",
     "success": "vllm:request_success_total",
     "running": "vllm:num_requests_running",

@@ -10,6 +10,7 @@ servers' addresses, and their tokens do not pass through Ray's objects.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import sys
@@ -30,6 +31,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is loaded: i
 try:
     import ray
     from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
 except ModuleNotFoundError:
     raise UserError(
         "Ray is not installed: run `python -m pip install -r requirements-distributed.txt`."
@@ -45,6 +48,7 @@ DEFAULTS: dict[str, Any] = {
     "graceful_shutdown_timeout_s": 75.0,  # longer than GRACE; Ray's 20 would cut answers off
     "health_check_period_s": 1.0,  # Ray's 10, three times, would be half a minute
     "health_check_timeout_s": 10.0,
+    "max_surge_percent": 100,  # an update starts the new one first; Ray would first end the old one
 }
 SCALING: dict[str, Any] = {  # of Ray's autoscaling; "scaling" of `build` comes before these
     "target_ongoing_requests": 8,  # in flight at each server; Ray's 2 would leave batches empty
@@ -62,10 +66,9 @@ def scale(context: Any) -> tuple[float, dict[str, Any]]:
     return sum(flights.values()) / context.config.target_ongoing_requests, {}
 
 
-@serve.deployment(max_surge_percent=100, ray_actor_options={"num_cpus": 1}, **DEFAULTS)
+@serve.deployment(ray_actor_options={"num_cpus": 1}, **DEFAULTS)
 class Engine:
-    """A server of stage 06, in a process that ends with this one. An update starts the new server
-    first; without the surge, Ray would first remove an old one."""
+    """A server of stage 06, in a process that ends with this one."""
 
     async def __init__(self, arguments: list[str]) -> None:  # type: ignore[misc]
         (port,) = free_ports(1)
@@ -116,15 +119,19 @@ class Front:
 
     def __init__(self, engines: Any) -> None:
         self.engines = engines
+        self.urls: list[str] = []  # of the engines, when Ray last named them
 
     def __serve_build_asgi_app__(self) -> Any:
         return create_app(self.find)
 
     async def find(self) -> Collection[str]:
-        """The addresses of all engines."""
-        response = self.engines.broadcast("where")
-        urls = await response.results_async(timeout_s=LISTED, return_exceptions=True)
-        return [url for url in urls if isinstance(url, str)]
+        """The addresses of all engines. Ray raises while the first ones start, and on a machine
+        that is busy: the router's health checks judge those that were known."""
+        with contextlib.suppress(TimeoutError, RayError, RayServeException):
+            response = self.engines.broadcast("where")
+            urls = await response.results_async(timeout_s=LISTED, return_exceptions=True)
+            self.urls = [url for url in urls if isinstance(url, str)]
+        return self.urls
 
 
 def address() -> str:

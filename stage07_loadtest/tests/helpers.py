@@ -60,16 +60,13 @@ def broken(index: int = 0, intended: float = 0.0) -> Record:
 
 def point(records: list[Record], users: int | None = 1, **more: Any) -> Point:
     """A point as long as its records, on an idle client."""
-    schedule = Schedule("closed", users, None)
-    if users is None:
-        schedule = Schedule("poisson", None, [record.intended for record in records], 2.0)
+    schedule = Schedule(users, None if users else [one.intended for one in records], 2.0)
     duration = max(record.end for record in records)
-    found = Point("short", schedule, records, 0.0, duration, 0.1, server=None, in_flight=[])
-    return replace(found, **more)
+    return replace(Point(schedule, records, duration, 0.1, server=None, in_flight=[]), **more)
 
 
 def counters(generation_tokens: int, running: int = 0, usage: float = 0.0) -> Counters:
-    return Counters(0, generation_tokens, 0, running, 0, usage)
+    return Counters(generation_tokens, 0, running, 0, usage)
 
 
 @contextmanager
@@ -108,16 +105,12 @@ class Selector(selectors.SelectSelector):
         return ready
 
 
-def new_loop(late: float = 0.0, grace: float = 0.0) -> asyncio.SelectorEventLoop:
+def run(work: Coroutine[Any, Any, T], late: float = 0.0, grace: float = 0.01) -> T:
+    """`asyncio.run` on such a clock."""
     selector = Selector(late, grace)
     loop = asyncio.SelectorEventLoop(selector)
     loop.time = lambda: selector.now  # type: ignore[method-assign]
-    return loop
-
-
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` on such a clock, with time for sockets."""
-    with asyncio.Runner(loop_factory=lambda: new_loop(grace=0.01)) as runner:
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
         return runner.run(work)
 
 
@@ -131,7 +124,6 @@ def against(
     what: Sequence[Ask],
     when: Schedule,
     beside: Callable[[Mock], Any] | None = None,
-    timeout: float = 60.0,
     **options: Any,
 ) -> tuple[Point, Mock]:
     """A point against a mock on the same event loop, QUICK unless its behaviour is another, with
@@ -140,7 +132,7 @@ def against(
     async def load() -> tuple[Point, Mock]:
         async with mock.serving(Behaviour(**QUICK | behaviour)) as server:
             other = asyncio.create_task(beside(server)) if beside else None
-            point = await run_point(Target(server.url, timeout=timeout), what, when, **options)
+            point = await run_point(Target(server.url, timeout=60.0), what, when, **options)
             if other:
                 await other
             return point, server
@@ -154,7 +146,5 @@ def against(
 
 # In place of the module `time`: whatever clock the running loop has.
 TIME = SimpleNamespace(
-    perf_counter=lambda: asyncio.get_running_loop().time(),
-    time=time.time,
-    process_time=time.process_time,
+    perf_counter=lambda: asyncio.get_running_loop().time(), process_time=time.process_time
 )
