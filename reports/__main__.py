@@ -17,7 +17,7 @@ from tqdm import tqdm
 from shared import cli, kit, measure, paths
 
 from . import draw
-from .peers.install import any_installed
+from .peers.install import ENGINES
 
 FULL = 60.0  # minutes that a whole run takes, at most
 LAST = 180  # seconds before the end, in which nothing more is begun
@@ -26,7 +26,9 @@ LAST = 180  # seconds before the end, in which nothing more is begun
 def programs() -> dict[str, str]:
     """The modules to run, by the names of their results."""
     every = {name: module.__name__ for name, module in draw.modules().items()}
-    return {name: module for name, module in every.items() if name != "peers" or any_installed()}
+    if not any(engine.packages and engine.is_installed for engine in ENGINES.values()):
+        del every["peers"]  # no engine that does not come with this project
+    return every
 
 
 def measured(name: str) -> bool:

@@ -445,12 +445,13 @@ def results_file(stage: str, device: str = "cpu") -> Path:
 
 
 def save(path: Path, content: Mapping[str, Any]) -> None:
-    """Write results: all or nothing. Raises ValueError for NaN and infinity, which JSON does not
-    have: a measurement that is not a number is a mistake."""
-    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    """Write results, all or nothing, with six digits. Raises ValueError for NaN and infinity, which
+    JSON does not have: a measurement that is not a number is a mistake."""
+    text = json.dumps(content, allow_nan=False)
+    short = json.loads(text, parse_float=lambda number: float(f"{float(number):.6g}"))
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(f"{path.name}.{os.getpid()}.part")
-    half.write_text(text, encoding="utf-8", newline="\n")
+    half.write_text(json.dumps(short, separators=(",", ":")) + "\n", encoding="utf-8")
     half.replace(path)
 
 

@@ -2,8 +2,8 @@
 `python -m reports.peers.install` has installed them.
 
 Every engine is a process that stays. In each round they take turns on the same prompts, with as
-many threads. Our answers are proved; how many of an engine's answers are ours is counted. An engine
-without a figure says why.
+many threads; the processes of the others are stopped meanwhile. Our answers are proved; how many of
+an engine's answers are ours is counted. An engine without a figure says why.
 """
 
 from __future__ import annotations
@@ -11,30 +11,46 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.figure import Figure
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from shared import charts, kit
 from shared.errors import UserError
 from shared.kit import Results, Row, Subject
+from shared.peers import transformers_model
 from shared.roofline import forward_cost
 
-from . import folder
-from .install import ENGINES, HOME, is_installed, is_ours
-from .process import Driver, started
+from .install import ENGINES, HOME, OURS
+from .process import Driver
 
 NAME = "peers"
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 PREFILL, DECODE = "prefill", "decode"
 # Rows, and tokens of each prompt and answer.
-ASKS = ((PREFILL, 1, 512, 1), (DECODE, 1, 64, 64), (DECODE, 32, 64, 32))
+CELLS = ((PREFILL, 1, 512, 1), (DECODE, 1, 64, 64), (DECODE, 32, 64, 32))
+
+
+def write(subject: Subject, folder: Path) -> Path:
+    """A checkpoint folder that all engines read, unless it is there. Its tokenizer knows no text:
+    each token has a name."""
+    if not (folder / "tokenizer.json").exists():
+        transformers_model(subject.shape, torch.float32).save_pretrained(folder)
+        names = {f"t{id}": id for id in range(subject.config.vocab_size)}
+        Tokenizer(WordLevel(names, unk_token="t0")).save(str(folder / "tokenizer.json"))
+    return folder
 
 
 def measure(bench: kit.Bench) -> None:
-    model = "stories" if bench.quick else "gpt2"
-    subject = Subject(model, "float32")
-    place = folder.write(subject.shape, HOME / "models" / model)
+    subject = Subject("stories" if bench.quick else "gpt2", "float32")
+    folder, threads = (
+        write(subject, HOME / "models" / subject.about["model"]),
+        torch.get_num_threads(),
+    )
     bench.results["failed"] = failed = list[dict[str, Any]]()
     for weights in bench.sizes(*FORMATS):
         dtype = "float32" if weights == "float32" else "bfloat16"
@@ -44,25 +60,26 @@ def measure(bench: kit.Bench) -> None:
                 if weights not in engine.formats:
                     continue
                 try:
-                    if not is_installed(engine):
+                    if not engine.is_installed:
                         raise UserError("it is not installed: python -m reports.peers.install")
-                    driver = stack.enter_context(started(engine, place, dtype, weights))
+                    command = engine.command(folder, dtype, weights, threads)
+                    driver = stack.enter_context(Driver(command, engine.environment(threads)))
                     driver.ready()
-                    for _, rows, prompt, _ in ASKS:  # warms up
+                    for _, rows, prompt, _ in CELLS:  # warms up
                         driver.ask(subject.prompts([prompt] * rows), 2)
                     running[name] = driver
                 except UserError as error:
                     failed.append({"engine": name, "weights": weights, "reason": str(error)})
-            for what, *ask in ASKS:
-                cell(bench, subject, weights, what, ask, running)
+            for what, *sizes in CELLS:
+                cell(bench, Subject(subject.about["model"], dtype), weights, what, sizes, running)
 
 
 def cell(
-    bench: kit.Bench, subject: Subject, weights: str, what: str, ask: list[int], running: Any
+    bench: kit.Bench, judge: Subject, weights: str, what: str, sizes: list[int], running: Any
 ) -> None:
-    """One workload by all engines in turn."""
-    rows, length, count = ask
-    prompts, tokens = subject.prompts([length] * rows), dict[str, list[list[int]]]()
+    """One workload by all engines in turn. judge: proves our tokens of plain weights."""
+    rows, length, count = sizes
+    prompts, tokens = judge.prompts([length] * rows), dict[str, list[list[int]]]()
 
     def run(name: str) -> dict[str, Any]:
         reply = running[name].ask(prompts, count)
@@ -71,24 +88,15 @@ def cell(
         work = length if what == PREFILL else rows * count - reply["begun"]
         return {"seconds": seconds, "rate": work / seconds}
 
-    def proof() -> dict[str, Any]:
-        ours = [ids for name, ids in tokens.items() if is_ours(name)]
-        if weights in ("float32", "bfloat16"):
-            judge = Subject(subject.about["model"], weights)
-            return kit.together(judge.prove(prompts, ids) for ids in ours)
-        return {"tokens": 0, "near_ties": 0}  # stage 10 proves its formats
-
-    about: dict[str, Any] = {
-        "model": subject.about["model"],
-        "dtype": "float32" if weights == "float32" else "bfloat16",
-    }
-    about |= {"weights": weights, "what": what, "rows": rows, "length": length, "count": count}
+    prove = partial(judge.prove, prompts) if weights == judge.about["dtype"] else None
+    about = judge.about | {"weights": weights, "what": what, "rows": rows}
     ways = {name: partial(run, name) for name in running}
-    bench.row("cells", ways, 7 if rows == 1 else 3, 1, proof, **about)
-    like = next((ids for name, ids in tokens.items() if is_ours(name)), [])
-    bench.results["cells"][-1]["same"] = {
-        name: sum(map(list.__eq__, ids, like)) for name, ids in tokens.items()
-    }
+    bench.row(
+        "cells", ways, 7 if rows == 1 else 3, 1, prove and (lambda: prove(tokens[OURS])),
+        **about, length=length, count=count,
+    )  # fmt: skip
+    same = {name: sum(map(list.__eq__, ids, tokens[OURS])) for name, ids in tokens.items()}
+    bench.results["cells"][-1]["same"] = same
 
 
 # ---- table and chart ----------------------------------------------------------------------------
@@ -102,28 +110,20 @@ def heading(row: Row) -> str:
 
 def lines(results: Results) -> Iterator[Mapping[str, object]]:
     """A line for each engine and format of the weights: tokens per second."""
-    headings = dict.fromkeys(map(heading, results.rows("cells")))
-    reasons = {
-        (f["weights"], f["engine"]): f["reason"] for f in results.content["results"]["failed"]
-    }
+    headings = dict.fromkeys(map(heading, results.rows("cells")), "")
+    failed = results.content["results"]["failed"]
+    reasons = {(line["weights"], line["engine"]): line["reason"] for line in failed}
     for weights in FORMATS:
         rows = results.rows("cells", weights=weights)
         for name in ENGINES:
-            cells = {
-                heading(row): kit.spread(row["rate"][name], 0)
-                for row in rows
-                if name in row["rate"]
-            }
-            if cells:
-                same = sum(row["same"][name] for row in rows if name in row["same"])
-                more: dict[str, object] = {
-                    "answers as ours": f"{same} of {sum(r['rows'] for r in rows)}"
-                }
-            elif (weights, name) in reasons:
-                more = {"answers as ours": reasons[weights, name]}
-            else:
-                continue
-            yield {"weights": weights, "engine": name} | dict.fromkeys(headings, "") | cells | more
+            known = [row for row in rows if name in row["rate"]]
+            cells = {heading(row): kit.spread(row["rate"][name], 0) for row in known}
+            if known or (weights, name) in reasons:
+                same = sum(row["same"][name] for row in known)
+                counted = f"{same} of {sum(row['rows'] for row in known)}"
+                last = counted if known else reasons[weights, name]
+                line = {"weights": weights, "engine": name} | headings | cells
+                yield line | {"answers as ours": last}
         if rows:
             bounds = {heading(row): f"{bound(row):,.0f}" for row in rows}
             yield {"weights": weights, "engine": "the bound of plain weights"} | bounds
@@ -157,9 +157,8 @@ def chart(results: Results) -> Figure:
 
 def headline(results: Results) -> str:
     for row in results.rows("cells", weights="float32", what=DECODE, rows=32):
-        ours, *others = sorted(
-            row["rate"], key=lambda name: (not is_ours(name), -row.median(name, "rate"))
-        )
-        ratio = row.median(ours, "rate") / max((row.median(n, "rate") for n in others), default=1.0)
-        return f"{ratio:.2f}x the fastest other engine with 32 rows"
+        rates = {name: row.median(name, "rate") for name in row["rate"]}
+        ours = rates.pop(OURS)
+        if rates:
+            return f"{ours / max(rates.values()):.2f}x the fastest other engine with 32 rows"
     return kit.UNMEASURED

@@ -1,30 +1,36 @@
-"""How each engine is asked for greedy tokens: one function per engine, called by `drive.py` in the
-environment that has its packages.
+"""The program that runs in an engine's environment: it loads the engine, then reads requests from
+standard input and writes replies to standard output, one JSON object per line.
 
-`engine(folder, dtype, threads, *options)` loads a checkpoint, which some engines first convert
-into the same folder, and returns `answer(prompts, count, emit)` and the bytes of the weights. The
-former continues prompts (token ids, all of one length) by `count` tokens each, and calls `emit`
-with each step's pairs (row, token). Options choose weights in whole numbers.
+    python drivers.py ENGINE FOLDER DTYPE THREADS [WEIGHTS]       ENGINE: a function of this file
+
+`engine(folder, dtype, threads, weights)` loads a checkpoint, which some engines first convert into
+the same folder, and returns `answer(prompts, count, emit)`: it continues prompts (token ids, all of
+one length) by `count` tokens each, and calls `emit` with each step's pairs (row, token).
+
+A request is {"prompts": [[ids]], "count": tokens of each answer}. The reply has "first": seconds
+until every prompt had its first token, "begun": tokens at that time, "seconds": until the end, and
+"tokens": the answers. A first line, {}, says that the engine is loaded.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+import time
 from collections.abc import Callable, Iterable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 Emit = Callable[[Iterable[tuple[int, int]]], None]
 Answer = Callable[[list[list[int]], int, Emit], None]
-Loaded = tuple[Answer, int]
 
 # The same limits for every engine: tokens of all sequences, sequences, tokens of one pass.
 TOKENS, SEQUENCES, BUDGET = 16_384, 64, 4096
 BLOCK = 16  # tokens, of ours
 
 
-def ours(folder: Path, dtype: str, threads: int, weights: str = "") -> Loaded:
+def ours(folder: Path, dtype: str, threads: int, weights: str) -> Answer:
     """Stage 09's engine, with weights of stage 10."""
     import torch
 
@@ -48,10 +54,10 @@ def ours(folder: Path, dtype: str, threads: int, weights: str = "") -> Loaded:
         while engine.requests:
             emit((rows[id], token.id) for id, token in engine.step())
 
-    return answer, engine.runner.program.bytes
+    return answer
 
 
-def transformers(folder: Path, dtype: str, threads: int) -> Loaded:
+def transformers(folder: Path, dtype: str, threads: int, weights: str) -> Answer:
     """transformers' `generate`, with the attention that was faster on a CPU: eager in bfloat16."""
     import torch
     from transformers import AutoModelForCausalLM, StoppingCriteriaList
@@ -73,16 +79,18 @@ def transformers(folder: Path, dtype: str, threads: int) -> Loaded:
         options["stopping_criteria"] = StoppingCriteriaList([watch])
         model.generate(ids, max_new_tokens=count, do_sample=False, **options)
 
-    return answer, sum(parameter.nbytes for parameter in model.parameters())
+    return answer
 
 
-def llama_cpp(folder: Path, dtype: str, threads: int, weights: str = "") -> Loaded:
+def llama_cpp(folder: Path, dtype: str, threads: int, weights: str) -> Answer:
     """llama.cpp through its C interface."""
-    loaded: Loaded = import_module("llama").load(folder, dtype, threads, BUDGET, weights)
-    return loaded
+    import llama  # beside this file, which is run by its path
+
+    answer: Answer = llama.load(folder, dtype, threads, BUDGET, weights)
+    return answer
 
 
-def vllm(folder: Path, dtype: str, threads: int, weights: str = "") -> Loaded:
+def vllm(folder: Path, dtype: str, threads: int, weights: str) -> Answer:
     """vLLM's engine in this process, with prompts as token ids."""
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -107,7 +115,7 @@ def vllm(folder: Path, dtype: str, threads: int, weights: str = "") -> Loaded:
             new = [(out.request_id, out.outputs[0].token_ids) for out in engine.step()]
             emit((int(row.partition("-")[0]), token) for row, ids in new for token in ids)
 
-    return answer, sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return answer
 
 
 def int8_folder(folder: Path) -> Path:
@@ -140,7 +148,7 @@ def int8_folder(folder: Path) -> Path:
     return out
 
 
-def openvino(folder: Path, dtype: str, threads: int, weights: str = "") -> Loaded:
+def openvino(folder: Path, dtype: str, threads: int, weights: str) -> Answer:
     """OpenVINO GenAI's continuous-batching pipeline."""
     import numpy as np
     from openvino import Core, Tensor
@@ -180,4 +188,34 @@ def openvino(folder: Path, dtype: str, threads: int, weights: str = "") -> Loade
             outputs = [(row, output) for row, outputs_of in new for output in outputs_of.values()]
             emit((row, token) for row, output in outputs for token in output.generated_ids)
 
-    return answer, (exported / "openvino_model.bin").stat().st_size
+    return answer
+
+
+def reply(answer: Answer, prompts: list[list[int]], count: int) -> dict[str, Any]:
+    """The reply to one request."""
+    tokens: list[list[int]] = [[] for _ in prompts]
+    first: dict[str, Any] = {}
+    started = time.perf_counter()
+
+    def emit(new: Iterable[tuple[int, int]]) -> None:
+        now = time.perf_counter() - started
+        for row, token in new:
+            tokens[row].append(int(token))
+        if not first and all(tokens):
+            first.update(first=now, begun=sum(map(len, tokens)))
+
+    answer(prompts, count, emit)
+    return first | {"seconds": time.perf_counter() - started, "tokens": tokens}
+
+
+def main(engine: str, folder: str, dtype: str, threads: str, weights: str = "") -> None:
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print
+    answer: Answer = globals()[engine](Path(folder), dtype, int(threads), weights)
+    print("{}", file=replies, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(reply(answer, **json.loads(line))), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -13,19 +13,17 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 
 from shared import cli, measure, paths
 from shared.errors import UserError
 
-HERE = Path(__file__).parent
+DRIVERS = Path(__file__).with_name("drivers.py")
 HOME = measure.cache_folder() / "peers"
 OURS = "ours, stage 09"
-SECONDS = 3600  # for one installation: llama.cpp is compiled
 BUILDING = {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}  # llama.cpp without its support for images
 
 
@@ -41,9 +39,23 @@ class Engine:
     unwanted: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
 
-    def command(self, folder: Path, dtype: str, weights: str, threads: int) -> list[str]:
-        words = [str(runs(self)), str(HERE / "drive.py"), self.driver, str(folder), dtype]
-        return [*words, str(threads), *filter(None, [self.formats[weights]])]
+    @property
+    def folder(self) -> Path:
+        return HOME / self.driver
+
+    @property
+    def python(self) -> Path:
+        if not self.packages:
+            return Path(sys.executable)
+        return self.folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+    @property
+    def is_installed(self) -> bool:
+        return not self.packages or (self.folder / "installed.json").exists()
+
+    def command(self, model: Path, dtype: str, weights: str, threads: int) -> list[str]:
+        words = [str(self.python), str(DRIVERS), self.driver, str(model), dtype, str(threads)]
+        return [*words, self.formats[weights]]
 
     def environment(self, threads: int) -> dict[str, str]:
         """Its environment variables: the same number of threads for all engines, bound to
@@ -84,78 +96,44 @@ ENGINES = {
 }
 
 
-def is_ours(name: str) -> bool:
-    return name == OURS
-
-
-def runs(engine: Engine) -> Path:
-    """The Python that runs an engine."""
-    if not engine.packages:
-        return Path(sys.executable)
-    return HOME / engine.driver / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-
-
-def is_installed(engine: Engine) -> bool:
-    return not engine.packages or (HOME / engine.driver / "installed.json").exists()
-
-
-def any_installed() -> bool:
-    """Whether an engine is there that does not come with this project."""
-    return any(engine.packages and is_installed(engine) for engine in ENGINES.values())
-
-
-def environment(
-    folder: Path, wanted: Sequence[tuple[str, ...]], unwanted: Sequence[str] = ()
-) -> Path:
-    """The Python of an environment in `folder`, made at the first call by running pip with the
-    arguments of each of `wanted`. This project's packages are found there too. Raises UserError
-    with pip's reason if that fails."""
-    runs = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+def install(engine: Engine) -> None:
+    """Make its environment, unless it is there."""
     torch = f"torch=={version('torch').partition('+')[0]}"  # this one, not another
-    contents, done = [sys.version, torch, *chain(*wanted)], folder / "installed.json"
+    contents, done = [sys.version, torch, *engine.packages], engine.folder / "installed.json"
     if done.exists() and json.loads(done.read_text(encoding="utf-8")) == contents:
-        return runs
-    print(f"Installing {', '.join(chain(*wanted))} ...", file=sys.stderr, flush=True)
-    venv.create(folder, clear=True, with_pip=True)
-    base = {"base": str(folder), "platbase": str(folder)}
+        return
+    print(f"Installing {', '.join(engine.packages)} ...", file=sys.stderr, flush=True)
+    venv.create(engine.folder, clear=True, with_pip=True)
+    base = {"base": str(engine.folder), "platbase": str(engine.folder)}
     site = Path(sysconfig.get_path("purelib", scheme="venv", vars=base))
     packages = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
     (site / "project.pth").write_text("\n".join(sorted(packages)) + "\n", encoding="utf-8")
-    limits = folder / "constraints.txt"
-    limits.write_text(torch + "\n", encoding="utf-8")
-    for words in wanted:
-        pip(runs, "install", "--prefer-binary", "-c", str(limits), *words)
-    if unwanted:
-        pip(runs, "uninstall", "-y", *unwanted)
+    constraints = engine.folder / "constraints.txt"
+    constraints.write_text(torch + "\n", encoding="utf-8")
+    pip(engine, "install", "--prefer-binary", "-c", str(constraints), *engine.packages)
+    if engine.unwanted:
+        pip(engine, "uninstall", "-y", *engine.unwanted)
     done.write_text(json.dumps(contents), encoding="utf-8")
-    return runs
 
 
-def pip(runs: Path, *words: str) -> None:
-    """Raises UserError with the last line of pip's errors."""
-    command: Sequence[str] = [str(runs), "-m", "pip", words[0], "-q", *words[1:]]
-    try:
-        ended = subprocess.run(
-            command,
-            env={**BUILDING, **os.environ},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"pip {words[0]} failed: {error}") from None
-    if ended.returncode:
-        errors = [line for line in ended.stderr.splitlines() if line.startswith("ERROR: ")]
-        last = (errors or ended.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise UserError(f"pip {words[0]} failed: {last.removeprefix('ERROR: ')}")
+def pip(engine: Engine, *words: str) -> None:
+    command = [str(engine.python), "-m", "pip", words[0], "-q", *words[1:]]
+    if subprocess.run(command, env={**BUILDING, **os.environ}).returncode:
+        raise UserError(f"pip {words[0]} failed for {', '.join(engine.packages)}: see above.")
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
+    """Install all, and those that can be although another cannot; name it."""
+    failed = []
     for engine in ENGINES.values():
-        if engine.packages:
-            environment(HOME / engine.driver, [engine.packages], engine.unwanted)
+        try:
+            if engine.packages:
+                install(engine)
+        except UserError as error:
+            failed.append(str(error))
+    if failed:
+        raise UserError("\n".join(failed))
 
 
 if __name__ == "__main__":
-    cli.run(lambda argv: main())
+    cli.run(main)

@@ -13,52 +13,39 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file
 
-FILES = {"q8_0": 7, "q4_0": 2, "q4_K_M": 15}  # of the format, numbers of its mixtures of types
+FILES = {"q8_0": 7, "q4_0": 2}  # of the format, numbers of its mixtures of types
 KINDS = {"float32": Kind.F32, "bfloat16": Kind.BF16}  # of the weights
 CACHE = {"float32": Kind.F32, "bfloat16": Kind.F16}  # of keys and values; F16 is its default
-FIELDS = {  # of the format, by the names in a config.json: GPT-2's, a Llama's
-    "context_length": ("n_positions", "max_position_embeddings"),
-    "embedding_length": ("n_embd", "hidden_size"),
-    "block_count": ("n_layer", "num_hidden_layers"),
-    "feed_forward_length": ("n_inner", "intermediate_size"),
-    "head_count": ("n_head", "num_attention_heads"),
-    "head_count_kv": ("num_key_value_heads",),
-    "layer_norm_eps": ("layer_norm_epsilon",),
-    "layer_norm_rms_eps": ("rms_norm_eps",),
-    "rope_freq_base": ("rope_theta",),
-    "rope_dimension_count": ("head_dim",),
-    "key_length": ("head_dim",),
-    "value_length": ("head_dim",),
+FIELDS = {
+    "context_length": "n_positions",
+    "embedding_length": "n_embd",
+    "block_count": "n_layer",
+    "head_count": "n_head",
+    "layer_norm_eps": "layer_norm_epsilon",
 }
 
 
 def converted(folder: Path, dtype: str) -> Path:
-    """The model in llama.cpp's format, without a vocabulary, written at the first call."""
+    """GPT-2 in llama.cpp's format, without a vocabulary, written at the first call."""
     out = folder / f"{dtype}.gguf"
     if out.exists():
         return out
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    family, half = config["model_type"], out.with_suffix(".part")
-    writer = gguf.GGUFWriter(half, family)
+    half = out.with_suffix(".part")
+    writer = gguf.GGUFWriter(half, "gpt2")
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(config["vocab_size"])
-    for theirs, spellings in FIELDS.items():
-        for value in [config[name] for name in spellings if name in config]:
-            getattr(writer, f"add_{theirs}")(value)
-    layers = config.get("n_layer") or config["num_hidden_layers"]
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], layers)
+    writer.add_feed_forward_length(4 * config["n_embd"])
+    for theirs, ours in FIELDS.items():
+        getattr(writer, f"add_{theirs}")(config[ours])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config["n_layer"])
     for name, tensor in load_file(folder / "model.safetensors").items():
-        if family == "gpt2" and ".c_" in name and tensor.ndim == 2:
-            tensor = tensor.T
-        if family == "llama" and any(part in name for part in ("q_proj", "k_proj")):
-            # It rotates adjacent pairs where transformers rotates halves.
-            halves = tensor.reshape(-1, 2, config["head_dim"] // 2, tensor.shape[-1])
-            tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
         new = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert new, f"GGUF has no name for {name}"
+        values = tensor.T if ".c_" in name and tensor.ndim == 2 else tensor
         plain = tensor.ndim == 1 or new.startswith("position_embd")
         kind = Kind.F32 if plain else KINDS[dtype]
-        values = gguf.quantize(np.ascontiguousarray(tensor), kind)
+        values = gguf.quantize(np.ascontiguousarray(values), kind)
         writer.add_tensor(new, values, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -82,7 +69,6 @@ def quantized(folder: Path, weights: str) -> Path:
 
 @c.llama_log_callback
 def only_errors(level: int, text: bytes, _: Any) -> None:
-    """Its log writes a number of lines that depends on the machine."""
     if level >= 4:  # GGML_LOG_LEVEL_ERROR
         print(text.decode(errors="replace"), end="", file=sys.stderr)
 
@@ -96,23 +82,14 @@ def load(folder: Path, dtype: str, threads: int, budget: int, weights: str) -> A
     model = c.llama_model_load_from_file(str(path).encode(), c.llama_model_default_params())
     vocabulary = c.llama_vocab_n_tokens(c.llama_model_get_vocab(model))
     batch = c.llama_batch_init(budget, 0, 1)
-    contexts: dict[tuple[int, int], Any] = {}  # at most one
 
-    def room(rows: int, tokens: int) -> Any:
-        """A context for `rows` sequences of `tokens` each, which share no memory."""
-        if (rows, tokens) in contexts:
-            return contexts[rows, tokens]
-        for context in contexts.values():
-            c.llama_free(context)
-        contexts.clear()
+    def context_of(rows: int, tokens: int) -> Any:
+        """For `rows` sequences of `tokens` each, which share no memory."""
         options = c.llama_context_default_params()
         options.n_ctx, options.n_seq_max, options.n_outputs_max = rows * tokens, rows, rows
         options.n_batch, options.type_k, options.type_v = budget, CACHE[dtype], CACHE[dtype]
         options.n_threads = options.n_threads_batch = threads
-        contexts[rows, tokens] = c.llama_init_from_model(model, options)
-        if not contexts[rows, tokens]:
-            raise SystemExit("it could not make a context")
-        return contexts[rows, tokens]
+        return c.llama_init_from_model(model, options)
 
     def decode(context: Any, rows: list[list[int]], start: int) -> list[int]:
         """The next token of each row, after `rows` of equal length at the positions from
@@ -130,14 +107,18 @@ def load(folder: Path, dtype: str, threads: int, budget: int, weights: str) -> A
         logits = np.ctypeslib.as_array(c.llama_get_logits(context), (len(rows), vocabulary))
         return [int(id) for id in logits.argmax(1)]
 
+    contexts: dict[tuple[int, int], Any] = {}
+
     def answer(prompts: list[list[int]], count: int, emit: Any) -> None:
-        context = room(len(prompts), len(prompts[0]) + count)
-        c.llama_memory_clear(c.llama_get_memory(context), False)
+        size = len(prompts), len(prompts[0]) + count
+        if size not in contexts:
+            contexts[size] = context_of(*size)
+        c.llama_memory_clear(c.llama_get_memory(contexts[size]), False)
         rows, start = prompts, 0
         for _ in range(count):
-            new = decode(context, rows, start)
+            new = decode(contexts[size], rows, start)
             emit(enumerate(new))
             start += len(rows[0])
             rows = [[id] for id in new]
 
-    return answer, c.llama_model_size(model)
+    return answer

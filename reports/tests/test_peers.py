@@ -19,7 +19,7 @@ ENDS = "import sys; print('sched_reserve: 1 MiB', file=sys.stderr); sys.exit('it
 
 def test_an_engine_that_ends_gives_its_reason_not_its_log() -> None:
     with Driver([sys.executable, "-c", ENDS], {}) as driver, pytest.raises(UserError) as failed:
-        driver.ready(30.0)
+        driver.ready()
     assert str(failed.value) == "it could not load"
 
 
