@@ -12,7 +12,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ Parts = Mapping[str, Tensor]
 Options = Mapping[str, Any]  # quantization_config
 Matrix = QuantizedMatrix | Tensor
 OPTION = "quantization_config"
-KEPT = 3  # matrices: queries, keys and values are laid out as one
 FORMATS = ("pack-quantized", "int-quantized")  # of compressed-tensors
 UNREAD = ("kv_cache_scheme", "sparsity_config", "transform_config")
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # column n of eight is in this nibble
@@ -157,8 +156,7 @@ def awq(parts: Parts, shape: tuple[int, int], options: Options) -> Matrix:
 
 def compressed(parts: Parts, shape: tuple[int, int], options: Options) -> Matrix:
     """weight_packed int32 (N, K b / 32), of codes + 2^(b-1), or weight int8 (N, K); weight_scale
-    (N, G); beside weight_packed weight_zero_point, packed downwards; weight_g_idx (K,), if columns
-    are in any order."""
+    (N, G); beside weight_packed weight_zero_point, packed downwards."""
     rows, columns = shape
     scale, bits = parts.get("weight_scale", torch.empty(0)), 8
     count = scale.shape[-1] if scale.ndim == 2 else 1
@@ -169,29 +167,13 @@ def compressed(parts: Parts, shape: tuple[int, int], options: Options) -> Matrix
         codes = part(parts, "weight", shape, torch.int8).view(torch.uint8) ^ 128
     else:
         bits = bits_of(32 * packed.shape[-1] // columns)
-        if bits not in stated_bits(options):
-            raise Unfit(f"weight_packed holds codes of {bits} bits, which no config_groups names")
-        codes = fields(
-            part(parts, "weight_packed", (rows, columns * bits // 32), torch.int32), bits
-        )
-        if (stated := part(parts, "weight_shape", (2,), *INDEX).tolist()) != [rows, columns]:
-            raise Unfit(f"weight_shape is {stated} instead of {[rows, columns]}")
+        packed = part(parts, "weight_packed", (rows, columns * bits // 32), torch.int32)
+        codes = fields(packed, bits)
     zeros = torch.full((rows, count), 2 ** (bits - 1), dtype=torch.uint8)
     if "weight_zero_point" in parts:
         points = part(parts, "weight_zero_point", (-(-rows * bits // 32), count), torch.int32)
         zeros = fields(points.t(), bits).t()[:rows]
-    index = (
-        part(parts, "weight_g_idx", (columns,), *INDEX).long() if "weight_g_idx" in parts else None
-    )
-    return matrix_of(codes, scale, zeros, bits, index)
-
-
-def stated_bits(options: Options) -> set[object]:
-    """num_bits of all weights in config_groups."""
-    schemes = options.get("config_groups")
-    schemes = schemes.values() if isinstance(schemes, dict) else ()
-    weights = [scheme.get("weights") for scheme in schemes if isinstance(scheme, dict)]
-    return {entry.get("num_bits") for entry in weights if isinstance(entry, dict)}
+    return matrix_of(codes, scale, zeros, bits)
 
 
 METHODS: dict[str, tuple[Callable[..., Matrix], set[str]]] = {  # and the kinds of tensors it knows
@@ -199,7 +181,7 @@ METHODS: dict[str, tuple[Callable[..., Matrix], set[str]]] = {  # and the kinds 
     "awq": (awq, {"qweight", "qzeros", "scales"}),
     "compressed-tensors": (
         compressed,
-        {f"weight{kind}" for kind in ("", "_packed", "_scale", "_shape", "_zero_point", "_g_idx")},
+        {f"weight{kind}" for kind in ("", "_packed", "_scale", "_shape", "_zero_point")},
     ),
 }
 
@@ -208,8 +190,7 @@ METHODS: dict[str, tuple[Callable[..., Matrix], set[str]]] = {  # and the kinds 
 
 
 class FolderModel:
-    """A model in a folder, a `stored.Model`. config: as without a quantization. The files are
-    mapped, and the matrices read last are kept, because rows of them may be wanted."""
+    """A model in a folder, a `stored.Model`. config: as without a quantization."""
 
     def __init__(self, folder: str | Path) -> None:
         """Raises UserError for a method that is not read, and for tensors that are missing or
@@ -231,7 +212,6 @@ class FolderModel:
                 raise self.error(f"it has a {odd[0]}, which is not read")
         self.config = read_config(self.folder, ignored=(OPTION,))
         shapes = self.config.shapes()
-        self.whole = lru_cache(KEPT)(self._whole)
         self._parts: dict[str, dict[str, Tensor]] = {name: {} for name in shapes}
         for stored, tensor in read_tensors(self.folder).items():
             name = self.config.tensor_name(stored)
@@ -265,16 +245,10 @@ class FolderModel:
         """Whether `read` returns a QuantizedMatrix."""
         return isinstance(self.read(name), QuantizedMatrix)
 
-    def read(self, name: str, rows: Tensor | None = None) -> Matrix:
+    def read(self, name: str) -> Matrix:
         """A tensor of config.shapes by its name: floats in that shape, of the file's dtype or
-        unpacked to float32; or a QuantizedMatrix (out, in), GPT-2's projections too, and of it
-        the `rows` (R,) alone. Raises UserError if the stored tensors do not fit."""
-        matrix = self.whole(name)
-        if rows is not None and isinstance(matrix, QuantizedMatrix):
-            return matrix.rows(rows)
-        return matrix
-
-    def _whole(self, name: str) -> Matrix:
+        unpacked to float32; or a QuantizedMatrix (out, in), GPT-2's projections too. Raises
+        UserError if the stored tensors do not fit."""
         shape, parts = self.config.shapes()[name], self._parts[name]
         plain = parts.get("", parts.get("weight"))
         if len(parts) == 1 and plain is not None and plain.dtype in DTYPES:
@@ -319,8 +293,8 @@ def write_folder(
 
     config: the fields of config.json, without a quantization. tensors: all of config.shapes, as
     `FolderModel.read` returns them. copies: files to put beside them, the tokenizer's. packed:
-    False if all codes have 8 bits. Raises UserError for a minimum that is no multiple of its scale,
-    and if the folder has files or cannot be written."""
+    False if all codes have 8 bits. Raises UserError if the folder has files or cannot be
+    written."""
     folder = Path(folder)
     check_place(folder)
     prefix = "" if config.get("model_type", "gpt2") == "gpt2" else "model."
@@ -352,23 +326,13 @@ def write_folder(
 
 
 def parts_of(name: str, matrix: QuantizedMatrix, packed: bool) -> dict[str, Tensor]:
-    """The tensors of a matrix (N, K), by name."""
-    bits, layer = matrix.bits, name.removesuffix("weight")
-    if bits not in (4, 8) or bits < 8 and (not packed or matrix.codes.shape[1] % 8):
-        raise UserError(
-            f"{name} has {matrix.codes.shape[1]} columns of {bits} bits: a folder holds 8 bits, or "
-            "4 in columns that are a multiple of 8; choose int8."
-        )
-    stored = {f"{layer}weight_scale": narrowest(matrix.scale)}
+    """The tensors of a matrix (N, K), by name. Its minima, if any, are multiples of its scales."""
+    bits, layer, half = matrix.bits, name.removesuffix("weight"), matrix.scale.half()
+    scale = half if torch.equal(half.float(), matrix.scale) else matrix.scale
+    stored = {f"{layer}weight_scale": scale}
     codes = matrix.codes.view(torch.uint8)
     if matrix.minimum is not None:  # minimum = -scale * zero
         zeros = torch.where(matrix.scale == 0, 0, -matrix.minimum / matrix.scale).round()
-        exact = torch.equal(-(matrix.scale * zeros), matrix.minimum + 0)
-        if not exact or zeros.min() < 0 or zeros.max() >= 2**bits:
-            raise UserError(
-                f"{name} has minima that are no whole multiples of its scales, which a folder "
-                "cannot hold: quantize with zero points."
-            )
         downwards = zeros.to(torch.uint8).t().contiguous()  # (G, N)
         stored[f"{layer}weight_zero_point"] = words(downwards, bits).t().contiguous()
     else:
@@ -379,12 +343,6 @@ def parts_of(name: str, matrix: QuantizedMatrix, packed: bool) -> dict[str, Tens
     else:
         stored[f"{layer}weight"] = matrix.codes
     return stored
-
-
-def narrowest(scale: Tensor) -> Tensor:
-    """In float16 or bfloat16 if that is exact."""
-    narrow = (scale.to(dtype) for dtype in (torch.float16, torch.bfloat16))
-    return next((values for values in narrow if torch.equal(values.float(), scale)), scale)
 
 
 def quantization(layers: Mapping[Scheme, Sequence[str]], packed: bool) -> dict[str, Any]:

@@ -11,7 +11,6 @@ stretched positions are not named; they are a tensor of divisors.
 
 from __future__ import annotations
 
-import mmap
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -54,15 +53,8 @@ GPT2_SIZES = {
     "attention.head_count": "n_head",
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
 }
-SCALING = {
-    "rope.scaling.factor": "factor",
-    "rope.scaling.original_context_length": "original_max_position_embeddings",
-    "rope.scaling.attn_factor": "attention_factor",
-    "rope.scaling.yarn_beta_fast": "beta_fast",
-    "rope.scaling.yarn_beta_slow": "beta_slow",
-}
 REPEATED = ("attention.value_length", "rope.dimension_count")  # must be the heads' width
-HARMLESS = ("vocab_size", "rope.scaling.finetuned", "rope.scaling.type", "tensor_data_layout")
+HARMLESS = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
 
 
 class Reader(gguf.GGUFReader):
@@ -91,8 +83,6 @@ class GGUFModel:
                 f"{self.path} is big-endian, for other processors than this one: convert it with "
                 "gguf-convert-endian, or choose another file."
             )
-        base: Any = reader.data.base  # the np.memmap
-        self._map = base._mmap
         # Of float32 the shortest decimal: 1e-05 and not 9.99999974737875e-06.
         self.metadata: dict[str, Any] = {
             key: float(str(np.float32(value))) if type(value) is float else value
@@ -137,20 +127,16 @@ class GGUFModel:
         """Whether `read` returns a QuantizedMatrix."""
         return self.tensors[self._stored[name]].tensor_type.name in CODES
 
-    def read(self, name: str, rows: Tensor | None = None) -> Tensor | QuantizedMatrix:
+    def read(self, name: str) -> Tensor | QuantizedMatrix:
         """A tensor of config.shapes by its name, as floats in that shape; or a QuantizedMatrix
-        (out, in), GPT-2's projections too, and of it the `rows` (R,) alone. Raises UserError if a
-        scale is not finite."""
+        (out, in), GPT-2's projections too. Raises UserError if a scale is not finite."""
         tensor = self.tensors[self._stored[name]]
         kind, data = tensor.tensor_type.name, tensor.data
         if self.architecture == "llama" and re.search(r"\.[qk]_proj\.", name):
             heads = self.config.n_head if ".q_proj." in name else self.config.n_kv_head
-            order = in_halves(heads, self.config.head_dim)
-            rows = order if rows is None else order[rows]
-        data = data if rows is None else data[rows.numpy()]
+            data = data[in_halves(heads, self.config.head_dim).numpy()]
         if kind in CODES:
             matrix = unpacked(torch.from_numpy(data), kind)
-            self._forget()
             finite = matrix.scale if matrix.minimum is None else matrix.scale + matrix.minimum
             if not finite.isfinite().all():
                 raise self.error(f"the tensor {tensor.name} has a scale that is not finite")
@@ -164,11 +150,6 @@ class GGUFModel:
             except NotImplementedError:
                 raise self.error(f"{tensor.name} has the type {kind}, which is not read") from None
         return floats.t() if self._transposed(name) else floats
-
-    def _forget(self) -> None:
-        """Give the memory of the mapped pages back: what was read of them is copied."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
 
     # ---- the config ----
 
@@ -204,18 +185,15 @@ class GGUFModel:
         prefix, metadata = f"{self.architecture}.", self.metadata
         options = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
         names = GPT2_SIZES if self.architecture == "gpt2" else SIZES
-        known = {*names, *SCALING, *REPEATED, *HARMLESS}
+        known = {*names, *REPEATED, *HARMLESS}
         for key, value in options.items():
-            if key not in known and not (type(value) is int and value == 0):
+            if key not in known and value not in (0, "none"):
                 raise self.error(f"it sets {prefix}{key:.99}, which our model does not implement")
         fields = {names[key]: value for key, value in options.items() if key in names}
-        if (kind := options.get("rope.scaling.type", "none")) != "none":
-            scaling = {SCALING[key]: value for key, value in options.items() if key in SCALING}
-            fields["rope_scaling"] = scaling | {"rope_type": kind}
         return fields, options
 
     def _rope(self, config: LlamaConfig) -> Rope:
-        """Llama 3's positions if the file has their divisors, else those of the metadata."""
+        """Llama 3's positions if the file has their divisors."""
         if ROPE not in self.tensors:
             return config.rope
         divisors, plain = torch.from_numpy(self.tensors[ROPE].data), Rope(config.rope.theta)

@@ -2,14 +2,12 @@
 
 GGUF has the vocabulary, the merges, the control tokens and the chat template, and of the rest only
 a name: `tokenizer.ggml.pre` is how text is cut before the merges. llama.cpp has those rules in its
-source, and they are here for the models that this project runs. They are written once for each
-tokenizer into this user's cache folder, as tokenizer.json and tokenizer_config.json.
+source, and they are here for the models that this project runs. tokenizer.json and
+tokenizer_config.json are written into a folder that this process removes at its end.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Mapping
@@ -28,7 +26,6 @@ from tokenizers import (
 )
 
 from shared.errors import UserError
-from shared.measure import cache_folder
 
 TEMPORARY: list[Any] = []  # folders of this process
 CONTROL, USERS, UNUSED = 3, 4, 5  # types of tokens; ordinary ones are 1
@@ -60,8 +57,8 @@ Error = Callable[[str], UserError]
 
 
 def tokenizer_folder(metadata: Mapping[str, Any], error: Error) -> Path | None:
-    """The folder with the tokenizer's files, made if it is not there; None if the file has no
-    tokenizer. error: of the file. Raises UserError for a tokenizer that is not known here."""
+    """A new folder with the tokenizer's files; None if the file has no tokenizer. error: of the
+    file. Raises UserError for a tokenizer that is not known here."""
     kind, cuts = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if kind in (None, "none", "no_vocab"):
         return None
@@ -74,23 +71,11 @@ def tokenizer_folder(metadata: Mapping[str, Any], error: Error) -> Path | None:
         "tokenizer.json": _tokenizer(metadata, cuts, error).to_str(),
         "tokenizer_config.json": json.dumps(_settings(metadata, error)),
     }
-    folder = cache_folder() / "gguf" / hashlib.sha256(str(texts).encode()).hexdigest()[:32]
-    if folder.is_dir():
-        return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        written = tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True)
-    except OSError:  # nowhere to write but here, for this process
-        written = tempfile.TemporaryDirectory(prefix="staircase-")
-        TEMPORARY.append(written)
-        folder = Path(written.name)
+    folder = tempfile.TemporaryDirectory(prefix="staircase-")
+    TEMPORARY.append(folder)
     for name, text in texts.items():
-        (Path(written.name) / name).write_text(text, encoding="utf-8")
-    if written not in TEMPORARY:
-        with contextlib.suppress(OSError):  # another process was faster
-            Path(written.name).rename(folder)
-        written.cleanup()
-    return folder
+        (Path(folder.name) / name).write_text(text, encoding="utf-8")
+    return Path(folder.name)
 
 
 def _tokenizer(metadata: Mapping[str, Any], cuts: str, error: Error) -> Tokenizer:

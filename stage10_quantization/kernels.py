@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +27,6 @@ NAIVE, FAST = FOLDER / "naive.c", FOLDER / "fast" / "linear.c"
 STEP = 8  # inputs to whose multiple a group is padded
 GROUP_BYTES = 12  # struct group
 AT_A_TIME = 2**18  # codes that are laid out
-
-
-class Layer(Protocol):
-    """What a product uses of a QuantizedLinear."""
-
-    matrix: QuantizedMatrix
-    bias: Tensor | None
-    activations: str
-    in_features: int
-    out_features: int
 
 
 class Quantized(ctypes.Structure):
@@ -57,42 +47,24 @@ class Panels:
     """
 
     def __init__(self, matrices: Sequence[QuantizedMatrix], numbers: Tensor) -> None:
-        first = matrices[0].rows(torch.tensor([0]))
-        self.rows, self.group, self.bits = int(numbers.gt(0).sum()), first.group, first.bits
-        self.count, self.inputs = first.scale.shape[1], first.codes.shape[1]
-        self.stored_bits = 4 if first.bits == 4 else 8
-        self.minimum = first.minimum is not None
+        whole = joined([m.rows(torch.arange(m.shape[0])) for m in matrices])
+        sides = [whole.scale] if whole.minimum is None else [whole.scale, whole.minimum]
+        (self.rows, self.inputs), self.count = whole.shape, whole.scale.shape[1]
+        self.group, self.bits, self.minimum = whole.group, whole.bits, len(sides) == 2
+        self.stored_bits = 4 if self.bits == 4 else 8
         self.offset = 0 if self.minimum else 1 << (self.stored_bits - 1)
-        for self.scale_dtype in (torch.float16, torch.float32):
-            if self._fill(matrices, numbers):
-                break
-
-    def _fill(self, matrices: Sequence[QuantizedMatrix], numbers: Tensor) -> bool:
-        """Lay the rows out, some panels at a time: no more than those exist twice. False if
-        `scale_dtype` cannot hold their scales."""
-        padded = self.group + -self.group % STEP
-        size = (1 + self.minimum) * self.scale_dtype.itemsize + padded * self.stored_bits // 8
-        panels = len(numbers) // PANEL
+        exact = all(torch.equal(side.half().float(), side) for side in sides)
+        self.scale_dtype = torch.float16 if exact else torch.float32
+        padded, panels = self.group + -self.group % STEP, len(numbers) // PANEL
+        size = len(sides) * self.scale_dtype.itemsize + padded * self.stored_bits // 8
         self.bytes = library.blank((panels, self.count, PANEL * size), torch.uint8)
-        step = max(1, AT_A_TIME // (PANEL * self.inputs))
+        step = max(1, AT_A_TIME // (PANEL * self.inputs))  # no more than those exist twice
         for start in range(0, panels, step):
             rows = numbers[start * PANEL : (start + step) * PANEL]
-            codes = torch.zeros(len(rows), self.inputs, dtype=torch.int8)
-            scales = torch.zeros(1 + self.minimum, len(rows), self.count)
-            before = 1
-            for matrix in matrices:
-                there = (rows >= before) & (rows < before + matrix.shape[0])
-                if there.any():
-                    part = matrix.rows(rows[there] - before)
-                    codes[there], scales[0, there] = part.codes, part.scale
-                    if part.minimum is not None:
-                        scales[1, there] = part.minimum
-                before += matrix.shape[0]
-            stored = scales.to(self.scale_dtype)
-            if self.scale_dtype == torch.float16 and not torch.equal(stored.float(), scales):
-                return False
+            exists, index = rows.gt(0)[:, None], rows.sub(1).clamp(min=0)
+            scales = torch.stack([side[index] for side in sides]) * exists
+            codes, stored = whole.codes[index] * exists, scales.to(self.scale_dtype)
             self.bytes[start : start + step] = self._laid_out(codes, stored)
-        return True
 
     def _laid_out(self, codes: Tensor, scales: Tensor) -> Tensor:
         """codes (64 P, K) and scales (1 or 2, 64 P, G) -> (P, G, bytes)."""
@@ -157,20 +129,20 @@ class PanelProduct:
     """
 
     def __init__(
-        self, layers: Sequence[Layer], epilogue: int, function: int | None, read_row: int | None
+        self, layers: Sequence[Any], epilogue: int, function: int | None, read_row: int | None
     ) -> None:
         self.read_row = read_row
         self.matrices = [layer.matrix for layer in layers]
         counts = [layer.out_features for layer in layers]
-        joined = partial(_joined, gated=epilogue == SILU_MUL)
-        numbers = joined([torch.arange(1, n + 1) + sum(counts[:i]) for i, n in enumerate(counts)])
+        side = partial(_side_by_side, gated=epilogue == SILU_MUL)
+        numbers = side([torch.arange(1, n + 1) + sum(counts[:i]) for i, n in enumerate(counts)])
         numbers = nn.functional.pad(numbers, (0, -len(numbers) % PANEL))
         self.places = numbers.argsort(stable=True)[numbers.eq(0).sum() :].split(counts)
         self.panels = p = Panels(self.matrices, numbers)
         self.bytes = p.bytes.nbytes
         self.bias = side_by_side(layers)
         if self.bias is not None:
-            bias = joined(self.bias.split(counts))
+            bias = side(self.bias.split(counts))
             self.bias = nn.functional.pad(bias, (0, -len(bias) % PANEL))
         floats = layers[0].activations == "float"
         x_bytes = p.count * (p.group + -p.group % STEP) * (4 if floats else 1)
@@ -215,12 +187,19 @@ class PanelProduct:
         self.matrices = []
 
 
-def _joined(parts: Sequence[Tensor], gated: bool) -> Tensor:
+def joined(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """The rows of matrices of one format, one after the other."""
+    minima = [part.minimum for part in parts if part.minimum is not None]
+    codes, scale = (torch.cat([getattr(p, name) for p in parts]) for name in ("codes", "scale"))
+    return QuantizedMatrix(codes, scale, torch.cat(minima) if minima else None, parts[0].bits)
+
+
+def _side_by_side(parts: Sequence[Tensor], gated: bool) -> Tensor:
     return interleave(*parts) if gated else torch.cat(list(parts))
 
 
 def product_of(
-    layers: Sequence[Layer], epilogue: int, cache: KernelCache, dtype: torch.dtype
+    layers: Sequence[Any], epilogue: int, cache: KernelCache, dtype: torch.dtype
 ) -> PanelProduct | None:
     """The product of `layers` side by side for kernels with this cache and with operands of
     `dtype`. None if they differ in format, or read their input in float64."""

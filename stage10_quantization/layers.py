@@ -119,13 +119,6 @@ class QuantizedLinear(nn.Module):
         bias = None if self.bias is None else self.bias[rows]
         return QuantizedLinear(self.matrix.rows(rows), bias, self.activations)
 
-    def extra_repr(self) -> str:
-        matrix = self.matrix
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bits={matrix.bits},"
-            f" group={matrix.group}, activations={self.activations}, bias={self.bias is not None}"
-        )
-
 
 class QuantizedEmbedding(nn.Module):
     """A table of embeddings (V, C) as a QuantizedMatrix; a tied head multiplies by the same one."""

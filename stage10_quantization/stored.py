@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,54 +29,27 @@ class Model(Protocol):
 
     def is_quantized(self, name: str) -> bool: ...
 
-    def read(self, name: str, rows: Tensor | None = None) -> Tensor | QuantizedMatrix:
-        """The tensor, or of a QuantizedMatrix its `rows` (R,) alone."""
-
-
-class FileMatrix:
-    """A QuantizedMatrix in a file. Rows are read when they are wanted: the kernels lay out some at
-    a time, and then nothing else needs it in memory. For all else the whole stays there."""
-
-    def __init__(self, model: Model, name: str) -> None:
-        self.model, self.name = model, name
-        shape = model.config.shapes()[name]
-        self.shape = shape[::-1] if name.endswith(PROJECTIONS) else shape
-
-    def rows(self, index: Tensor) -> QuantizedMatrix:
-        matrix = self.model.read(self.name, index)
-        assert isinstance(matrix, QuantizedMatrix)
-        return matrix
-
-    @property
-    def bytes(self) -> int:
-        return self.rows(torch.tensor([0])).bytes * self.shape[0]
-
-    @cached_property
-    def whole(self) -> Any:
-        return self.model.read(self.name)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.whole, name)
+    def read(self, name: str) -> Tensor | QuantizedMatrix: ...
 
 
 class Stored:
-    """The Conversion of a `Model`: layers over the matrices that it stores as whole numbers."""
+    """The Conversion of a `Model`: layers over the matrices that it stores as whole numbers, which
+    are read when their layer is made."""
 
     def __init__(self, model: Model, activations: str) -> None:
         self.model, self.activations = model, activations
+        shapes = model.config.shapes()
+        self.names = {name for name in shapes if name != POSITIONS and model.is_quantized(name)}
 
     def declares(self, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        return {"weight": shape} if self.declared(f"{name}.weight") else {}
-
-    def declared(self, name: str) -> bool:
-        return self.model.is_quantized(name) and name != POSITIONS
+        return {"weight": shape} if f"{name}.weight" in self.names else {}
 
     def tensors(self, plain: bool = False) -> dict[str, Tensor]:
         """All tensors of the model; those that are declared are only a shape, unless all are to be
         `plain` ones."""
         tensors = {}
         for name, shape in self.model.config.shapes().items():
-            if self.declared(name) and not plain:
+            if name in self.names and not plain:
                 tensors[name] = torch.zeros((), dtype=torch.int8).expand(shape)
                 continue
             tensor = self.model.read(name)
@@ -86,19 +59,22 @@ class Stored:
             tensors[name] = tensor
         return tensors
 
+    def matrix(self, name: str) -> QuantizedMatrix:
+        matrix = self.model.read(f"{name}.weight")
+        assert isinstance(matrix, QuantizedMatrix)
+        return matrix
+
     def layer(self, name: str, plain: nn.Linear, tensors: Mapping[str, Tensor]) -> nn.Module:
         if not tensors:
             return plain
-        matrix: Any = FileMatrix(self.model, f"{name}.weight")
-        return QuantizedLinear(matrix, plain.bias, self.activations)
+        return QuantizedLinear(self.matrix(name), plain.bias, self.activations)
 
     def embedding(
         self, name: str, plain: nn.Embedding, tensors: Mapping[str, Tensor]
     ) -> nn.Embedding | QuantizedEmbedding:
         if not tensors:
             return plain
-        matrix: Any = FileMatrix(self.model, f"{name}.weight")
-        return QuantizedEmbedding(matrix, plain.weight.dtype, self.activations)
+        return QuantizedEmbedding(self.matrix(name), plain.weight.dtype, self.activations)
 
 
 def change(checkpoint: Checkpoint, weights: str) -> None:

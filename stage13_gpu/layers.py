@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from stage09_kernels.program import side_by_side
 from stage10_quantization.layers import QuantizedLinear
 from stage10_quantization.matrix import QuantizedMatrix
-from stage10_quantization.stored import FileMatrix
 
 from . import fused, quantized
 from .cache import LEAST, power
@@ -99,7 +98,6 @@ class GpuMatrix:
 
     @classmethod
     def of(cls, matrix: Any, device: torch.device) -> GpuMatrix:
-        matrix = matrix.whole if isinstance(matrix, FileMatrix) else matrix
         codes, sides = matrix.codes.to(device), [matrix.scale]
         if matrix.minimum is not None:
             sides.append(matrix.minimum)
