@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from shared import catalog, cli
@@ -28,18 +27,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = cli.generation_parser("stage10_quantization", ABOUT, *EXAMPLES)
     cli.add_format_options(parser)
     options = parser.parse_args(words)
-    if options.weights == AUTO and is_plain(options.model):
-        options.weights = "int8"  # what this stage is about
-    return speak(options, cli.read_prompt(options))
+    location = catalog.find(options.model)
+    if options.weights == AUTO and (location is None or location.format is None):
+        options.weights = "int8"  # what this stage is about; files keep their own
+    prompt = cli.read_prompt(options)
 
-
-def is_plain(name: str) -> bool:
-    """Whether the model's weights are no whole numbers."""
-    location = catalog.find(name)
-    return location is None or location.format is None
-
-
-def speak(options: argparse.Namespace, prompt: str) -> int:
     from stage01_forward.params import SamplingParams
     from stage06_serving.choice import choose
 

@@ -1,8 +1,8 @@
 """Measures what fewer bytes buy: `python -m stage10_quantization.benchmark`.
 
-A decode step and a prompt with weights in five formats, which take turns; weights whose activations
-are not rounded; keys and values in three formats; what the formats cost in quality. Every format is
-proved by the slow layers of the same quantized model.
+A decode step and a prompt with weights in five formats, which take turns, and with weights whose
+activations are not rounded; keys and values in two formats; what the formats cost in quality. Every
+format is proved by the slow layers of the same quantized model.
 """
 
 from __future__ import annotations
@@ -40,18 +40,16 @@ def model_of(subject: Subject, weights: str) -> Any:
     dtype = torch.bfloat16 if weights == BF16 else torch.float32
     model = models.load_model(subject.shape, torch.device("cpu"), dtype)
     if weights not in (F32, BF16):
-        how = Quantize(INT8, "float") if weights == ONLY else Quantize(weights)
-        convert(model, how, {})
+        convert(model, Quantize(INT8, "float") if weights == ONLY else Quantize(weights), {})
     return model
 
 
 def runner_of(subject: Subject, weights: str, blocks: int, kind: str = "") -> KernelRunner:
     """Its keys and values are of `kind`: by default float32 beside such weights, else bfloat16."""
     kind = kind or (F32 if weights == F32 else BF16)
-    if kind == INT8:
-        cache: Any = Int8KernelCache(subject.config, blocks, BLOCK)
-    else:
-        cache = KernelCache(subject.config, blocks, BLOCK, dtype=getattr(torch, kind))
+    make = Int8KernelCache if kind == INT8 else KernelCache
+    cache = make(subject.config, blocks, BLOCK, dtype=getattr(torch, kind))
+    if kind != INT8:
         cache.kv.normal_(generator=torch.Generator().manual_seed(0))
     return KernelRunner(model_of(subject, weights), cache, release=True)
 
@@ -77,23 +75,20 @@ def proof_of(subject: Subject, weights: str, runner: KernelRunner) -> dict[str, 
 def measure(bench: kit.Bench) -> None:
     for subject in bench.subjects(("gpt2", F32), ("stories", F32)):
         whole = subject.about["model"] == "gpt2" or bench.quick
-        blocks = PROMPT // BLOCK if bench.quick else 64 * -(-(CONTEXT + 1) // BLOCK)
+        blocks = 64 * -(-(CONTEXT + 1) // BLOCK)
         runners = {weights: runner_of(subject, weights, blocks) for weights in FORMATS}
         proofs = [proof_of(subject, weights, run) for weights, run in runners.items()]
-        size = {weights: run.program.bytes for weights, run in runners.items()}
+        about = {"bytes": {weights: run.program.bytes for weights, run in runners.items()}}
         for count in bench.sizes(1, 8, 32, 64, PROMPT) if whole else (1,):
-            inputs = inputs_of(count, 0 if count == PROMPT else CONTEXT)
+            about |= {"rows": count, "context": 0 if count == PROMPT else CONTEXT}
+            inputs = inputs_of(count, about["context"])
             ways = {weights: partial(run.run, *inputs) for weights, run in runners.items()}
-            about = {"rows": count, "context": 0 if count == PROMPT else CONTEXT, "bytes": size}
-            proof = partial(kit.together, proofs)
-            bench.row("steps", ways, 7, 1, proof, **subject.about, **about)
+            bench.row("steps", ways, 7, 1, partial(kit.together, proofs), **subject.about, **about)
         del runners
         for context in bench.sizes(64, 1000) if whole else ():
-            blocks = 32 * -(-(context + 1) // BLOCK)
-            inputs = inputs_of(32, context)
-            ways = {
-                k: partial(runner_of(subject, INT8, blocks, k).run, *inputs) for k in (BF16, INT8)
-            }
+            blocks, inputs = 32 * -(-(context + 1) // BLOCK), inputs_of(32, context)
+            runners = {kind: runner_of(subject, INT8, blocks, kind) for kind in (BF16, INT8)}
+            ways = {kind: partial(run.run, *inputs) for kind, run in runners.items()}
             bench.row("caches", ways, 7, **subject.about, rows=32, context=context)
     if not bench.quick:
         bench.results["quality"] = [*quality.losses(8, 16)]
@@ -107,17 +102,15 @@ def bound(row: Row, weights: str, keys: str = "") -> float:
     without rounded activations they are widened to float32."""
     config, keys = row.config, keys or (F32 if weights == F32 else BF16)
     new, count = (1, row["rows"]) if row["context"] else (row["rows"], 1)
-    head, head_bits = config.vocab_size * config.n_embd, max(BITS[weights], BITS[GROUPS])
-    read = (block_weights(config) * BITS[weights] + head * head_bits) / 8
-    cached = row["context"] * config.kv_bytes_per_token(getattr(torch, keys))
+    layers, head = block_weights(config), config.vocab_size * config.n_embd
+    read = (layers * BITS[weights] + head * max(BITS[weights], BITS[GROUPS])) / 8
+    read += count * row["context"] * config.kv_bytes_per_token(getattr(torch, keys))
     seen = count * (new * row["context"] + new * (new + 1) / 2)
-    flops = 2.0 * block_weights(config) * count * new + 2 * head * count
+    flops = 2.0 * count * (layers * new + head)
     flops += 4 * config.n_head * config.head_dim * config.n_layer * seen
-    rates = row.limits.gflops
-    rate = rates[F32] if weights in (F32, ONLY) else rates[BF16]
+    rate = row.limits.gflops[F32 if weights in (F32, ONLY) else BF16]
     rate *= 2 if weights in (INT8, GROUPS, INT4) else 1
-    limits = replace(row.limits, gflops={F32: rate})
-    return Cost(flops, read + count * cached).seconds(limits, torch.float32)
+    return Cost(flops, read).seconds(replace(row.limits, gflops={F32: rate}), torch.float32)
 
 
 def name_of(row: Row) -> str:
@@ -133,52 +126,30 @@ def tables(results: Results) -> kit.Tables:
         | {"same tokens": row.proof}
         for row in results.rows("steps")
     ]
-    few = [
-        {"pass": name_of(row)}
-        | {f"{weights}, ms": row.ms(weights) for weights in (BF16, INT8, INT4)}
-        | {f"{w} over bfloat16": f"{row.gain(BF16, w):.2f}x" for w in (INT8, INT4)}
-        for row in results.rows("steps", model="gpt2")
-    ]
-    caches = [
-        {
-            "rows": row["rows"], "context": row["context"], "keys in bfloat16, ms": row.ms(BF16),
-            "keys in int8, ms": row.ms(INT8), "gain": f"{row.gain(BF16, INT8):.2f}x",
-            "predicted": f"{bound(row, INT8, BF16) / bound(row, INT8, INT8):.2f}x",
-        }
-        for row in results.rows("caches")
-    ]  # fmt: skip
     lost = [quality.line(row) for row in results.rows("quality")]
-    return {
-        "few": few,
-        "steps": steps,
-        "caches": caches,
-        "quality": lost,
-        "claims": claims(results),
-    }
+    return {"steps": steps, "quality": lost, "claims": claims(results)}
 
 
 def claims(results: Results) -> Iterator[dict[str, str]]:
     """What the lesson predicts for the GPT-2 124M shape, and for the embedded model's."""
-    by_hand = {
-        (1, INT8): 1.89, (1, INT4): 2.48, (32, INT8): 1.92, (PROMPT, ONLY): 0.5,
-    }  # fmt: skip
-    for row in results.rows("steps", model="gpt2"):
-        if row["rows"] == 1:
-            for weights, share in ((INT8, 0.26), (INT4, 0.19)):
-                what = f"bytes of {weights} weights, of float32's"
-                read = row["bytes"][weights] / row["bytes"][F32]
-                yield kit.claim(what, share, share, read, "x", "counted")
-        for (rows, weights), expected in by_hand.items():
-            if rows == row["rows"]:
-                what = f"{weights} over bfloat16, {name_of(row)}"
-                here = bound(row, BF16) / bound(row, weights)
-                yield kit.claim(what, expected, here, row.gain(BF16, weights))
+    by_hand = {(1, INT8): 1.89, (1, INT4): 2.48, (32, INT8): 1.92, (PROMPT, ONLY): 0.5}
+    for row in results.rows("steps", model="gpt2", rows=1):
+        for weights, share in ((INT8, 0.26), (INT4, 0.19)):
+            what = f"bytes of {weights} weights, of float32's"
+            read = row["bytes"][weights] / row["bytes"][F32]
+            yield kit.claim(what, share, share, read, "x", "counted")
+    for (rows, weights), expected in by_hand.items():
+        for row in results.rows("steps", model="gpt2", rows=rows):
+            here = bound(row, BF16) / bound(row, weights)
+            what = f"{weights} over bfloat16, {name_of(row)}"
+            yield kit.claim(what, expected, here, row.gain(BF16, weights))
     for row in results.rows("steps", model="stories"):
         yield kit.claim("int8 over bfloat16, stories", 1.0, 1.0, row.gain(BF16, INT8))
-    for row in results.rows("caches", model="gpt2", context=1000):
+    for row in results.rows("caches", model="gpt2"):
         here = bound(row, INT8, BF16) / bound(row, INT8, INT8)
-        what = "keys in int8 over bfloat16, 32 rows at 1,000"
-        yield kit.claim(what, 1.78, here, row.gain(BF16, INT8))
+        what = f"keys in int8 over bfloat16, 32 rows at {row['context']:,}"
+        expected = 1.78 if row["context"] == 1000 else 1.0
+        yield kit.claim(what, expected, here, row.gain(BF16, INT8))
     for row in results.rows("quality", rounded=INT8):
         what = f"thousandths of a nat lost by int8, {row['model']} (an aim)"
         yield kit.claim(what, 0.3, 0.3, max(0.0, 1e3 * row["difference"]), "")
@@ -189,7 +160,7 @@ def chart(results: Results) -> Figure:
     return charts.bars(
         "Fewer bytes, more tokens: decode by the format of the weights",
         "tokens a second (GPT-2 124M shape, 256 tokens of context)",
-        ["1 row" if row["rows"] == 1 else f"{row['rows']} rows" for row in rows],
+        [name_of(row) for row in rows],
         {w: [row["rows"] / row.median(w) for row in rows] for w in (F32, BF16, INT8, INT4)},
         digits=0,
     )

@@ -86,18 +86,13 @@ def calibrate(
     model: Any, windows: Sequence[Tensor], weights: str | Format = "int4", activations: str = "int8"
 ) -> None:
     """Quantize all layers of `model` in place, in its order: each layer is calibrated on what the
-    quantized layers before it make of the token ids `windows`, each (T,).
-
-    Raises UserError for weights that do not fit, before any is changed.
-    """
+    quantized layers before it make of the token ids `windows`, each (T,). Raises UserError for
+    weights that do not fit."""
     format = FORMATS[weights] if isinstance(weights, str) else weights
     stack_name, stack = next(
         (name, m) for name, m in model.named_children() if isinstance(m, nn.ModuleList)
     )
     linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
-    for name, layer in linears.items():
-        if name != "lm_head":
-            format.check(name, layer.weight)
     passes = [_first_arguments(model, stack[0], ids) for ids in windows]
     bar = tqdm(total=len(linears), desc="GPTQ", unit="layer", disable=None)
     for number, block in enumerate(stack):
@@ -109,8 +104,9 @@ def calibrate(
                     f"The inputs of {name} are not finite on the calibration text: check the "
                     "checkpoint, or quantize without calibration."
                 )
-            matrix = gptq(layers[name].weight, hessian, format)
-            bias = layers[name].bias
+            weight, bias = layers[name].weight, layers[name].bias
+            format.check(name, weight)
+            matrix = gptq(weight, hessian, format)
             model.set_submodule(name, QuantizedLinear(matrix, bias, activations))
             bar.update()
         passes = [(block(*arguments), *arguments[1:]) for arguments in passes]
@@ -123,8 +119,7 @@ def _first_arguments(model: Any, block: nn.Module, ids: Tensor) -> tuple[Any, ..
     """What the first block of `model` is called with for the tokens `ids`."""
     calls: list[tuple[Any, ...]] = []
     hook = block.register_forward_pre_hook(lambda _, arguments: calls.append(arguments))
-    positions = torch.arange(len(ids))
-    model(ids, positions, Recompute().attend)
+    model(ids, torch.arange(len(ids)), Recompute().attend)
     hook.remove()
     return calls[0]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -33,24 +32,10 @@ INT8, GROUPS, KEYS = "int8", "int8-g32", "keys and values in int8"
 NEAREST, GPTQ = "int4, nearest", "int4, GPTQ"
 ROUNDED = {  # what is rounded, of each model
     "stories": (INT8, GROUPS, NEAREST, GPTQ, KEYS),
-    "stories-chat": (INT8, GROUPS, NEAREST, GPTQ, KEYS),
     "smollm2": (INT8, GROUPS, KEYS),  # its file is in int4: rounding to int4 again loses nothing
 }
 LESSONS = sorted(ROOT.glob("stage0[1-7]_*/README.md"))  # text for a model of English
 RESAMPLED = 2000  # times, for an interval of 95 %
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """Of the scored tokens: mean KL in nats, share of the same likeliest tokens, and nats a token
-    above the float model, with their interval of 95 %."""
-
-    tokens: int
-    kl: float
-    top_1: float
-    difference: float
-    low: float
-    high: float
 
 
 def engine_of(model: Any, **options: Any) -> Any:
@@ -66,26 +51,25 @@ def logprobs(engine: Any, ids: Sequence[int], first: int) -> Tensor:
     return logits.float().log_softmax(-1).double()
 
 
-def divergence(reference: Any, engine: Any, ids: Sequence[int], window: int = WINDOW) -> Divergence:
-    """Of a text's token ids, by two engines. Raises UserError for less than a window."""
-    if len(ids) < window:
-        raise UserError(
-            f"The text has {len(ids)} tokens, but a window has {window}: give a longer text."
-        )
-    starts, middle = range(0, len(ids) - window + 1, window), window // 2
+def divergence(reference: Any, engine: Any, ids: Sequence[int]) -> dict[str, float]:
+    """Of a text's token ids, by two engines. Of the scored tokens: mean KL in nats, share of the
+    same likeliest tokens, and nats a token above the float model, with their interval of 95 %."""
+    starts, middle = range(0, len(ids) - WINDOW + 1, WINDOW), WINDOW // 2
     kl, lost, same = 0.0, [], 0
     for start in tqdm(starts, unit="window", desc="KL", disable=None):
-        part = ids[start : start + window]
+        part = ids[start : start + WINDOW]
         p, q = (logprobs(kind, part[:-1], middle) for kind in (reference, engine))
         kl += (p.exp() * (p - q)).sum().item()
         same += int((p.argmax(-1) == q.argmax(-1)).sum())
         following = torch.tensor(part[middle + 1 :])[:, None]
         lost.append((p - q).gather(1, following).mean().item())
-    tokens, losses = len(lost) * (window - 1 - middle), torch.tensor(lost, dtype=torch.float64)
+    tokens, losses = len(lost) * (WINDOW - 1 - middle), torch.tensor(lost, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     picks = torch.randint(len(lost), (RESAMPLED, len(lost)), generator=generator)
     ends = losses[picks].mean(1).quantile(torch.tensor([0.025, 0.975]).double())
-    return Divergence(tokens, kl / tokens, same / tokens, losses.mean().item(), *ends.tolist())
+    low, high = ends.tolist()
+    shares = {"tokens": tokens, "kl": kl / tokens, "top_1": same / tokens}
+    return shares | {"difference": losses.mean().item(), "low": low, "high": high}
 
 
 def losses(windows: int = 40, calibration: int = 32) -> Iterator[dict[str, Any]]:
@@ -99,8 +83,8 @@ def losses(windows: int = 40, calibration: int = 32) -> Iterator[dict[str, Any]]
             continue
         words = tokenizer.load_tokenizer(shape.folder)
         learnt, count = calibration * WINDOW, windows * WINDOW
-        if name.startswith("stories"):
-            end = shape.config.eos_ids[-1]  # a chat model's first ends a turn
+        if name == "stories":
+            end = shape.config.eos_ids[0]
             learning = text_ids(words, end, learnt, None, "calibration")
             ids = text_ids(words, end, count, None, "judged")
         else:
@@ -114,7 +98,7 @@ def losses(windows: int = 40, calibration: int = 32) -> Iterator[dict[str, Any]]
             elif kind != KEYS:
                 convert(model, Quantize(kind.partition(",")[0]), {})
             engine = engine_of(model, dtype=torch.int8 if kind == KEYS else None)
-            yield {"model": name, "rounded": kind, **asdict(divergence(reference, engine, ids))}
+            yield {"model": name, "rounded": kind, **divergence(reference, engine, ids)}
 
 
 def line(row: dict[str, Any]) -> dict[str, str]:

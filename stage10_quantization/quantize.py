@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared import cli
-from shared.config import Config
 from shared.errors import UserError
 from shared.files import read_json
 
@@ -91,6 +90,8 @@ def quantize(options: argparse.Namespace) -> None:
     plain = {"linear": "plain", "dtype": "float32", "weights": "float32"}
     loaded = cli.load_model_from(argparse.Namespace(**{**vars(options), **plain}))
     model, config, folder = loaded.model, loaded.config, loaded.folder
+    if folder is None or not (folder / CONFIG).exists():
+        raise UserError("Only a model in a folder with a config.json can be written anew.")
     format = INT4_ZERO if options.weights == "int4" else FORMATS[options.weights]
     if options.method == "gptq":
         size, end = min(WINDOW, config.n_positions), next(iter(config.eos_ids), 0)
@@ -98,9 +99,10 @@ def quantize(options: argparse.Namespace) -> None:
         calibrate(model, windows_of(ids, options.windows, size), format)
     else:
         convert(model, Quantize(format), {})
+    fields = {key: value for key, value in read_json(folder / CONFIG).items() if key != OPTION}
     tensors = ((name, tensor_of(model, name)) for name in config.shapes())
-    copies = [folder / name for name in TOKENIZER if (folder / name).exists()] if folder else []
-    write_folder(options.out, fields_of(config, folder), tensors, copies, options.weights == "int4")
+    copies = [folder / name for name in TOKENIZER if (folder / name).exists()]
+    write_folder(options.out, fields, tensors, copies, options.weights == "int4")
 
 
 def tensor_of(model: Any, name: str) -> Tensor | QuantizedMatrix:
@@ -112,17 +114,3 @@ def tensor_of(model: Any, name: str) -> Tensor | QuantizedMatrix:
         return matrix
     tensor: Tensor = getattr(module, kind)
     return tensor.detach()
-
-
-def fields_of(config: Config, folder: Path | None) -> dict[str, Any]:
-    """The fields of config.json: those in the `folder` that the model comes from, or new ones."""
-    from stage08_llama.config import LlamaConfig, to_fields
-
-    if folder and (folder / CONFIG).exists():
-        return {key: x for key, x in read_json(folder / CONFIG).items() if key != OPTION}
-    if isinstance(config, LlamaConfig):
-        return to_fields(config)
-    names = "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "layer_norm_epsilon"
-    fields = {name: getattr(config, name) for name in names}
-    ends = {"eos_token_id": list(config.eos_ids), "tie_word_embeddings": config.tied}
-    return {"model_type": "gpt2", **fields, **ends}

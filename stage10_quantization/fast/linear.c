@@ -38,24 +38,22 @@ static inline floats rounded(floats x) {
     return x;
 }
 
+#if BYTES == 64
+#define madd_shorts(a, b) (words)_mm512_madd_epi16((__m512i)(a), (__m512i)(b))
+#elif BYTES == 32
+#define madd_shorts(a, b) (words)_mm256_madd_epi16((__m256i)(a), (__m256i)(b))
+#else
+#define madd_shorts(a, b) (words)_mm_madd_epi16((__m128i)(a), (__m128i)(b))
+#endif
+
 /* `sum` plus 4 products: codes w without a sign, times the codes of x, in each place. */
 static inline words madd_codes(words sum, words w, int32_t x) {
     const words all = (words){0} + x;
 #if defined(__AVX512VNNI__)
     return (words)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)all);
 #elif defined(__SSE2__)
-    shorts even = (shorts)((bits16)all << 8) >> 8, odd = (shorts)all >> 8;
-    bits16 w_even = (bits16)w & 255, w_odd = (bits16)w >> 8;
-#if BYTES == 64
-    sum += (words)_mm512_madd_epi16((__m512i)w_even, (__m512i)even);
-    return sum + (words)_mm512_madd_epi16((__m512i)w_odd, (__m512i)odd);
-#elif BYTES == 32
-    sum += (words)_mm256_madd_epi16((__m256i)w_even, (__m256i)even);
-    return sum + (words)_mm256_madd_epi16((__m256i)w_odd, (__m256i)odd);
-#else
-    sum += (words)_mm_madd_epi16((__m128i)w_even, (__m128i)even);
-    return sum + (words)_mm_madd_epi16((__m128i)w_odd, (__m128i)odd);
-#endif
+    sum += madd_shorts((bits16)w & 255, (shorts)((bits16)all << 8) >> 8);
+    return sum + madd_shorts((bits16)w >> 8, (shorts)all >> 8);
 #else
     for (int b = 0; b < 4; b++)
         sum += (words)((bits32)w >> 8 * b & 255) * ((words)((bits32)all << (24 - 8 * b)) >> 24);
@@ -239,7 +237,7 @@ madd_floats(const struct quantized *q, words (*tile)[F_VECTORS], const uint8_t *
 static inline __attribute__((always_inline)) void
 madd_nibbles(words (*tile)[F_VECTORS], const uint8_t *codes, const int32_t *const *x, int64_t steps,
              const uint8_t *line, const int rows, const int wide) {
-    const __m256i one = _mm256_set1_epi16(1);
+    const shorts one = (shorts){0} + 1;
     for (int64_t k = 0, end; k < steps; k = end) {
         shorts sums[MR][F_VECTORS] = {0};
         end = steps - k < 8 ? steps : k + 8;
@@ -259,7 +257,7 @@ madd_nibbles(words (*tile)[F_VECTORS], const uint8_t *codes, const int32_t *cons
         }
         for (int i = 0; i < rows; i++)
             for (int j = 0; j < wide; j++)
-                tile[i][j] += (words)_mm256_madd_epi16((__m256i)sums[i][j], one);
+                tile[i][j] += madd_shorts(sums[i][j], one);
     }
 }
 #endif
