@@ -10,15 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.checkpoint import PRESETS
 from stage01_forward.attention import explicit_attention
 from stage05_paged.blocks import Move
-from stage05_paged.memory import block_bytes
 from stage08_llama.config import LlamaConfig
 from stage09_kernels import cache as floats
 from stage09_kernels import library
 from stage09_kernels.tests.test_kernels import in_all_ways
-from stage09_kernels.tests.test_naive import EMULATED, at_every_level, attentions, bits, cases, near
+from stage09_kernels.tests.test_naive import EMULATED, at_every_level, attentions, cases, near
 from stage10_quantization.cache import FAST, NAIVE, SCALE, Int8Cache, Int8KernelCache, quantize
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
@@ -69,9 +67,6 @@ def unpacked(cache, block, layer=0):
     return torch.stack(codes), both
 
 
-# ---- one rounding --------------------------------------------------------------------------------
-
-
 @defined
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_vectors_whose_codes_are_worked_out_by_hand(numbers, scale, codes, dtype):
@@ -119,9 +114,6 @@ def test_codes_fit_the_scale_that_readers_multiply_by():
     assert ((careless * scales.double()[:, None] - x).abs() / scales[:, None]).max() > 0.7
 
 
-# ---- the cache to read ---------------------------------------------------------------------------
-
-
 def rounded(x):
     codes, scales = quantize(x)
     return codes * scales.to(x.dtype)[..., None]
@@ -145,21 +137,6 @@ def test_attention_is_explicit_attention_over_rounded_keys_and_values():
         cache.extend([([0, 1], 9, 3)])
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_attention_in_another_dtype_is_near(dtype):
-    torch.manual_seed(1)
-    q, k, v = torch.randn(3, 20, 2, 16).to(dtype)
-    outputs = []
-    for kind in (dtype, F64):
-        cache = Int8Cache(config_of(16, 2), 2)
-        outputs.append(cache.extend([([1, 0], 0, 20)]).attend(0, *(x.to(kind) for x in (q, k, v))))
-    assert outputs[0].dtype == dtype
-    torch.testing.assert_close(outputs[0].double(), outputs[1], rtol=0, atol=0.02)
-
-
-# ---- kernels: the fast ones against the page -----------------------------------------------------
-
-
 @compiled
 @every_level
 def test_attention_of_every_shape(level, weights, real):
@@ -172,25 +149,6 @@ def test_attention_of_every_shape(level, weights, real):
         assert torch.equal(one.kv, other.kv), case  # the same codes and scales, to the last bit
         narrow = weights == BF16
         near(naive, fast, real, 4.5 * (8 + max(case[3]) ** 0.5), 0.05 * narrow, 4.5 / 128)
-
-
-@compiled
-@pytest.mark.parametrize("real", [F32, F64])
-@pytest.mark.parametrize(("width", "block"), [(64, 16), (17, 7), (128, 33)])
-def test_kernels_keep_the_codes_of_the_cache_to_read(real, width, block):
-    torch.manual_seed(2)
-    config, table = config_of(width, 2, 2), [3, 1, 0]
-    size = 2 * block + 3
-    q, k, v = (torch.randn(size, heads, width, dtype=real) for heads in (4, 2, 2))
-    slow, fast = Int8Cache(config, 4, block), Int8KernelCache(config, 4, block, real=real)
-    outputs = [cache.extend([(table, 0, size)]).attend(0, q, k, v) for cache in (slow, fast)]
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-5 if real == F32 else 1e-13)
-    for number, block_id in enumerate(table):
-        held = min(block, size - number * block)
-        codes, scales = unpacked(fast, block_id)
-        planes = slow.memory.planes
-        assert torch.equal(codes[:, :, :held], planes[0][block_id, 0, :, :, :held])
-        assert torch.equal(bits(scales)[:, :, :held], bits(planes[1][block_id, 0])[:, :, :held])
 
 
 @compiled
@@ -225,9 +183,6 @@ def test_nothing_is_written_outside_the_slots_of_a_share():
     assert int(changed.sum()) == 2 * 8 * (24 + 2)
 
 
-# ---- scales travel -------------------------------------------------------------------------------
-
-
 @compiled
 @pytest.mark.parametrize("kind", [Int8Cache, Int8KernelCache])
 def test_a_block_that_moves_is_read_as_before(kind):
@@ -252,14 +207,3 @@ def test_a_block_that_moves_is_read_as_before(kind):
         outputs.append(cache.extend([(table, 39, 1)]).attend(1, *(x[39:] for x in inputs)))
     assert outputs[0].isfinite().all()
     assert all(torch.equal(output, outputs[0]) for output in outputs)
-
-
-@compiled
-def test_bytes_of_a_token_count_its_scales():
-    """19,008 at GPT-2 124M: a quarter of float32, and two bytes for each key and value."""
-    config = PRESETS["gpt2"]
-    assert config.kv_bytes_per_token(torch.int8) == 2 * 12 * 12 * (64 + SCALE.itemsize) == 19_008
-    for kind in (Int8Cache, Int8KernelCache):
-        cache: Any = kind(config, 3)
-        assert cache.memory.bytes_per_block == block_bytes(config, torch.int8, 16) == 304_128
-        assert cache.bytes == 3 * 304_128 and cache.dtype == torch.int8

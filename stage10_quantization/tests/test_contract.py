@@ -1,41 +1,63 @@
-"""Engines over quantized layers: their tokens are those of the slow engine of the same model, and
-bits do not depend on neighbours or chunks."""
+"""Engines over quantized layers, and over keys and values in int8: their tokens are those of the
+slow engine of the same model, and bits do not depend on neighbours or chunks.
+
+With keys and values in int8 the naive engine is the oracle, whose attention rounds the keys and
+values of the whole sequence in each pass.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from shared import testing
 from shared.config import Config
 from shared.models import load_model
-from shared.parity import prove, random_prompt
+from shared.parity import random_prompt
 from shared.testing import random_checkpoint, wide_norm
 from stage01_forward import engine as naive
 from stage01_forward.attention import Recompute
-from stage04_continuous.tests import oracle
-from stage04_continuous.tests.contract import Again
+from stage04_continuous.tests import contract, oracle
+from stage04_continuous.tests.lives import live
 from stage05_paged.blocks import BlockPool
 from stage05_paged.tests import test_contract as paged
+from stage05_paged.tests.engines import engine_of
 from stage08_llama.model import RMSNorm
 from stage08_llama.tests.test_contract import GROUPED
 from stage09_kernels import library
 from stage09_kernels.cache import KernelCache
 from stage09_kernels.engine import make as make_kernels
 from stage09_kernels.runner import KernelRunner
+from stage09_kernels.tests import test_contract as kernels
+from stage10_quantization.cache import Int8Cache, Int8KernelCache, quantize
 from stage10_quantization.convert import FORMATS, Quantize
-from stage10_quantization.layers import QuantizedLinear
-
-from .rounded import Rounded
 
 # Widths that groups of 32 divide, and an epsilon that no other test has.
 GPT2 = Config(101, 64, 64, 2, 2, name="wide", layer_norm_epsilon=3e-5)
 WIDTHS: Any = {"n_embd": 64, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_inner": 96}
 LLAMA = replace(GROUPED, **WIDTHS, layer_norm_epsilon=3e-5)
+INT8: dict[str, Any] = {"dtype": torch.int8}
 needs_kernels = pytest.mark.skipif(not library.compilers(), reason="no C compiler")
+
+
+class Rounded:
+    """The attention of a pass over a whole sequence, as a cache in int8 lets it see keys and
+    values."""
+
+    def __init__(self) -> None:
+        self.whole = Recompute()
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (T, heads, D), k and v (T, H, D) -> (T, heads, D)."""
+        real = torch.promote_types(q.dtype, torch.float32)
+        pairs = [quantize(x.to(real)) for x in (k, v)]
+        k, v = ((codes * scales.to(real)[..., None]).to(q.dtype) for codes, scales in pairs)
+        return self.whole.attend(layer, q, k, v)
 
 
 def model_of(config: Any, conversion: tuple[str, str], dtype: torch.dtype) -> Any:
@@ -64,56 +86,22 @@ def test_every_engine_has_the_tokens_of_the_slow_one(config, conversion):
         assert [o.token_ids for o in make(model).generate(prompts, params)] == want, name
 
 
-class TestPaged(Again, paged.TestPaged):
-    """The whole contract of stage 05, over int4 weights and int8 activations."""
-
-    @pytest.fixture(autouse=True)
-    def quantized(self):
-        def checkpoint(config: Any, **options: Any) -> Any:
-            made = random_checkpoint(config, **options)
-            made.conversion = Quantize("int4")
-            return made
-
-        with pytest.MonkeyPatch.context() as patch, oracle.shape(GPT2):
-            patch.setattr(oracle, "random_checkpoint", checkpoint)
-            assert isinstance(oracle.the_model().h[1].mlp.c_fc, QuantizedLinear)
-            yield
-
-    def test_all_scenarios(self):
-        """In float64 alone: the last bit of a float32 may change an activation's code."""
-        super().test_all_scenarios(torch.float64)
-
-    @needs_kernels
-    def test_all_scenarios_on_the_kernels(self):
-        model: Any = oracle.the_model()
-        engine: Any = make_kernels(model, insist=True)
-        parity = prove(engine, oracle.oracle_of(model), testing.sampling_params())
-        assert parity.tokens > 100 and not parity.near_ties
-
-
 @needs_kernels
 @pytest.mark.parametrize("weights", FORMATS)
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_quantized_weights_with_keys_and_values_in_int8(config, weights, monkeypatch):
-    """Chunks, swaps and prefix hits on the kernels: the tokens of the naive engine, whose attention
-    rounds keys and values as the cache does."""
+    """Chunks, swaps and prefix hits on the kernels."""
     monkeypatch.setattr(RMSNorm, "forward", wide_norm)
-    monkeypatch.setattr(naive, "Recompute", lambda: Rounded(Recompute()))
+    monkeypatch.setattr(naive, "Recompute", Rounded)
     model = model_of(config, (weights, "int8"), torch.float64)
     prompts = [random_prompt(length, config, "both") for length in (30, 17, 30, 9)]
     params = testing.sampling_params()(max_tokens=14)
     want = [o.token_ids for o in naive.Engine(model).generate(prompts, params)]
+    pools = {"pool": BlockPool(20, 4), "swap_pool": BlockPool(40, 4), "preemption": "swap"}
     engine: Any = make_kernels(
-        model,
-        insist=True,
-        dtype=torch.int8,
-        pool=BlockPool(20, 4),
-        swap_pool=BlockPool(40, 4),
-        preemption="swap",
-        token_budget=12,
-        max_sequences=4,
-    )
-    assert type(engine.runner.cache).__name__ == "Int8KernelCache"
+        model, insist=True, token_budget=12, max_sequences=4, **INT8, **pools
+    )  # fmt: skip
+    assert type(engine.runner.cache) is Int8KernelCache
     for _ in range(2):
         assert [o.token_ids for o in engine.generate(prompts, params)] == want
     counts = engine.scheduler.counts
@@ -122,29 +110,80 @@ def test_quantized_weights_with_keys_and_values_in_int8(config, weights, monkeyp
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("weights", FORMATS)
-def test_bits_do_not_depend_on_neighbours_or_chunks(config, weights, dtype):
-    model = model_of(config, (weights, "int8"), dtype)
-    ids = random_prompt(54, config, "bits")
-    tables = [[3, 0], [5], [2, 7]]
-    lengths = [21, 3, 30]
+def test_bits_do_not_depend_on_neighbours_or_chunks(weights, dtype):
+    model = model_of(LLAMA, (weights, "int8"), dtype)
+    ids = random_prompt(54, LLAMA, "bits")
+    shares = [([3, 0], 0, 21), ([5], 0, 3), ([2, 7], 0, 30)]
 
     def runner() -> Any:
-        return KernelRunner(model, KernelCache(config, 8, 16, dtype=dtype))
+        return KernelRunner(model, KernelCache(LLAMA, 8, 16, dtype=dtype))
 
-    shares = [(table, 0, length) for table, length in zip(tables, lengths, strict=True)]
     together = runner().run(ids, shares, list(range(54))).clone()
     alone, chunks, start = [], [], 0
-    for table, length in zip(tables, lengths, strict=True):
-        some = ids[start : start + length]
-        alone.append(runner().run(some, [(table, 0, length)], list(range(length))).clone())
+    for table, _, length in shares:
+        part = ids[start : start + length]
+        alone.append(runner().run(part, [(table, 0, length)], list(range(length))).clone())
         piecewise = runner()
         for first in range(0, length, 7):
-            count = min(7, length - first)
-            share = [(table, first, count)]
-            logits = piecewise.run(some[first : first + count], share, list(range(count)))
-            chunks.append(logits.clone())
+            chunk = part[first : first + 7]
+            share = [(table, first, len(chunk))]
+            chunks.append(piecewise.run(chunk, share, list(range(len(chunk)))).clone())
         start += length
     assert together.isfinite().all()
     assert torch.equal(torch.cat(alone), together) and torch.equal(torch.cat(chunks), together)
+
+
+# ---- keys and values in int8: the contract of engines, of stage 05 -------------------------------
+
+KERNELS = kernels.KERNELS | INT8 | {"make_cache": partial(Int8KernelCache, real=torch.float64)}
+
+
+@pytest.fixture(scope="module")
+def rounding():
+    """A Llama, whose answers are those of an oracle that no other test asks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RMSNorm, "forward", wide_norm)
+        oracle_of = cache(oracle.Oracle)
+        patch.setattr(naive, "Recompute", Rounded)
+        patch.setattr(oracle, "oracle_of", oracle_of)
+        patch.setattr(contract, "oracle_of", oracle_of)
+        with oracle.shape(replace(GROUPED, layer_norm_epsilon=4e-5)):
+            yield
+
+
+@needs_kernels
+@pytest.mark.usefixtures("rounding")
+class TestInt8Kernels(kernels.TestKernels):
+    """Preemption, swaps, forks, aborts, prefix hits and chunked prefill."""
+
+    @staticmethod
+    def engine(*args: Any, **options: Any) -> Any:
+        real = options["model"].dtype if "model" in options else torch.float64
+        make_cache = partial(Int8KernelCache, real=real)
+        return engine_of(*args, **(KERNELS | {"make_cache": make_cache} | options))
+
+
+class KernelLife(paged.PagedLife):
+    def make(self, sequences, token_budget, **options):
+        return super().make(sequences, token_budget, **KERNELS, **options)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize("examples", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_lives_with_kernels(examples):
+    """Swaps, copies, hits and evictions, watched by the sanitizer."""
+    seen = live(KernelLife, examples)
+    assert all(seen[event] for event in ("copies", "evicted", "hit_tokens", "swapped_in"))
+
+
+@needs_kernels
+@pytest.mark.usefixtures("rounding")
+def test_the_dtype_of_the_cache_selects_it():
+    """In the engines of stages 05 and 09, by the option that selects bfloat16."""
+    engine: Any = make_kernels(oracle.the_model(), 2, insist=True, **INT8)
+    assert type(engine.runner.cache) is Int8KernelCache
+    assert engine.runner.cache.real == torch.float64
+    slow: Any = engine_of(**INT8)
+    assert type(slow.runner.cache) is Int8Cache

@@ -112,10 +112,6 @@ def test_a_model_is_what_the_package_reads(tmp_path, name):
         assert isinstance(tensor, QuantizedMatrix) == model.is_quantized(name)
         if isinstance(tensor, QuantizedMatrix):
             kept += 1
-            rows = torch.tensor([5, 2])
-            part = model.read(name, rows)
-            assert isinstance(part, QuantizedMatrix)
-            assert torch.equal(part.dequantized(), tensor.dequantized()[rows])
             tensor = tensor.dequantized()
             tensor = tensor.t() if name.endswith(PROJECTIONS) else tensor
         assert tuple(tensor.shape) == config.shapes()[name]
@@ -154,26 +150,18 @@ def tokenizer_of(folder, **changes):
     return {f"tokenizer.ggml.{key}": value for key, value in values.items()}
 
 
-@pytest.fixture(autouse=True)
-def cached(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def test_tokenizer_and_template_are_read(chatty, tmp_path):
     template = {"tokenizer.chat_template": "{{ messages }}"}
     rows = read_json(chatty / "config.json")["vocab_size"]
     write(tmp_path / "m.gguf", replace(LLAMA, vocab_size=rows), tokenizer_of(chatty) | template)
     theirs: Any = load_tokenizer(chatty)
-    for _ in range(2):  # the second time from the cache
-        loaded = models.load(str(tmp_path / "m.gguf"))
-        ours: Any = load_tokenizer(loaded.folder)
-        for text in ("12 x 345\u00bd", "  two\n\n  spaces ", "na\u00efve \u4e2d", "<|im_end|>", ""):
-            assert ours.encode(text) == theirs.encode(text)
-            assert ours.decode(ours.encode(text)) == text
-        assert ours.control == theirs.control and ours.eos_id == theirs.eos_id
-    assert (
-        loaded.folder and "{{ messages }}" in (loaded.folder / "tokenizer_config.json").read_text()
-    )
+    folder = models.load(str(tmp_path / "m.gguf")).folder
+    ours: Any = load_tokenizer(folder)
+    for text in ("12 x 345\u00bd", "  two\n\n  spaces ", "na\u00efve \u4e2d", "<|im_end|>", ""):
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.decode(ours.encode(text)) == text
+    assert ours.control == theirs.control and ours.eos_id == theirs.eos_id
+    assert folder and "{{ messages }}" in (folder / "tokenizer_config.json").read_text()
 
 
 def refusal(path, **options):
@@ -184,30 +172,16 @@ def refusal(path, **options):
     return message
 
 
-def test_a_file_without_a_tokenizer_needs_one_beside_it(tmp_path):
-    write(tmp_path / "m.gguf", LLAMA)
-    loaded = models.load(str(tmp_path / "m.gguf"))
-    with pytest.raises(UserError, match="vocab.json is missing, and the tokenizer needs"):
-        load_tokenizer(loaded.folder)
-
-
 def test_another_tokenizer_is_refused(chatty, tmp_path):
     rows = read_json(chatty / "config.json")["vocab_size"]
     for changes, reason in (
         ({"pre": "other"}, "cuts text by the rules 'other', not gpt-2, smollm"),
         ({"model": "llama"}, "its tokenizer is of the kind 'llama', not gpt2"),
-        ({"merges": ["a b c"]}, "a merge that is not of two tokens"),
-        ({"token_type": [1]}, "no type for each token"),
         ({"eos_token_id": 10**6}, "eos_token_id is 1000000, which is no token"),
     ):
         config = replace(LLAMA, vocab_size=rows, eos_ids=())
         write(tmp_path / "m.gguf", config, tokenizer_of(chatty, **changes))
         assert reason in refusal(tmp_path / "m.gguf")
-
-
-def test_a_big_endian_file_is_refused_in_a_true_sentence(tmp_path):
-    write(tmp_path / "m.gguf", LLAMA, endianess=gguf.GGUFEndian.BIG)
-    assert "m.gguf is big-endian, for other processors" in refusal(tmp_path / "m.gguf")
 
 
 def test_a_model_that_does_not_fit_is_refused(tmp_path):
@@ -218,10 +192,12 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path):
         ({}, ("blk.1.attn_q.weight",), "it has no tensor for layers.1.self_attn.q_proj.weight"),
         ({"llama.block_count": 1}, (), "the tensor 'blk.1.attn_k.weight' is none of its archi"),
         ({"llama.embedding_length": 32}, (), "token_embd.weight has the shape (64, 64), not"),
-        ({"llama.rope.scaling.type": "longrope"}, (), "rope_type to 'longrope'"),
+        ({"llama.rope.scaling.type": "yarn"}, (), "it sets llama.rope.scaling.type"),
     ):
         write(path, LLAMA, metadata, drop)
         assert reason in refusal(path)
+    write(path, LLAMA, endianess=gguf.GGUFEndian.BIG)
+    assert "m.gguf is big-endian, for other processors" in refusal(path)
     write(path, LLAMA)
     for change, reason in (
         ((b"llama", b"mamba"), "its architecture is 'mamba', none of gpt2, llama"),
@@ -233,13 +209,8 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path):
     assert "it is cut, corrupt or no GGUF file" in refusal(path)
 
 
-def test_stretched_positions(tmp_path):
-    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 16, "yarn_beta_fast": 16.0}
-    metadata = {f"llama.rope.scaling.{key}": value for key, value in scaling.items()}
-    write(tmp_path / "m.gguf", LLAMA, metadata)
-    rope: Any = GGUFModel(tmp_path / "m.gguf").config
-    assert (rope.rope.kind, rope.rope.factor, rope.rope.trained) == ("yarn", 4.0, 16)
-    write(tmp_path / "m.gguf", MODELS["llama3"], metadata)
+def test_divisors_of_positions_that_are_not_llama_3s_are_refused(tmp_path):
+    write(tmp_path / "m.gguf", MODELS["llama3"])
     octets = (tmp_path / "m.gguf").read_bytes()
     eight, nine = np.float32(8).tobytes(), np.float32(9).tobytes()
     (tmp_path / "m.gguf").write_bytes(octets.replace(eight, nine, 1))
@@ -248,14 +219,12 @@ def test_stretched_positions(tmp_path):
 
 def test_any_bytes_give_an_error_or_tensors(tmp_path):
     """A file with bits flipped or cut: nothing but a UserError, and no other shapes."""
-    config = replace(LLAMA, n_layer=1)
-    write(tmp_path / "m.gguf", config)
+    write(tmp_path / "m.gguf", replace(LLAMA, n_layer=1))
     whole, source, opened = (tmp_path / "m.gguf").read_bytes(), random.Random(0), 0
-    for number in range(150):
+    for number in range(60):
         octets = bytearray(whole)
         if number % 3:
-            for _ in range(source.choice([1, 1, 3])):
-                octets[source.randrange(3000)] ^= 1 << source.randrange(8)
+            octets[source.randrange(3000)] ^= 1 << source.randrange(8)
         else:
             del octets[source.randrange(len(octets) - 40) :]
         path = tmp_path / f"{number}.gguf"  # a mapped file must not change
@@ -267,5 +236,4 @@ def test_any_bytes_give_an_error_or_tensors(tmp_path):
             opened += 1
         except UserError as error:
             assert "\n" not in str(error)
-        path.unlink()
-    assert 0 < opened < 100
+    assert 0 < opened < 60

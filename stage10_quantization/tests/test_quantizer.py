@@ -66,22 +66,6 @@ def test_half_a_scale_is_nearly_reached(bits, minimum):
         assert np.sqrt((error**2).mean()) == pytest.approx(expected[bits, minimum], rel=0.15)
 
 
-@given(matrices(ordinary, columns=32), st.sampled_from(KINDS), st.sampled_from(list(DTYPES)))
-@example(np.full((3, 32), 2.0**-14, np.float32), (6, False), np.float16)  # a subnormal scale
-def test_dequantized_weights_are_quantized_without_error(w, kind, dtype):
-    """The second time each group has the same codes if its scale is a normal number, or zero. A
-    subnormal one may be rounded upwards so far that the largest code is not used."""
-    codes, *scales = quantized(w, kind, 32, dtype)
-    back = page.dequantize(codes, *scales)
-    again, *following = quantized(back, kind, 32, dtype)
-    if not kind[1]:
-        normal = ((scales[0] >= np.finfo(dtype).tiny) | (scales[0] == 0))[:, 0]
-        assert np.array_equal(codes[normal], again[normal])
-        np.testing.assert_allclose(following[0], scales[0], rtol=3e-3, atol=1e-7)
-    error = np.abs(page.dequantize(again, *following) - back).max(-1)
-    assert (error <= following[0][:, 0] / 2 * page.ROUNDING + 1e-5).all()
-
-
 @pytest.mark.parametrize("bits,minimum", KINDS)
 @given(w=matrices(anything, rows=2), group=st.sampled_from([16, 64]))
 @example(w=WIDE, group=16)
@@ -139,15 +123,6 @@ def test_a_zero_point_is_a_code(w, far):
     assert (error <= matrix.scale * page.ROUNDING + 1e-4).all()
 
 
-def test_large_matrices_are_quantized_piece_by_piece(monkeypatch):
-    w = torch.randn(100, 64)
-    whole = rounding.quantize(w, 4, 32, True, torch.float16)
-    monkeypatch.setattr(rounding, "AT_A_TIME", 64 * 7)
-    piecewise = rounding.quantize(w, 4, 32, True, torch.float16)
-    assert torch.equal(whole.codes, piecewise.codes) and torch.equal(whole.scale, piecewise.scale)
-    assert torch.equal(whole.dequantized(), piecewise.dequantized())
-
-
 @given(matrices(anything, rows=4), st.sampled_from([32, 64]))
 def test_activations_are_those_of_the_page(x, group):
     with np.errstate(all="ignore"):
@@ -180,21 +155,6 @@ def test_a_layer_errs_by_no_more_than_its_bound(x, w, kind):
     assert (error <= page.bound(x, codes, *scales) + rounding_of_sums).all()
 
 
-@pytest.mark.parametrize("bits,minimum", KINDS)
-def test_the_bound_of_a_layer_is_nearly_reached(bits, minimum):
-    """Inputs and weights half a code off, all to the same side."""
-    scale = 2.0**-5
-    x = np.full((1, 64), 100.499, np.float32)
-    x[0, 0] = 127.0
-    lowest, highest = (0, 2**bits - 1) if minimum else (1 - 2 ** (bits - 1), 2 ** (bits - 1) - 1)
-    w = np.full((1, 64), (highest - 1 + 0.499) * scale, np.float32)
-    w[0, :2] = lowest * scale, highest * scale
-    codes, *scales = quantized(w, (bits, minimum), 64)
-    error = np.abs(page.multiply(x, codes, *scales) - x.astype(float) @ w.T.astype(float))
-    ratio = error / page.bound(x, codes, *scales)
-    assert 0.9 < ratio[0, 0] <= 1
-
-
 def test_sums_of_whole_numbers_are_exact_at_both_ends():
     """Codes -128 and -8 occur in files; a row of 6,400 large ones, and one of an odd length."""
     torch.manual_seed(0)
@@ -215,19 +175,15 @@ def test_sums_of_whole_numbers_are_exact_at_both_ends():
 def test_a_layer_is_split_by_outputs_and_by_groups_of_inputs(activations):
     torch.manual_seed(0)
     w, x, bias = torch.randn(12, 128), torch.randn(3, 128), torch.randn(12)
-    layer = layers.QuantizedLinear(
-        rounding.quantize(w, 4, 32, True, torch.float16), bias, activations
-    )
+    matrix = rounding.quantize(w, 4, 32, True, torch.float16)
+    layer = layers.QuantizedLinear(matrix, bias, activations)
     rows = torch.tensor([3, 1, 7])
     assert torch.allclose(layer.shard(rows, None)(x), layer(x)[:, rows], atol=1e-5)
     halves = [torch.arange(96, 128), torch.arange(96)]
     parts = [layer.shard(None, columns)(x[:, columns]) for columns in halves]
-    assert all(layer.shard(None, columns).bias is None for columns in halves)
     assert torch.allclose(sum(parts) + bias, layer(x), atol=1e-4)
     with pytest.raises(UserError, match="groups of 32"):
         layer.shard(None, torch.arange(48))
-    with pytest.raises(UserError, match="groups of 32"):
-        layer.shard(None, torch.arange(128).flip(0))
     by_row = layers.QuantizedLinear(rounding.quantize(w), None, "float")
     odd = torch.tensor([5, 77, 2])
     assert torch.allclose(by_row.shard(None, odd)(x[:, odd]), x[:, odd] @ w[:, odd].t(), atol=0.1)
