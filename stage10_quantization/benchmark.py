@@ -78,7 +78,9 @@ def measure(bench: kit.Bench) -> None:
         blocks = 64 * -(-(CONTEXT + 1) // BLOCK)
         runners = {weights: runner_of(subject, weights, blocks) for weights in FORMATS}
         proofs = [proof_of(subject, weights, run) for weights, run in runners.items()]
-        about = {"bytes": {weights: run.program.bytes for weights, run in runners.items()}}
+        about: dict[str, Any] = {
+            "bytes": {weights: run.program.bytes for weights, run in runners.items()}
+        }
         for count in bench.sizes(1, 8, 32, 64, PROMPT) if whole else (1,):
             about |= {"rows": count, "context": 0 if count == PROMPT else CONTEXT}
             inputs = inputs_of(count, about["context"])
