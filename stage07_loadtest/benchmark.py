@@ -65,7 +65,7 @@ def load(bench: kit.Bench, subject: Subject) -> None:
     words += f" --kv-memory {size} --threads {torch.get_num_threads()}"
     words += "" if model in EMBEDDED else " --random-weights"
     with ExitStack() as stack:
-        urls, proofs = {}, {}
+        urls, proofs = dict[str, str](), dict[str, Any]()
         for name, rows in SERVERS.items():
             limit = f"{words} --max-num-seqs {rows}".split()
             urls[name] = stack.enter_context(own_server(limit, quiet=True)).url
@@ -75,7 +75,7 @@ def load(bench: kit.Bench, subject: Subject) -> None:
             asks = [Ask(prompt, ANSWER) for prompt in subject.prompts([PROMPT] * count, case)]
             ways = {server: partial(point, urls[server], asks, plan)}
             about |= {"server": server, **subject.about}
-            return bench.row(case, ways, times, 0, partial(proofs.get, server), **about)
+            return bench.row(case, ways, times, 0, partial(proofs.__getitem__, server), **about)
 
         for server, loops in USERS.items():
             for users, each in bench.sizes(*loops):

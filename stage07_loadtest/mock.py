@@ -69,8 +69,9 @@ class Mock:
 
     async def metrics(self, request: web.Request) -> web.Response:
         """In Prometheus' format, under vLLM's names."""
-        values = {"num_requests_running": self.running, "num_requests_waiting": self.waiting}
-        values |= {"kv_cache_usage_perc": self.running / self.behaviour.max_num_seqs}
+        values: dict[str, float] = {"num_requests_running": self.running}
+        values["num_requests_waiting"] = self.waiting
+        values["kv_cache_usage_perc"] = self.running / self.behaviour.max_num_seqs
         values |= {"generation_tokens_total": self.generated, "request_success_total": self.ended}
         return web.Response(text="".join(f"vllm:{key} {values[key]}\n" for key in values))
 

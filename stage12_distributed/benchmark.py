@@ -1,13 +1,11 @@
 """What several processes buy and cost: `python -m stage12_distributed.benchmark`.
 
 In simulated time, with passes as long as this machine's: policies, and bounds of the load.
-In real time: two ranks, and a choice among replicas. All answers of real engines are proved.
+In real time: two ranks. All answers of real engines are proved.
 """
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -22,9 +20,8 @@ from shared.roofline import forward_cost, static_costs
 from stage05_paged.engine import make
 
 from .passes import PassTime, calibrate
-from .routing import BLOCK_SIZE, Routing
-from .simulator import Cell, bounds
-from .simulator import policies as compare_policies
+from .routing import BLOCK_SIZE
+from .simulator import Cell, bounds, policies
 from .tensor.group import RankGroup, Setup
 from .tensor.group import make as make_ranks
 
@@ -33,26 +30,20 @@ SUM = 0.2e-3  # seconds, assumed for a sum over a socket of this machine
 ONE, TWO = "one process", "two ranks"
 PROMPT = 276  # tokens: a system prompt, and a question
 CONTEXTS = 8  # memory of a replica, in whole contexts
-REPLICAS, LOAD = 10, 0.7
+LOAD = 0.7
 
 
 def measure(bench: kit.Bench) -> None:
     for subject in bench.subjects(("gpt2", "float32")):
         times = PassTime.fit(calibrate(make(subject.model, CONTEXTS)))
         blocks = CONTEXTS * subject.config.n_positions // BLOCK_SIZE
-        cell = Cell(4 if bench.quick else REPLICAS, blocks=blocks)
-        requests = 200 if bench.quick else 800
-        fleets = compare_policies(cell, times, requests, LOAD)
+        cell = Cell(4 if bench.quick else 10, blocks=blocks)
+        fleets = policies(cell, times, 200 if bench.quick else 800, LOAD)
         bench.results["fleets"] = [subject.about | group for group in fleets]
-        limited = bounds(cell, times, 50 if bench.quick else 150)
+        few: dict[str, Any] = {"loads": (0.4,), "replicas": (2,)} if bench.quick else {}
+        limited = bounds(cell, times, 50 if bench.quick else 150, **few)
         bench.results["bounded"] = [subject.about | group for group in limited]
         ranks(bench, subject)
-        for replicas in bench.sizes(2, 16, 64):
-
-            def choice(replicas: int = replicas) -> dict[str, Any]:
-                return {"us": routing_seconds(replicas)}
-
-            bench.row("router", {"choice": choice}, 1, 0, replicas=replicas)
 
 
 def whole(name: str, dtype: str) -> Any:
@@ -91,32 +82,7 @@ def ranks(bench: kit.Bench, subject: Subject) -> None:
         torch.set_num_threads(threads)
 
 
-def routing_seconds(replicas: int) -> list[float]:
-    """Seconds of each of 4,000 choices among `replicas`. Prompts have 1,024 tokens and share half
-    of them with other prompts; up to 8 requests a replica are in flight."""
-    generator, routing = random.Random(0), Routing(seed=0)
-    for number in range(replicas):
-        routing.add(f"replica-{number}")
-    starts = [generator.choices(range(50_000), k=512) for _ in range(4 * replicas)]
-    times, running = [], []
-    for _ in range(4000):
-        prompt = generator.choice(starts) + generator.choices(range(50_000), k=512)
-        before = time.perf_counter()
-        route = routing.choose(routing.digests(prompt), len(prompt), 64)
-        assert route is not None
-        routing.start(route)
-        running.append(route)
-        if len(running) > 8 * replicas:
-            routing.finish(running.pop(0))
-        times.append(time.perf_counter() - before)
-    return times
-
-
 # ---- tables and chart ---------------------------------------------------------------------------
-
-
-def policies(results: Results) -> list[Row]:
-    return results.rows("fleets", case="policies")
 
 
 def tables(results: Results) -> kit.Tables:
@@ -127,30 +93,14 @@ def tables(results: Results) -> kit.Tables:
             "TTFT p50, ms": f"{1e3 * row['ttft_p50']:,.0f}",
             "TTFT p99, ms": f"{1e3 * row['ttft_p99']:,.0f}",
         }
-        for row in policies(results)
+        for row in results.rows("fleets")
     ]  # fmt: skip
-    limited = [
-        {
-            "replicas": row["replicas"], "load": f"{row['load']:.0%}", "policy": row["policy"],
-            "found": f"{row['hits']:.0%}", "one big cache": f"{row['big']:.0%}",
-            "most over mean load": f"{row['balance']:.2f}",
-            "TTFT p99, ms": f"{1e3 * row['ttft_p99']:,.0f}",
-        }
-        for row in results.rows("bounded", traffic="prefix") if row["load"] != 0.4
-    ]  # fmt: skip
-    real = [
-        {
-            "what": f"{len(row.lengths)} requests, tok/s", "one process": row.rate(ONE),
-            "two ranks": row.rate(TWO), "same tokens": row.proof,
-        }
-        for row in results.rows("ranks")
-    ]  # fmt: skip
-    real += [
-        {"what": f"a choice among {row['replicas']} replicas, us",
-         "one process": kit.spread((1e6 * s for s in row["us"]["choice"][0]), 0)}
-        for row in results.rows("router")
-    ]  # fmt: skip
-    return {"few": few, "bounds": limited, "real": real, "claims": claims(results)}
+    limited: dict[Any, dict[str, object]] = {}
+    for row in results.rows("bounded"):
+        line = {"replicas": row["replicas"], "load": f"{row['load']:.0%}"}
+        cell = f"{row['hits']:.0%}, {1e3 * row['ttft_p99']:,.0f} ms"
+        limited.setdefault((row["replicas"], row["load"]), line)[row["policy"]] = cell
+    return {"few": few, "bounds": limited.values(), "claims": claims(results)}
 
 
 def least(row: Row, variant: str) -> float:
@@ -161,19 +111,19 @@ def least(row: Row, variant: str) -> float:
 
 def claims(results: Results) -> Iterator[dict[str, str]]:
     """What the lesson predicts."""
-    rows = {(row["traffic"], row["policy"]): row for row in policies(results)}
-    if not {("prefix", "prefix"), ("prefix", "random"), ("free", "random")} <= rows.keys():
+    rows = {(row["traffic"], row["policy"]): row for row in results.rows("fleets")}
+    if not rows:
         return
     prefix, chance = rows["prefix", "prefix"], rows["prefix", "random"]
     why = "a prefix whose replica is too busy is computed by another one too"
     big = 100 * prefix["big"]
     yield kit.claim("prompts found, by prefix, %", 88.8, big, 100 * prefix["hits"], "", why)
-    half, most = (
+    half, few = (
         forward_cost(prefix.config, prefix.kind, PROMPT // part).seconds(kit.ROUND, prefix.kind)
         for part in (2, 9)
     )
     gain = chance["ttft_p50"] / prefix["ttft_p50"]
-    yield kit.claim("TTFT, at random over by prefix", 4.6, half / most, gain)
+    yield kit.claim("TTFT, at random over by prefix", 4.6, half / few, gain)
     free = rows["free", "random"]["ttft_p50"] / rows["free", "prefix"]["ttft_p50"]
     yield kit.claim("the same without common prefixes", 1.0, 1.0, free, "x", "the control: no hits")
     for row in results.rows("ranks")[:1]:
@@ -182,20 +132,23 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
         yield kit.claim(what, 0.73, here, row.gain(ONE, TWO), "x", why)
 
 
+def found(results: Results) -> dict[str, float]:
+    """The share of tokens that each policy finds, where prompts have common prefixes."""
+    return {row["policy"]: row["hits"] for row in results.rows("fleets", traffic="prefix")}
+
+
 def chart(results: Results) -> Figure:
-    rows = [row for row in policies(results) if row["traffic"] == "prefix"]
     return charts.bars(
         "Prompts with common prefixes: what each policy finds",
         "% of the prompts' tokens (ten simulated replicas, 64 prefixes)",
-        [row["policy"] for row in rows],
-        {"found": [100 * row["hits"] for row in rows]},
+        list(found(results)),
+        {"found": [100 * hits for hits in found(results).values()]},
         digits=0,
     )
 
 
 def headline(results: Results) -> str:
-    hits = {row["policy"]: row["hits"] for row in policies(results) if row["traffic"] == "prefix"}
-    if not {"prefix", "random"} <= hits.keys():
+    if not (hits := found(results)):
         return kit.UNMEASURED
     prefix, chance = f"{hits['prefix']:.0%}", f"{hits['random']:.0%}"
     return f"routing by prefix finds {prefix} of the prompts' tokens, at random {chance}"

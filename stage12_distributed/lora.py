@@ -4,14 +4,14 @@ To a layer y = W x, an adapter adds the product of two thin matrices: y += s * B
 (r, in) and B is (out, r). W is read once for all rows of a pass; then each adapter's A and B are
 applied to its own rows. Hu et al., "LoRA" (2021); Chen et al., "Punica" (2023).
 
-A request's salt says which adapter it uses. Keys and values depend on the adapter, the salt already
-separates requests that must not share blocks, and samples and forks inherit it. The salt ends with
-the digest of the adapter's bytes: an adapter that is loaded again under its old name, with other
-bytes, finds no blocks of its predecessor. Before each pass `Adapters`, an observer of the engine,
-sets the number of each share's adapter; the cache's `extend` knows the order of the rows.
+A request's salt says which adapter it uses: it ends with the digest of the adapter's bytes. Keys
+and values depend on the adapter, and the salt already separates requests that must not share
+blocks; an adapter that is loaded again under its old name, with other bytes, finds none of its
+predecessor's. Before each pass `Adapters`, an observer of the engine, sets the number of each
+share's adapter; the cache's `extend` knows the order of the rows.
 
-Adapters are read from folders as PEFT writes them, and only from subfolders of the one folder that
-the server's administrator names. An option that is not implemented is refused by name.
+Adapters are read from folders as PEFT writes them. An option that is not implemented is refused by
+name.
 """
 
 from __future__ import annotations
@@ -36,20 +36,23 @@ from stage04_continuous.plan import Plan
 from .tensor.shard import Shard
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MOST_RANK, MOST_ADAPTERS = 64, 32
+MOST_RANK = 64
 BASE = -1  # in place of an adapter's number: none
 SIZE = hashlib.sha256().digest_size
-# PEFT options that do not change the arithmetic: how the adapter was trained, and where its layers
-# are, which the tensors' names repeat. A, B and their shapes are the same for Conv1D layers, so
-# fan_in_fan_out is among them. Any other option that is set is refused.
+# PEFT's options and the values that work. Other initializations change the model's own weights.
+WORKS: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, None, "gaussian", "eva"),
+}
+# PEFT's options that do not change the arithmetic: how the adapter was trained, and where its
+# layers are, which the tensors' names repeat; and those that `_scale` reads. Any other one that is
+# set is refused. A, B and their shapes are the same for Conv1D layers (fan_in_fan_out).
 HARMLESS = {
-    *("auto_mapping", "eva_config", "exclude_modules"),
-    *("fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform"),
-    *("lora_dropout", "megatron_config", "megatron_core", "peft_version", "qalora_group_size"),
-    *("revision", "runtime_config", "target_modules", "task_type"),
-    # See `_scale`.
-    *("base_model_name_or_path", "bias", "init_lora_weights", "lora_alpha", "peft_type", "r"),
-    "use_rslora",
+    *("auto_mapping", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode"),
+    *("layers_pattern", "layers_to_transform", "lora_dropout", "megatron_config", "megatron_core"),
+    *("peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules"),
+    *("task_type", "base_model_name_or_path", "lora_alpha", "r", "use_rslora"),
 }
 
 
@@ -64,20 +67,6 @@ class Adapter:
 def _scale(fields: Mapping[str, Any], source: Path, model: str) -> tuple[int, float]:
     """The rank and the factor of B A. Raises UserError for what is not implemented, and for an
     adapter of another model than `model`."""
-
-    def refuse(name: str, wanted: str) -> UserError:
-        return UserError(
-            f"{source} sets {name} to {str(fields.get(name))[:60]}; only {wanted} works: train the "
-            "adapter without it."
-        )
-
-    if fields.get("peft_type") != "LORA":
-        raise refuse("peft_type", "LORA")
-    if fields.get("bias", "none") != "none":
-        raise refuse("bias", "none")
-    # Other initializations change the model's own weights, too.
-    if fields.get("init_lora_weights", True) not in (True, False, None, "gaussian", "eva"):
-        raise refuse("init_lora_weights", "true")
     # A hub's "owner/name", or a folder on the machine that trained it: the last part is the name.
     base = fields.get("base_model_name_or_path") or model
     if re.split(r"[/\\]", str(base).rstrip("/\\"))[-1].lower() != model.lower():
@@ -85,15 +74,18 @@ def _scale(fields: Mapping[str, Any], source: Path, model: str) -> tuple[int, fl
             f"{source} is for the base model {str(base)[:100]}, and this is {model}: serve that "
             "model, or correct base_model_name_or_path."
         )
-    for name, value in fields.items():
-        if value and name not in HARMLESS:
-            raise refuse(name, "false or nothing")
-    rank: Any = fields.get("r")
     alpha: Any = fields.get("lora_alpha")
-    if type(rank) is not int or not 1 <= rank <= MOST_RANK:
-        raise refuse("r", f"a rank from 1 to {MOST_RANK}")
+    wrong = [name for name, values in WORKS.items() if fields.get(name, values[0]) not in values]
+    wrong += [name for name in fields if fields[name] and name not in HARMLESS | WORKS.keys()]
     if type(alpha) not in (int, float) or not math.isfinite(alpha):
-        raise refuse("lora_alpha", "a number")
+        wrong.append("lora_alpha")
+    if (rank := fields.get("r")) not in range(1, MOST_RANK + 1):
+        wrong.append("r")
+    for name in wrong:
+        raise UserError(
+            f"{source} sets {name} to {str(fields.get(name))[:60]}, which is not implemented: "
+            "train the adapter without it."
+        )
     return rank, alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
 
 
@@ -206,26 +198,18 @@ class Adapters:
     def load_all(self, folder: Path) -> None:
         """Load every subfolder of `folder`, under its name. Raises UserError as `load` does, or
         if there is none."""
-        folders = sorted(folder.iterdir()) if folder.is_dir() else []
-        if not (folders := [path for path in folders if path.is_dir()]):
-            raise UserError(
-                f"{folder} has no subfolder with an adapter: give a folder of adapters."
-            )
+        folders = sorted(config.parent for config in folder.glob(f"*/{CONFIG}"))
+        if not folders:
+            raise UserError(f"{folder} has no subfolder with an adapter: give a folder of them.")
         for path in folders:
             self.load(path)
 
     def load(self, folder: Path) -> bytes:
         """Load the adapter in `folder` under the folder's name, in place of an older one, which
         stays for requests in flight. Returns its digest; raises UserError as `read` does."""
-        if folder.name == self.config.name:
-            raise UserError(f"{folder} has the name of the model: give the adapter another one.")
         shapes = {name: part.shape for name, part in self.parts.items()}
         adapter = read(folder, self.config, shapes)
         if adapter.digest not in self.numbers:
-            if len(self.numbers) == MOST_ADAPTERS:
-                raise UserError(
-                    f"{folder} exceeds the limit of {MOST_ADAPTERS} adapters: remove some."
-                )
             number = self.numbers[adapter.digest] = len(self.numbers)
             for name, (a, b) in adapter.pairs.items():
                 part = self.parts[name]

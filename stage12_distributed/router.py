@@ -4,11 +4,9 @@ chooses, and its answer back. It needs no model and no tokenizer.
 Whether a request may be repeated depends on what the client was shown. Until its first byte,
 another replica may answer instead, once and within one deadline: after a death, and if the budget
 that all requests share allows, after status 503 or silence. Afterwards an answer that breaks off
-ends with an error. The client gets an error that the request itself caused (4xx), and that of a
-replica (500): the request may have caused it too, and a repeat would spread it.
-
-One health check decides which replicas may be chosen. Where they come from, and who starts, heals
-and updates them, is not the router's business: addresses are given, or Ray knows them (serve.py).
+ends with an error. 4xx and 500 are passed on: the request may have caused them, and a repeat would
+spread them. Where replicas come from, and who starts, heals and updates them, is not the router's
+business: addresses are given, or Ray knows them (serve.py).
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ CHECK = 0.5  # seconds between two looks at the replicas
 PATIENCE = 5.0  # seconds until a replica must have accepted a connection, or shown its health
 SILENCE = 60.0  # seconds until a stream must begin or go on
 GRACE = 30  # seconds for answers in flight when the router ends
-DONE, ENDS = b"data: [DONE]", (b"\n\n", b"\r\n\r\n")  # of a stream, and of its events
+DONE = b"data: [DONE]"  # ends a stream
 SENT = ("authorization", "content-type", "accept", "traceparent", "tracestate", "x-request-id")
 SHOWN = ("content-type", "cache-control", "retry-after", "x-should-retry", "x-request-id")
 FULL = "No replica can take the request now: try again in a moment."
@@ -61,17 +59,8 @@ class Failed(Exception):
     has died. Its load has died with it, so another try adds none and costs no budget."""
 
     status: int
-    body: bytes
-    headers: Mapping[str, str]
+    message: str
     died: bool = False
-
-
-def failure(status: int, message: str, died: bool = False) -> Failed:
-    """An error in the form that OpenAI's clients expect; after a 503 they try again."""
-    error = {"message": message, "type": "RouterError", "param": None, "code": status}
-    again = {"retry-after": "1"} if status == 503 else {"x-should-retry": "false"}
-    body = json.dumps({"error": error}).encode()
-    return Failed(status, body, {"content-type": "application/json", **again}, died)
 
 
 @dataclass(frozen=True)
@@ -121,12 +110,15 @@ class Answer:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def fail(self, failed: Failed) -> None:
-        """End with an error, as an answer of its own or as the last event of a stream."""
+        """End with an error in the form that OpenAI's clients expect, as an answer of its own,
+        after whose 503 they try again, or as the last event of a stream."""
+        error = {"message": failed.message, "type": "RouterError", "param": None}
+        body = json.dumps({"error": error | {"code": failed.status}}).encode()
         if self.status:
-            await self.write(b"data: %b\n\n%b\n\n" % (failed.body, DONE), more=False)
-        else:
-            await self.begin(failed.status, failed.headers)
-            await self.write(failed.body, more=False)
+            return await self.write(b"data: %b\n\n%b\n\n" % (body, DONE), more=False)
+        again = {"retry-after": "1"} if failed.status == 503 else {"x-should-retry": "false"}
+        await self.begin(failed.status, {"content-type": "application/json", **again})
+        await self.write(body, more=False)
 
 
 class Router:
@@ -165,12 +157,12 @@ class Router:
             async with asyncio.timeout(self.timeout):
                 await self._tries(request, body, prompt, answer)
         except TimeoutError:
-            await answer.fail(failure(504, LATE))
+            await answer.fail(Failed(504, LATE))
 
     async def _tries(self, request: Request, body: bytes, prompt: Prompt, answer: Answer) -> None:
         """Have a replica answer, or a second one if nothing was shown."""
         tried: list[Replica] = []
-        failed = failure(503, FULL)
+        failed = Failed(503, FULL)
         while len(tried) < TRIES:
             price = 1.0 if tried and not failed.died else 0.0
             route = self.routing.choose(prompt.digests, prompt.tokens, prompt.answer, tried)
@@ -190,7 +182,7 @@ class Router:
     async def _try(
         self, request: Request, body: bytes, stream: bool, route: Route, answer: Answer
     ) -> None:
-        """Have one replica answer. Raises Failed if another one may try."""
+        """Have one replica answer, and pass its answer on. Raises Failed if another one may try."""
         replica = answer.replica = route.replica
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         silence = SILENCE if stream else None  # a whole answer comes at its end
@@ -205,35 +197,29 @@ class Router:
         )
         try:
             async with sending as response:
-                await self._pass_on(response, route, answer)
+                headers = {key: response.headers[key] for key in SHOWN if key in response.headers}
+                if response.content_type == "text/event-stream":
+                    async for events in whole_events(response):
+                        if not answer.status:
+                            self.routing.begin(route)
+                            await answer.begin(response.status, headers)
+                        await answer.write(events)
+                    return await answer.write(b"", more=False)
+                data = await response.read()
         except (aiohttp.ClientError, OSError) as error:
             died, replica.ready = not isinstance(error, TimeoutError), False
             if died:
                 self.forget(replica)
-            failed = failure(503, DIED if died else SILENT, died)
+            failed = Failed(503, DIED if died else SILENT, died)
             if not answer.status:
                 raise failed from None
-            await answer.fail(failed)
-
-    async def _pass_on(
-        self, response: aiohttp.ClientResponse, route: Route, answer: Answer
-    ) -> None:
-        """Pass an answer on. Raises ClientError if it breaks off, and Failed for status 503."""
-        headers = {name: response.headers[name] for name in SHOWN if name in response.headers}
-        if response.content_type == "text/event-stream":
-            async for events in whole_events(response):
-                if not answer.status:
-                    self.routing.begin(route)
-                    await answer.begin(response.status, headers)
-                await answer.write(events)
-            return await answer.write(b"", more=False)
-        body = await response.read()
+            return await answer.fail(failed)
         if response.status == 503:
-            route.replica.ready = False  # until the next look: what fails fast looks idle
-            raise Failed(503, body, headers)
-        headers["content-length"] = response.headers.get("content-length", str(len(body)))
+            replica.ready = False  # until the next look: what fails fast looks idle
+            raise Failed(503, FULL)
+        headers["content-length"] = response.headers.get("content-length", str(len(data)))
         await answer.begin(response.status, headers)
-        await answer.write(body, more=False)
+        await answer.write(data, more=False)
 
     def forget(self, replica: Replica) -> None:
         """A request found it dead. No other request must find that out again, and what was
@@ -266,11 +252,10 @@ async def whole_events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]
     one. Raises ClientPayloadError for a stream without its end."""
     left = b""
     async for data in response.content.iter_any():
-        left += data
-        if end := max((left.rfind(mark) + len(mark) for mark in ENDS if mark in left), default=0):
-            events, left = left[:end], left[end:]
-            yield events
-            if events.rstrip().endswith(DONE):
+        events, end, left = (left + data).rpartition(b"\n\n")
+        if events:
+            yield events + end
+            if events.endswith(DONE):
                 return
     raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
 
@@ -319,13 +304,11 @@ def main(argv: list[str] | None = None) -> int:
         "  python -m stage12_distributed router --backend http://127.0.0.1:8001 "
         "--backend http://127.0.0.1:8002",
     )
-    port, seconds = cli.whole_number(0, 65_535), cli.number(0.1, 86_400)
+    port = cli.whole_number(0, 65_535)
     about = "address of a running server, http://HOST:PORT; repeat it for each"
     parser.add_argument("--backend", type=cli.address, action="append", required=True, help=about)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=port, default=8000, help="port to listen on; 0: any")
-    about = "seconds for a request with all its tries"
-    parser.add_argument("--timeout", type=seconds, default=300.0, help=about)
     options = parser.parse_args(argv)
 
     async def find() -> Collection[str]:
@@ -339,11 +322,6 @@ def main(argv: list[str] | None = None) -> int:
             "another --port."
         ) from None
     print("Staircase routes at http://{}:{}".format(*listening.getsockname()), flush=True)
-    app = create_app(find, options.timeout)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE)
+    config = uvicorn.Config(create_app(find), log_level="warning", timeout_graceful_shutdown=GRACE)
     uvicorn.Server(config).run(sockets=[listening])
     return 0
-
-
-if __name__ == "__main__":
-    cli.run(main)

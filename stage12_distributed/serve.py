@@ -191,7 +191,3 @@ def main(argv: list[str] | None = None) -> int:
         serve.shutdown()
         ray.shutdown()
     return 0
-
-
-if __name__ == "__main__":
-    cli.run(main)

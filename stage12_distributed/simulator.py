@@ -9,13 +9,11 @@ Not simulated: the network, HTTP, tokenizing, and differences between machines.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,17 +23,18 @@ from shared.errors import UserError
 from stage01_forward.generation import Token
 from stage04_continuous.request import Request
 from stage05_paged.blocks import BlockPool
+from stage05_paged.engine import make
 from stage05_paged.scheduler import Scheduler
 
 from .passes import VOCABULARY, PassTime, calibrate, greedy
 from .routing import BOUND, SLACK, Replica, Route, Routing
 
 POLICIES = ("random", "load", "prefix")
-UNBOUND = math.inf  # as `Cell.bound`: the longest prefix, however busy its replica is
 TRAFFIC = ("prefix", "free", "hot")
 PREFIXES, SYSTEM, QUESTION, ANSWER = 64, 256, (8, 32), 50  # system prompts; tokens
 TURNS = 8  # of a chat
 LOADS, REPLICAS = (0.1, 0.4, 0.8), (2, 10, 100)  # of `bounds`
+EACH = 15  # of its requests to each replica, at least
 CROWD = 100  # requests at once, to find what a replica answers a second
 
 
@@ -71,6 +70,14 @@ class Cell:
     budget: int = 256
 
 
+class SimRequest:
+    """A request: the events that its first token comes and that it ends, and its tokens' times."""
+
+    def __init__(self, env: Any, ask: Ask) -> None:
+        self.ask, self.first, self.end = ask, env.event(), env.event()
+        self.tokens: list[float] = []
+
+
 class Server:
     """A replica: stage 05's scheduler over a pool of its own, and a fitted time for each pass.
     Times are those of SimPy's environment `env`."""
@@ -80,19 +87,16 @@ class Server:
         budget = max(cell.budget, cell.sequences)
         self.scheduler = Scheduler(BlockPool(cell.blocks), cell.sequences, budget)
         self.busy = 0.0  # seconds
-        self._ends: dict[Request, tuple[Any, Any, list[float]]] = {}
+        self._requests: dict[Request, SimRequest] = {}  # in flight
         self._work = env.event()
         env.process(self._run())
 
-    def submit(self, request: Request, times: list[float]) -> tuple[Any, Any]:
-        """The events that its first token comes and that it ends. `times` collects the times of its
-        tokens."""
+    def submit(self, sim: SimRequest) -> None:
+        request = Request(sim.ask.prompt, greedy(sim.ask.max_tokens))
         self.scheduler.add(request)
+        self._requests[request] = sim
         if not self._work.triggered:
             self._work.succeed()
-        first, end = self.env.event(), self.env.event()
-        self._ends[request] = first, end, times
-        return first, end
 
     def _run(self) -> Iterator[Any]:
         while True:
@@ -105,24 +109,15 @@ class Server:
             self.busy += seconds
             self.scheduler.advance(plan)
             for request in [work.request for work in plan.work if work.rows]:
-                answer, (first, end, times) = request.output, self._ends[request]
-                last = len(answer.token_ids) + 1 == request.sampling.max_tokens
-                answer.append(Token(0, None, "length" if last else None))
-                times.append(self.env.now)
-                if len(times) == 1:
-                    first.succeed()
+                sim = self._requests[request]
+                sim.tokens.append(self.env.now)
+                last = len(sim.tokens) == sim.ask.max_tokens
+                request.output.append(Token(0, None, "length" if last else None))
+                if len(sim.tokens) == 1:
+                    sim.first.succeed()
                 if last:
                     self.scheduler.finish(request)
-                    del self._ends[request]
-                    end.succeed()
-
-
-@dataclass
-class SimRequest:
-    """A request, and the times of its tokens."""
-
-    ask: Ask
-    tokens: list[float] = field(default_factory=list)
+                    self._requests.pop(request).end.succeed()
 
 
 class Fleet:
@@ -130,8 +125,8 @@ class Fleet:
 
     def __init__(self, cell: Cell, pass_time: PassTime, asks: Sequence[Ask]) -> None:
         self.cell, self.pass_time, self.rng = cell, pass_time, random.Random("fleet 0")
-        self.requests, self.left = [SimRequest(ask) for ask in asks], len(asks)
-        self.env = simpy().Environment()
+        self.env, self.left = simpy().Environment(), len(asks)
+        self.requests = [SimRequest(self.env, ask) for ask in asks]
         self.over = self.env.event()
         self.servers: dict[Replica, Server] = {}
         self.routing = Routing(bound=cell.bound, slack=cell.slack, seed=0)
@@ -166,11 +161,10 @@ class Fleet:
     def _serve(self, sim: SimRequest) -> Iterator[Any]:
         route = self.choose(self.routing.digests(sim.ask.prompt), sim.ask)
         self.routing.start(route)
-        request = Request(sim.ask.prompt, greedy(sim.ask.max_tokens))
-        first, end = self.servers[route.replica].submit(request, sim.tokens)
-        yield first
+        self.servers[route.replica].submit(sim)
+        yield sim.first
         self.routing.begin(route)
-        yield end
+        yield sim.end
         self.routing.finish(route)
         self.left -= 1
         if not self.left:
@@ -178,24 +172,15 @@ class Fleet:
 
     def summary(self) -> dict[str, float]:
         """Latencies in seconds. hits: share of the prompts' tokens that were found. balance: time
-        that the busiest replica was busy, over the mean. tokens: per second."""
-        ended, now = self.requests, self.env.now
+        that the busiest replica was busy, over the mean."""
         counts = [server.scheduler.counts for server in self.servers.values()]
         busy = [server.busy for server in self.servers.values()]
         summary = {
-            "requests": len(self.requests),
             "hits": sum(c.hit_tokens for c in counts) / sum(c.lookup_tokens for c in counts),
             "balance": max(busy) * len(busy) / sum(busy),
-            "tokens": sum(len(sim.tokens) for sim in self.requests) / now,
         }
-        latencies = {
-            "ttft": [sim.tokens[0] - sim.ask.at for sim in ended],
-            "itl": [b - a for sim in ended for a, b in pairwise(sim.tokens)] or [0.0],
-            "e2e": [sim.tokens[-1] - sim.ask.at for sim in ended],
-        }
-        for name, values in latencies.items():
-            low, high = np.percentile(values, (50, 99)).tolist()
-            summary |= {f"{name}_p50": low, f"{name}_p99": high}
+        ttft = [sim.tokens[0] - sim.ask.at for sim in self.requests]
+        summary["ttft_p50"], summary["ttft_p99"] = np.percentile(ttft, (50, 99)).tolist()
         return summary
 
 
@@ -251,44 +236,44 @@ def capacity(cell: Cell, pass_time: PassTime) -> float:
 Case = dict[str, Any]
 
 
-def policies(cell: Cell, pass_time: PassTime, count: int, load: float = 0.7) -> Iterator[Case]:
+def compare(cells: Mapping[str, Cell], times: PassTime, asks: Sequence[Ask]) -> Iterator[Case]:
+    """The same requests to several cells."""
+    big = one_big_cache(asks)
+    for policy, cell in cells.items():
+        about: Case = {"policy": policy, "replicas": cell.replicas, "big": big}
+        yield about | Fleet(cell, times, asks).run().summary()
+
+
+def policies(cell: Cell, times: PassTime, count: int, load: float = 0.7) -> Iterator[Case]:
     """All traffic by all policies: `count` requests at a share `load` of what a cell of replicas
     can answer."""
-    starts = arrivals(load * cell.replicas * capacity(cell, pass_time), count)
+    starts = arrivals(load * cell.replicas * capacity(cell, times), count)
+    cells = {policy: replace(cell, policy=policy) for policy in POLICIES}
     for kind in TRAFFIC:
-        asks = traffic(kind, starts)
-        for policy in POLICIES:
-            about: Case = {"case": "policies", "traffic": kind, "policy": policy}
-            about |= {"load": load, "replicas": cell.replicas, "big": one_big_cache(asks)}
-            yield about | Fleet(replace(cell, policy=policy), pass_time, asks).run().summary()
+        for case in compare(cells, times, traffic(kind, starts)):
+            yield {"traffic": kind, "load": load} | case
 
 
 def bounds(
-    cell: Cell,
-    pass_time: PassTime,
-    count: int,
-    loads: Sequence[float] = (),
-    replicas: Sequence[int] = (),
-) -> Iterator[Case]:
-    """What the bound costs and saves: chats, and `count` requests with shared prefixes, on few and
-    many replicas at low and high load; by the policy as it is, without its slack, without any
-    bound, and by the least load."""
-    rate = capacity(cell, pass_time)
-    kinds = {
-        "bound and slack": replace(cell),
-        "bound alone": replace(cell, slack=0),
-        "no bound": replace(cell, bound=UNBOUND),
-        "least load": replace(cell, policy="load"),
-    }
-    for number in replicas or REPLICAS:
-        for load in loads or LOADS:
-            for kind in ("chats", "prefix"):
-                asks = traffic(kind, arrivals(load * number * rate, count))
-                for policy, varied in kinds.items():
-                    about: Case = {"case": "bounds", "traffic": kind, "policy": policy}
-                    about |= {"load": load, "replicas": number, "big": one_big_cache(asks)}
-                    fleet = Fleet(replace(varied, replicas=number), pass_time, asks)
-                    yield about | fleet.run().summary()
+    cell: Cell, times: PassTime, count: int, loads: Sequence[float] = LOADS,
+    replicas: Sequence[int] = REPLICAS,
+) -> Iterator[Case]:  # fmt: skip
+    """What the bound costs and saves: chats on few and many replicas at low and high load, at least
+    `count` requests; by the policy as it is, without its slack, without any bound, and by the least
+    load."""
+    rate = capacity(cell, times)
+    for number in replicas:
+        many = replace(cell, replicas=number)
+        cells = {
+            "bound and slack": many,
+            "bound alone": replace(many, slack=0),
+            "no bound": replace(many, bound=math.inf),
+            "least load": replace(many, policy="load"),
+        }
+        for load in loads:
+            starts = arrivals(load * number * rate, max(count, EACH * number))
+            for case in compare(cells, times, traffic("chats", starts)):
+                yield {"traffic": "chats", "load": load} | case
 
 
 # ---- the command --------------------------------------------------------------------------------
@@ -299,10 +284,8 @@ COLUMNS = {
     "max/mean": ("balance", "{:.2f}", 1.0),
     "TTFT p50": ("ttft_p50", "{:,.0f} ms", 1e3),
     "TTFT p99": ("ttft_p99", "{:,.0f} ms", 1e3),
-    "ITL p99": ("itl_p99", "{:,.0f} ms", 1e3),
-    "tok/s": ("tokens", "{:,.0f}", 1.0),
 }
-NAMES = ("case", "traffic", "policy", "replicas")
+NAMES = ("traffic", "policy", "replicas")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -326,21 +309,15 @@ def main(argv: list[str] | None = None) -> int:
     cli.add_model_options(parser)
     options = parser.parse_args(argv)
     simpy()  # before the model is loaded
-    pass_time = PassTime.fit(measured_steps(options))
+    times = PassTime.fit(calibrate(make(cli.load_model_from(options).model)))
     cell, count = Cell(options.replicas), options.requests
     if options.bounds:
-        cases = bounds(cell, pass_time, count)
+        cases = bounds(cell, times, count)
     else:
-        cases = policies(cell, pass_time, count, options.load)
+        cases = policies(cell, times, count, options.load)
     print(" ".join(name.rjust(15) for name in (*NAMES, *COLUMNS)))
     for case in cases:
         line = [str(case[name]) for name in NAMES]
         line += [form.format(case[key] * unit) for key, form, unit in COLUMNS.values()]
         print(" ".join(text.rjust(15) for text in line), flush=True)
     return 0
-
-
-def measured_steps(options: argparse.Namespace) -> list[tuple[float, ...]]:
-    from stage05_paged.engine import make
-
-    return calibrate(make(cli.load_model_from(options).model))

@@ -46,7 +46,7 @@ def routing() -> Figure:
         axes,
         0,
         34.6,
-        "Left out: who has 1.5 times the mean number of requests, and four or more.",
+        "Left out: a replica with at least four requests and 1.5 times the mean number.",
         ha="left",
     )
     return figure

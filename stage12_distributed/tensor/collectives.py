@@ -34,9 +34,9 @@ class Collectives:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.passing = False  # whether the other ranks compute too
-        self._timeout, self._tensors = timedelta(seconds=TIMEOUT), None
+        self._timeout = timedelta(seconds=TIMEOUT)
 
-    def connect(self, file: str, timeout: float, device: torch.device) -> None:
+    def connect(self, file: str, timeout: float) -> None:
         """Meet the other ranks at `file`, which all can reach. Afterwards a call that waits
         `timeout` seconds for another rank raises RuntimeError; if that rank has died, at once."""
         # No other machine may take part, whatever this one's name resolves to.
@@ -44,8 +44,6 @@ class Collectives:
         self._timeout = timedelta(seconds=timeout)
         place: Any = {"rank": self.rank, "world_size": self.size, "timeout": IDLE}
         dist.init_process_group("gloo", store=dist.FileStore(file, self.size), **place)
-        if device.type == "cuda":  # commands stay with gloo
-            self._tensors = dist.new_group(backend="nccl", timeout=self._timeout)
 
     def disconnect(self) -> None:
         if dist.is_initialized():
@@ -55,7 +53,7 @@ class Collectives:
         """The sum of all ranks' x, equal to the last bit on all of them; in place."""
         if self.size > 1:
             self._check()
-            dist.all_reduce(x, group=self._tensors, async_op=True).wait(self._timeout)
+            dist.all_reduce(x, async_op=True).wait(self._timeout)
         return x
 
     def gather(self, x: Tensor) -> list[Tensor]:
@@ -64,7 +62,7 @@ class Collectives:
             return [x] * self.size
         self._check()
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(x, parts, group=self._tensors, async_op=True).wait(self._timeout)
+        dist.gather(x, parts, async_op=True).wait(self._timeout)
         return parts or []
 
     def _check(self) -> None:

@@ -36,7 +36,7 @@ from stage05_paged.engine import make as make_paged
 
 from ..lora import Adapters, Ordered
 from .collectives import TIMEOUT, Collectives
-from .shard import digest, shard
+from .shard import shard
 
 START = 180.0  # seconds for a rank to import PyTorch and load its model
 CACHE, PASS = "cache", "pass"  # kinds of commands
@@ -65,17 +65,15 @@ class Setup:
     adapters: str = ""
 
 
-def take_part(setup: Setup, model: Any, rank: int) -> tuple[Collectives, bytes, str]:
-    """Reduce the whole `model` to the part of `rank`. Returns its collective calls, the bytes that
-    must be equal on all ranks, and the kind of linear layers."""
-    collectives, identity = Collectives(rank, setup.ranks), digest(model)
-    config = model.config
+def take_part(setup: Setup, model: Any, rank: int) -> Collectives:
+    """Reduce the whole `model` to the part of `rank`. Returns its collective calls."""
+    collectives, config = Collectives(rank, setup.ranks), model.config
     layers, model.adapters = shard(model, collectives), None
     if setup.adapters:
         model.adapters = Adapters(model, config, layers)
         model.adapters.load_all(Path(setup.adapters))
-        identity = b"".join([identity, *model.adapters.numbers])
-    return collectives, identity, linear.optimize(model, setup.linear)
+    linear.optimize(model, setup.linear)
+    return collectives
 
 
 def runner_of(model: Any, cache: BlockCache) -> Runner:
@@ -87,14 +85,12 @@ def work(rank: int, setup: Setup, threads: int, file: str, pipe: connection.Conn
     """Run a rank other than 0, in a process of its own, until rank 0 has gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: rank 0 decides
     torch.set_num_threads(threads)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank % torch.cuda.device_count())
     model = setup.load()
-    collectives, identity, _ = take_part(setup, model, rank)
+    collectives = take_part(setup, model, rank)
     try:
-        pipe.send_bytes(identity)
-        pipe.recv_bytes()  # all have come this far, and agree
-        collectives.connect(file, setup.timeout, model.device)
+        pipe.send_bytes(b"loaded")
+        pipe.recv_bytes()  # all have come this far
+        collectives.connect(file, setup.timeout)
         collectives.passing = True
         obey(collectives, model)
     except (EOFError, OSError, RuntimeError):  # rank 0 has gone, or another rank
@@ -107,9 +103,8 @@ def obey(collectives: Collectives, model: Any) -> None:
     while True:
         kind, *arguments = collectives.receive_command()
         if kind == CACHE:
-            blocks, size, swap_blocks, name = arguments
+            *sizes, name = arguments
             dtype = getattr(torch, name)
-            sizes = blocks, size, swap_blocks
             make_cache = cache_type(model.config, dtype)
             runner = runner_of(model, make_cache(model.config, *sizes, dtype, model.device))
         else:
@@ -124,7 +119,7 @@ class RankGroup:
     """Rank 0's part of a model, as `model`, and the processes with the other parts.
 
     model: what `setup.load` would return; None calls it. The group takes the model over.
-    Raises UserError if a rank cannot start, or has another model than rank 0.
+    Raises UserError if a rank cannot start.
     """
 
     def __init__(self, setup: Setup, model: Any = None) -> None:
@@ -133,8 +128,7 @@ class RankGroup:
         self.workers: list[Any] = []
         self.cache: Any = None  # rank 0's, of the engine that was made last
         self._folder: Any = None
-        self.collectives, self.digest, self.linear = take_part(setup, self.model, 0)
-        self.setup = setup
+        self.setup, self.collectives = setup, take_part(setup, self.model, 0)
         self.model.ranks = self
         atexit.register(self.close)  # before multiprocessing ends the workers
         try:
@@ -195,29 +189,20 @@ class RankGroup:
                 self.workers.append(worker)
                 theirs.close()
             for rank, pipe in enumerate(pipes, 1):
-                self._agree(rank, pipe)
+                try:
+                    if not pipe.poll(START):
+                        raise UserError(f"Rank {rank} has not loaded its model in {START:g} s.")
+                    pipe.recv_bytes()
+                except (EOFError, OSError):
+                    raise UserError(
+                        f"Rank {rank} ended before it had loaded its model: see its message above."
+                    ) from None
             for pipe in pipes:
                 pipe.send_bytes(b"connect")
-            self.collectives.connect(file, self.setup.timeout, self.model.device)
+            self.collectives.connect(file, self.setup.timeout)
         finally:
             for pipe in pipes:
                 pipe.close()
-
-    def _agree(self, rank: int, pipe: connection.Connection) -> None:
-        """Wait until a rank has loaded the same model. Raises UserError."""
-        try:
-            if not pipe.poll(START):
-                raise UserError(f"Rank {rank} has not loaded its model within {START:g} s.")
-            identity = pipe.recv_bytes()
-        except (EOFError, OSError):
-            raise UserError(
-                f"Rank {rank} ended before it had loaded its model: see its message above."
-            ) from None
-        if identity != self.digest:
-            raise UserError(
-                f"Rank {rank} has another model than rank 0: give all ranks the same config.json "
-                "and the same weights."
-            )
 
 
 class RankRunner:

@@ -13,7 +13,6 @@ its config counts the rank's own heads, so the cache shrinks by itself.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -197,18 +196,3 @@ def shard(model: Any, collectives: Collectives) -> dict[str, Shard]:
         model.unused = None  # of the whole vocabulary, which rank 0 alone has
     model.config = replace(config, n_head=len(queries), n_kv_head=len(kv))
     return layers
-
-
-def digest(model: Any) -> bytes:
-    """What identifies a whole model: its config, how its layers compute, and each of its numbers. A
-    table of tokens in a format of its own is in the head that is tied to it."""
-    result = hashlib.sha256(repr(model.config).encode())
-    named = list(model.state_dict().items())
-    for name, layer in model.named_modules():
-        if isinstance(layer, Linear) and hasattr(layer, "numbers"):
-            result.update(f"{name} {layer!r}".encode())
-            named += [(name, tensor) for tensor in layer.numbers()]
-    for name, tensor in named:
-        result.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        result.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return result.digest()

@@ -64,7 +64,3 @@ def main(argv: list[str] | None = None) -> int:
     print(decoder.flush())
     group.close()
     return 0
-
-
-if __name__ == "__main__":
-    cli.run(main)

@@ -37,11 +37,6 @@ def stored(name: str) -> Any:
     return models.load_model(models.load(name), dtype=torch.float64)
 
 
-def another(config: Config) -> Any:
-    """Rank 0 and the other ranks get different weights."""
-    return random_model(config, 24 if multiprocessing.parent_process() is None else 25)
-
-
 def write_adapter(
     folder: Path,
     shapes: Mapping[str, tuple[int, int]],

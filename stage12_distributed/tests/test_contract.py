@@ -18,7 +18,7 @@ from stage05_paged.tests import test_contract as paged
 from stage08_llama.model import RMSNorm
 from stage08_llama.tests.test_contract import GROUPED
 from stage12_distributed.tensor.group import RankRunner, Setup
-from stage12_distributed.tensor.shard import digest, heads_of
+from stage12_distributed.tensor.shard import heads_of
 from stage12_distributed.tests.parts import close_groups, group_of, random_model
 
 LLAMA = replace(GROUPED, layer_norm_epsilon=3e-5)  # no other test gets the answers of `wide_norm`
@@ -51,7 +51,6 @@ def make_runner(model: Any, cache: PagedCache) -> RankRunner:
     """The runner of the ranks with `model`, which is whole here: the oracle runs it, too."""
     load = partial(random_model, model.config)
     group = group_of(Setup(load, ranks_of(model.config), timeout=20.0))
-    assert group.digest == digest(model)
     return RankRunner(group.model, cache)
 
 

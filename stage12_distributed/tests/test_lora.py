@@ -212,16 +212,16 @@ def test_logits_are_those_of_peft(tmp_path, family, rslora):
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "dora": ({"use_dora": True}, "use_dora to True"),
-    "bias": ({"bias": "all"}, "bias to all; only none"),
+    "bias": ({"bias": "all"}, "bias to all, which is not"),
     "whole layers": ({"modules_to_save": ["lm_head"]}, r"modules_to_save to \['lm_head'\]"),
     "ranks": ({"rank_pattern": {"c_fc": 8}}, "rank_pattern"),
     "alphas": ({"alpha_pattern": {"c_fc": 8}}, "alpha_pattern"),
     "start": ({"init_lora_weights": "pissa"}, "init_lora_weights to pissa"),
-    "kind": ({"peft_type": "IA3"}, "peft_type to IA3; only LORA"),
+    "kind": ({"peft_type": "IA3"}, "peft_type to IA3"),
     "unknown": ({"use_magic": 1}, "use_magic to 1"),
-    "high rank": ({"r": 65}, "r to 65; only a rank from 1 to 64"),
-    "no rank": ({"r": "4"}, "a rank from 1"),
-    "no alpha": ({"lora_alpha": None}, "lora_alpha to None; only a number"),
+    "high rank": ({"r": 65}, "sets r to 65"),
+    "no rank": ({"r": "4"}, "sets r to 4"),
+    "no alpha": ({"lora_alpha": None}, "lora_alpha to None"),
     "base": (
         {"base_model_name_or_path": "openai/gpt2"},
         "for the base model openai/gpt2, and .* odd",
@@ -263,15 +263,6 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     refused("adapter_config.json is missing")
 
 
-def test_a_folder_of_adapters_has_some_and_not_too_many(tmp_path, monkeypatch):
-    def refused(message):
-        with pytest.raises(UserError, match=message):
-            group_of(tmp_path)
-
-    refused("has no subfolder with an adapter")
-    odd = write(tmp_path / "odd")
-    refused("has the name of the model")
-    odd.rename(tmp_path / "one")
-    write(tmp_path / "two", seed=1)
-    monkeypatch.setattr(lora, "MOST_ADAPTERS", 1)
-    refused("two exceeds the limit of 1 adapters: remove some")
+def test_a_folder_of_adapters_has_some(tmp_path):
+    with pytest.raises(UserError, match="has no subfolder with an adapter"):
+        group_of(tmp_path)
