@@ -22,14 +22,13 @@ MOST_LOGPROBS = 20
 MOST_MESSAGES = 1000
 # Each would change the answer, or run a client's program. The values are the reasons.
 TEXT_ONLY = "this model reads and writes text, not images or audio: leave it out"
-NO_FORMAT = "this server cannot constrain an answer so: send 'response_format' or "
-NO_FORMAT += "'structured_outputs', or leave it out"
+NO_FORMAT = "this server cannot constrain an answer so: send 'response_format', or leave it out"
 UNSUPPORTED = "this server does not support it: leave it out"
 REFUSED = {
     **dict.fromkeys(("audio", "modalities", "images", "prompt_embeds"), TEXT_ONLY),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), NO_FORMAT),
     **dict.fromkeys(("grammar", "regex", "ebnf", "json_schema", "guided_decoding"), NO_FORMAT),
-    **dict.fromkeys(("response_format", "structured_outputs"), UNSUPPORTED),
+    **{"structured_outputs": NO_FORMAT, "response_format": UNSUPPORTED},
     **dict.fromkeys(("tools", "tool_choice"), "this server has no function calls: leave it out"),
     "functions": "it is deprecated: send 'tools'",
     "function_call": "it is deprecated: send 'tool_choice'",

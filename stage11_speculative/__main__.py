@@ -6,14 +6,15 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shared import catalog, cli, models, registry
 from shared.catalog import AUTO
 from shared.errors import UserError
 
 if TYPE_CHECKING:
+    from stage04_continuous.request import Request
+
     from .engine import Engine
 
 ABOUT = (
@@ -57,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def speak(options: argparse.Namespace, prompt: str) -> int:
     from stage01_forward.params import SamplingParams
+    from stage04_continuous.request import Request
     from stage06_serving.choice import choose
 
     from .draft_model import first_layers
@@ -84,20 +86,25 @@ def speak(options: argparse.Namespace, prompt: str) -> int:
     formats = cli.cache_options(options.kv_dtype)
     plain = chosen.make(loaded, wanted, contexts=1, **formats)
     engine = speculate(plain, options.speculate, options.drafts, draft, options.drawn_drafts)
-    show(engine, loaded, loaded.tokenizer.encode(prompt), sampling)
+    show(engine, loaded, engine.add(Request(loaded.tokenizer.encode(prompt), sampling)))
     return 0
 
 
-def show(engine: Engine, loaded: cli.Loaded, ids: list[int], sampling: Any) -> None:
+def show(engine: Engine, loaded: cli.Loaded, request: Request) -> None:
     """Print the prompt and its continuation, accepted drafts shaded; then what the drafts saved."""
-    shaded = ("\x1b[7m", "\x1b[27m") if coloured() else ("[", "]")
+    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    shaded = ("\x1b[7m", "\x1b[27m") if coloured else ("[", "]")
     decoder, count, started = cli.AnswerDecoder(loaded), 0, time.perf_counter()
-    print(loaded.tokenizer.decode(ids), end="", flush=True)
-    for tokens, accepted in passes(engine, ids, sampling):
+    print(loaded.tokenizer.decode(request.prompt_ids), end="", flush=True)
+    while engine.requests:
+        tokens = [token for _, token in engine.step()]
         for place, token in enumerate(tokens):
             text = decoder.push(token.id) + (decoder.flush() if token.finish_reason else "")
-            print(text.join(shaded) if place < accepted and text else text, end="", flush=True)
+            accepted = place < engine.plan.accepted.get(request, 0)
+            print(text.join(shaded) if accepted and text else text, end="", flush=True)
         count += len(tokens)
+        if request.output.error:
+            raise UserError(request.output.error)
     seconds, counts = time.perf_counter() - started, engine.scheduler.draft_counts
     print(
         f"\n[{count} tokens in {len(engine.steps)} passes and {seconds:.2f} s, "
@@ -105,22 +112,6 @@ def show(engine: Engine, loaded: cli.Loaded, ids: list[int], sampling: Any) -> N
         f"{loaded}]",
         file=sys.stderr,
     )
-
-
-def passes(engine: Engine, ids: list[int], sampling: Any) -> Iterator[tuple[list[Any], int]]:
-    """Of each pass its tokens, and how many of them were drafts."""
-    from stage04_continuous.request import Request
-
-    request = engine.add(Request(ids, sampling))
-    while engine.requests:
-        tokens = [token for _, token in engine.step()]
-        yield tokens, engine.plan.accepted.get(request, 0)
-        if request.output.error:
-            raise UserError(request.output.error)
-
-
-def coloured() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 if __name__ == "__main__":

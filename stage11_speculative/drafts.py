@@ -16,7 +16,7 @@ from stage04_continuous.request import Request
 from stage05_paged.blocks import Move
 from stage05_paged.scheduler import Scheduler
 
-from .switch import AlwaysOn, Switch
+from .switch import Measured
 
 Drafts = list[int]  # ids that may follow a request's tokens, in order
 
@@ -90,14 +90,17 @@ class DraftScheduler:
     """
 
     def __init__(
-        self, scheduler: Scheduler, proposer: Proposer, most: int = 4, switch: Switch | None = None
+        self,
+        scheduler: Scheduler,
+        proposer: Proposer,
+        most: int = 4,
+        switch: Measured | None = None,
     ) -> None:
         self.inner, self.proposer, self.most = scheduler, proposer, most
-        self.switch, self.on = switch or AlwaysOn(), True  # on: in the pass that was planned last
+        self.switch, self.on = switch, True  # on: in the pass that was planned last
         # Called with a plan's moves before its drafts are made: for the cache of a draft model.
         self.prepare: Callable[[Sequence[Move]], None] = lambda moves: None
         self.draft_counts = Counts()
-        self.histories: dict[Request, Counts] = {}  # of each request that had drafts
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -136,28 +139,28 @@ class DraftScheduler:
         for request, drafts in plan.drafts.items():
             count = plan.accepted.get(request, 0)
             self.draft_counts.add(len(drafts), count)
-            self.histories.setdefault(request, Counts()).add(len(drafts), count)
             table = self.inner.tables[request]
             for _ in range(self.inner.pool.blocks_for(request.token_count), len(table.blocks)):
                 self.inner.pool.give_back(table.blocks.pop())
 
     def note(self, plan: DraftPlan, tokens: int) -> None:
-        """Tell the switch that the pass of `plan` has given `tokens`."""
+        """Tell the switch, if any, that the pass of `plan` has given `tokens`."""
         requests = sum(work.rows > 0 for work in plan.work)
         drafts = sum(map(len, plan.drafts.values()))
         prompts = sum(work.count for work in plan.work) - drafts > requests
-        if requests:
+        if self.switch and requests:
             self.switch.note(requests, self.on, tokens, prompts)
 
     def finish(self, request: Request) -> None:
         self.inner.finish(request)
         self.proposer.forget(request)
-        self.histories.pop(request, None)
 
     def _drafts(self, plan: Plan) -> dict[Request, Drafts]:
         """What is proposed for the plan, cut to what the budget and the free blocks leave."""
         requests = [work.request for work in plan.work if work.rows]
-        self.on = bool(requests) and self.switch.on(len(requests))
+        if not requests:
+            return {}
+        self.on = self.switch is None or self.switch.on(len(requests))
         if not self.on:
             return {}
         most = [self._most(request) for request in requests]

@@ -26,7 +26,7 @@ from .drafts import DraftPlan, DraftScheduler, Proposer
 from .proposers import NGram
 from .rejection import Rejection
 from .suffix import Suffix
-from .switch import Measured, Switch
+from .switch import Measured
 
 
 class Recorder:
@@ -107,7 +107,7 @@ class Engine(stage04.Engine[Any]):
 
 
 def with_drafts(
-    plain: Any, proposer: Proposer, most: int = 4, switch: Switch | None = None
+    plain: Any, proposer: Proposer, most: int = 4, switch: Measured | None = None
 ) -> Engine:
     """The engine `plain` with drafts of `proposer`. most, switch: see DraftScheduler."""
     return Engine(plain, DraftScheduler(plain.scheduler, proposer, most, switch))

@@ -1,7 +1,7 @@
 """The server's side of grammars: which fields of a body ask for a form, and its grammar.
 
-OpenAI's `response_format`, vLLM's `structured_outputs`, and tools, whose calls tools.py reads. A
-form that cannot be enforced is refused: a constrained answer is never returned unconstrained.
+OpenAI's `response_format`, and tools, whose calls tools.py reads. A form that cannot be enforced is
+refused: a constrained answer is never returned unconstrained.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from stage06_serving.protocol import (
     Many,
     Message,
     SamplingBody,
-    Text,
     WrongField,
 )
 from stage06_serving.service import Choice, Generation, Piece
@@ -59,42 +58,13 @@ class ResponseFormat(Body):
         return self
 
 
-class StructuredOutputs(Body):
-    """vLLM's."""
-
-    json_: Annotated[Schema | None, Field(alias="json")] = None
-    regex: Text | None = None
-    choice: Annotated[Many[Text], Field(min_length=1, max_length=1000)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one(cls, data: Any) -> Any:
-        kinds = ("json", "regex", "choice")
-        sent = [name for name, value in data.items() if value is not None] if data else []
-        if len(sent) != 1 or sent[0] not in kinds:
-            raise WrongField("structured_outputs", f"send one of {', '.join(kinds)}, and no more")
-        return data
-
-    @property
-    def source(self) -> str:
-        """The grammar. Raises UserError."""
-        if self.regex is not None:
-            return grammar.regex(self.regex)
-        if self.choice is not None:
-            return grammar.start(" | ".join(map(grammar.literal, self.choice)))
-        return grammar.start(grammar.of_schema(self.json_ or OBJECT))
-
-
 class Formed(SamplingBody):
-    """The fields of a form, of both endpoints."""
+    """The form of an answer, of both endpoints."""
 
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")
     def _can_end_where_the_form_ends(self) -> Formed:
-        if self.content and self.structured_outputs:
-            raise WrongField("structured_outputs", "send it or 'response_format', not both")
         for name in ("min_tokens", "ignore_eos"):
             if self.form and getattr(self, name):
                 raise WrongField(name, f"an answer in a form ends with it: leave '{name}' out")
@@ -103,13 +73,11 @@ class Formed(SamplingBody):
     @property
     def form(self) -> str:
         """The field that asks for a form; "": the answer is free."""
-        if self.structured_outputs is not None:
-            return "structured_outputs"
         return "response_format" if self.content else ""
 
     @property
     def content(self) -> Schema:
-        """The schema of an answer in JSON; {} for another form or none."""
+        """The schema of an answer in JSON; {}: any text."""
         sent = self.response_format
         if sent is None or sent.type == "text":
             return {}
@@ -118,8 +86,6 @@ class Formed(SamplingBody):
     @property
     def source(self) -> str:
         """The grammar of the answer, which has a form. Raises UserError."""
-        if self.structured_outputs is not None:
-            return self.structured_outputs.source
         return grammar.start(grammar.of_schema(self.content))
 
 
@@ -174,8 +140,6 @@ class ChatForm(Formed, ChatBody):
         if self.must_call and not self.callable:
             choices = f"which are {names}" if names else "and there are none"
             raise WrongField("tool_choice", f"it must be one of the 'tools', {choices}")
-        if self.callable and self.structured_outputs:
-            raise WrongField("structured_outputs", "with 'tools' it would forbid their calls")
         return self
 
     @property

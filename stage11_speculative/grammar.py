@@ -112,10 +112,6 @@ def start(rule: str, *others: str) -> str:
     return "\n".join(["%llguidance {}", f"start: {rule}", *others, ""])
 
 
-def regex(pattern: str) -> str:
-    return str(llguidance.LLMatcher.grammar_from_regex(pattern))
-
-
 def first_line(text: str) -> str:
     """Of an error of llguidance, what is wrong; the other lines show the parser's state."""
     line = text.strip().partition("\n")[0].rstrip(" :.")

@@ -17,33 +17,10 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 ALLOWANCE = 0.01  # of the time: what tries may lose
 MEMORY = 20  # passes: older ones count less and less
 FEWEST = 3  # passes, after which a way is known
-
-
-class Switch(Protocol):
-    """Says whether a pass should have drafts."""
-
-    def on(self, requests: int) -> bool:
-        """requests: those whose next token the pass gives."""
-        ...
-
-    def note(self, requests: int, drafted: bool, tokens: int, prompts: bool) -> None:
-        """A pass has ended: with what it began, and the tokens that it gave. prompts: whether it
-        computed parts of prompts, too."""
-
-
-class AlwaysOn:
-    """As many drafts as are proposed, in every pass."""
-
-    def on(self, requests: int) -> bool:
-        return True
-
-    def note(self, requests: int, drafted: bool, tokens: int, prompts: bool) -> None:
-        """Nothing is learned."""
 
 
 @dataclass
@@ -87,12 +64,16 @@ class Measured:
         self._began = 0.0
 
     def on(self, requests: int) -> bool:
+        """Whether the pass that begins should have drafts. requests: those whose next token it
+        gives."""
         self._began = self.clock()
         pair = self.pairs.setdefault((requests - 1).bit_length(), Pair())
         known = all(way.passes >= FEWEST for way in pair.ways.values())
         return pair.better if not known or pair.debt > 0 else not pair.better
 
     def note(self, requests: int, drafted: bool, tokens: int, prompts: bool) -> None:
+        """A pass has ended: with what it began, and the tokens that it gave. prompts: whether it
+        computed parts of prompts, too."""
         if prompts or not requests:
             return
         pair = self.pairs[(requests - 1).bit_length()]

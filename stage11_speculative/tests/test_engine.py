@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -125,23 +124,6 @@ def test_no_other_request_finds_a_draft():
     assert len(engine.scheduler.pool.by_digest) == 3
 
 
-def test_a_request_that_is_preempted_has_no_drafts_left():
-    """Neither in a plan without it, nor when it reads its tokens again: they began elsewhere."""
-    for swap, right in product((0, 40), (0.7, 1.0)):
-        engine = drafting(right, swap_blocks=swap)
-        requests = [ask(engine, 9, 20), ask(engine, 12, 20)]
-        for step in range(30):
-            if step % 3 == 2 and requests[1] in engine.scheduler.running:
-                preempt(engine, requests[1])
-            engine.step()
-            assert {work.request for work in engine.plan.work if work.rows} >= {*engine.plan.drafts}
-        finish(engine)
-        assert_answered(*requests)
-        assert_idle(engine)
-        counts = engine.scheduler.draft_counts
-        assert counts.accepted == counts.proposed or right < 1
-
-
 def test_an_end_within_the_drafts_is_a_stop_though_it_is_the_last_token():
     ends = 0
     for count in range(2, 12):
@@ -164,15 +146,6 @@ def test_penalties_and_min_tokens_count_the_drafts_before_a_position():
         finish(engine)
         assert_answered(request)
         assert 9 < len(request.output.token_ids) < 23 and len(engine.steps) < 9
-
-
-def test_the_same_seed_in_another_crowd():
-    """A request draws one random number a token, however many drafts its neighbours have."""
-    crowd = [prompt_of(length) for length in (9, 3, 5, 17)]
-    alone = [drafting(None).generate([prompt], PENALIZED)[0].token_ids for prompt in crowd]
-    for right in (0.0, 0.5, 1.0):
-        outputs = drafting(right, sequences=4, budget=40).generate(crowd, PENALIZED)
-        assert [output.token_ids for output in outputs] == alone
 
 
 FORMATS = {  # dtype, weights, dtype of keys and values

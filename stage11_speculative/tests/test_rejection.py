@@ -236,21 +236,17 @@ def test_a_small_draft_model_changes_no_answer():
     assert_answered(*requests)
 
 
-def test_a_draft_model_with_other_tokens_is_refused():
-    class Other:
-        config = type(the_model().config)(50, 64, 8, 1, 1, name="other")
-        dtype = torch.float32
-
-    with pytest.raises(UserError, match="other has 50 tokens and wide 101: choose one"):
-        with_draft_model(engine_of(), Other())
-
-
-def test_a_draft_model_with_a_shorter_context_is_refused():
-    """It could not draft at positions that the target reaches."""
-    short = load_model(random_checkpoint(replace(CONFIG, n_positions=32, name="short")))
-    words = "short sees 32 tokens and wide 64: lower --max-model-len, or choose another"
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"vocab_size": 50}, "small has 50 tokens and wide 101: choose one"),
+        ({"n_positions": 32}, "small sees 32 tokens and wide 64: lower --max-model-len, or choose"),
+    ],
+)
+def test_a_draft_model_that_does_not_fit_is_refused(fields, words):
+    small = load_model(random_checkpoint(replace(CONFIG, name="small", **fields)))
     with pytest.raises(UserError, match=words):
-        with_draft_model(engine_of(), short)
+        with_draft_model(engine_of(), small)
 
 
 def test_the_trained_draft_model_drafts_for_stories_by_its_name(capsys):

@@ -84,9 +84,9 @@ def random_answer(source: str, rng: random.Random) -> str | None:
     return None
 
 
-def check_random_schemas(count: int) -> None:
+def test_random_answers_to_random_schemas_are_valid():
     ended = refused = 0
-    for seed in range(count):
+    for seed in range(50):
         rng = random.Random(seed)
         schema = random_schema(rng)
         try:
@@ -97,16 +97,7 @@ def check_random_schemas(count: int) -> None:
         if text is not None:
             ended += 1
             jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
-    assert ended >= 0.9 * count and refused <= 0.05 * count, (ended, refused)
-
-
-def test_random_answers_to_random_schemas_are_valid():
-    check_random_schemas(50)
-
-
-@pytest.mark.slow
-def test_random_answers_to_a_thousand_random_schemas_are_valid():
-    check_random_schemas(1000)
+    assert ended >= 45 and refused <= 2, (ended, refused)
 
 
 def accepts(matcher: Any, value: Any) -> bool:
