@@ -66,7 +66,7 @@ DRAFTS = {  # --speculate -> speculate(engine, value, count, draft model, drawn)
     "suffix": "stage11_speculative.engine:speculate",
     "draft": "stage11_speculative.engine:speculate",
 }
-FORMS = {  # of answers, for the server: a class as stage06_serving.forms describes it
+FORMS = {  # of answers, for the server: see Forms in stage06_serving.service
     "json": "stage11_speculative.forms:Forms"
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import errno
 import gc
 import logging
@@ -32,10 +31,11 @@ from .settings import OFF, Settings, parse
 if TYPE_CHECKING:  # the settings are checked, and the port is taken, before these are imported
     from fastapi import FastAPI
 
+    from .choice import Choice
+
 log = logging.getLogger(__name__)
 BUDGET = 256  # tokens in a step, by default
 RECORDS = 1_000  # steps whose records the engine keeps: 100,000 take half a gigabyte
-COLLECT = 10_000, 10, 100  # new objects until a collection; as many of those until an older one
 SWITCH = 0.0002  # seconds until the engine's thread, which runs little Python, gets the lock
 CLOSE = 2  # seconds for connections to close once their answers have ended
 MOST_CONNECTIONS = 4096  # and requests at a time; uvicorn answers more with 503
@@ -46,11 +46,9 @@ SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 class Server(uvicorn.Server):
     """uvicorn with a drain: at shutdown, requests in flight may end, and the rest get an error."""
 
-    def __init__(
-        self, config: uvicorn.Config, app: FastAPI, grace: float, loaded: Callable[[], None]
-    ) -> None:
+    def __init__(self, app: FastAPI, grace: float, loaded: Callable[[], None]) -> None:
         """loaded: called once the model is loaded; the server answers /health before."""
-        super().__init__(config)
+        super().__init__(configure(app))
         self.app, self.grace, self.loaded = app, grace, loaded
 
     async def main_loop(self) -> None:
@@ -80,64 +78,73 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
+def configure(app: FastAPI) -> uvicorn.Config:
+    """How uvicorn serves `app`: with our log, and at most MOST_CONNECTIONS at a time."""
+    quiet = {"log_config": None, "log_level": "warning", "access_log": False}
+    return uvicorn.Config(
+        app,
+        **quiet,  # type: ignore[arg-type]
+        ws="none",
+        lifespan="on",
+        server_header=False,
+        limit_concurrency=MOST_CONNECTIONS,
+        timeout_graceful_shutdown=CLOSE,
+    )
+
+
 @dataclass
 class Served:
-    """What the server runs: an engine with its model, the sampling options of requests that do not
-    give them, and what the engine counts of its drafts, if it makes any."""
+    """What the server runs: an engine with its model, how it was chosen, and the sampling options
+    of requests that do not give them."""
 
     engine: Any
     loaded: cli.Loaded
+    choice: Choice
     defaults: dict[str, Any]
-    drafts: Any = None
+    drafts: Any = None  # what the engine counts of its drafts, if it makes any
 
 
 def make_engine(settings: Settings) -> Served:
-    """The model and its engine; `settings` then has the engine's name, and what would be faster.
+    """The model and its engine. Raises UserError for a model that cannot be loaded, for an engine
+    that cannot run here, and for lack of memory."""
+    from .choice import choose
 
-    Raises UserError for a model that cannot be loaded, for an engine that cannot run here, and for
-    lack of memory.
-    """
-    from .choice import choose, faster
-
-    if bool(settings.speculative_model) != (settings.speculate == "draft"):
+    speculative, drafts = settings.speculate, settings.speculate == "draft"
+    if bool(settings.speculative_model) != drafts or settings.drawn_drafts > drafts:
         raise UserError(
-            "--speculate draft and --speculative-model NAME need each other: give both or neither."
+            "--speculate draft and --speculative-model NAME need each other, and --drawn-drafts "
+            "needs both: give them together, or none."
         )
-    if settings.drawn_drafts and settings.speculate != "draft":
-        raise UserError("--drawn-drafts needs --speculate draft: give both, or leave it out.")
     device, dtype = cli.device_and_dtype(settings)
-    chosen = choose(settings.engine, dtype, device)
-    linear, threads = chosen.linear(settings.linear), settings.threads or None
-    changed = {"seed": 0, "linear": linear, "threads": threads}
+    choice = choose(settings.engine, dtype, device)
+    changed = {"seed": 0, "linear": choice.linear("auto"), "threads": settings.threads or None}
     loaded = cli.load_model_from(argparse.Namespace(**settings.model_dump() | changed))
-    config, dtype, block_size = loaded.config, loaded.kv_dtype, settings.block_size
-    free = free_memory(loaded.device)
+    config, dtype, free = loaded.config, loaded.kv_dtype, free_memory(device)
+    memory = default_memory(config, dtype, settings.max_num_seqs, free)
     if settings.kv_memory:
         memory = parse_memory(settings.kv_memory, free)
-    else:
-        memory = default_memory(config, dtype, settings.max_num_seqs, free, block_size)
-    budget = settings.max_num_batched_tokens or max(BUDGET, settings.max_num_seqs)
-    swap_pool = None
-    if settings.swap_memory:
-        swap = parse_memory(settings.swap_memory, free_memory("cpu"))
-        swap_pool = make_pool(swap, config, dtype, block_size)
-    engine = chosen.make(
-        *(loaded, settings.linear),
-        pool=make_pool(memory, config, dtype, block_size),
-        swap_pool=swap_pool,
+    engine = choice.make(
+        *(loaded, "auto"),
+        pool=make_pool(memory, config, dtype),
         sanitize=settings.sanitize,
         steps_kept=RECORDS,
         max_sequences=settings.max_num_seqs,
-        token_budget=budget,
+        token_budget=settings.max_num_batched_tokens or max(BUDGET, settings.max_num_seqs),
         policy="priority",
         prefix_caching=settings.enable_prefix_caching,
-        preemption=settings.preemption,
         **cli.cache_options(settings.kv_dtype),
     )
-    settings.engine, settings._faster = chosen.name, faster(chosen, loaded)
-    served = Served(engine, loaded, sampling_defaults(settings, loaded.folder))
-    if settings.speculate != OFF:
-        served.engine = speculate(settings, engine, loaded)
+    served = Served(engine, loaded, choice, sampling_defaults(settings, loaded.folder))
+    if speculative != OFF:
+        model = None
+        if drafts:
+            weights = models.load(catalog.checked(settings.speculative_model), dtype=loaded.dtype)
+            model = models.load_model(weights, loaded.device, loaded.dtype)
+        speculate, count = (
+            registry.load(registry.DRAFTS[speculative]),
+            settings.num_speculative_tokens,
+        )
+        served.engine = speculate(engine, speculative, count, model, settings.drawn_drafts)
         served.drafts = served.engine.scheduler.draft_counts
     return served
 
@@ -148,37 +155,25 @@ def sampling_defaults(settings: Settings, folder: Path | None) -> dict[str, Any]
     from stage01_forward.params import SamplingParams
 
     fields: dict[str, Any] = {}
-    if settings.generation_config == "auto" and folder and (folder / GENERATION).exists():
+    if folder and (folder / GENERATION).exists():
         kept = read_json(folder / GENERATION).items()
         fields = {name: value for name, value in kept if name in SAMPLED and value is not None}
-    given = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k")}
-    given = {name: value for name, value in given.items() if value is not None}
     try:
         SamplingParams(**fields)
     except UserError as error:
-        raise UserError(
-            f"{folder}/{GENERATION} has a wrong value ({str(error).removesuffix('.')}): correct "
-            "it, or start the server with --generation-config none."
-        ) from None
+        why = str(error).removesuffix(".")
+        raise UserError(f"{folder}/{GENERATION} has a wrong value ({why}): correct it.") from None
+    options = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k")}
+    given = {name: value for name, value in options.items() if value is not None}
     return {"temperature": 1.0, **fields, **given}
-
-
-def speculate(settings: Settings, engine: Any, loaded: cli.Loaded) -> Any:
-    """The engine with the drafts of --speculate, of registry.DRAFTS. Raises UserError for a draft
-    model that cannot be loaded, or does not fit."""
-    draft = None
-    if name := settings.speculative_model:
-        weights = models.load(catalog.checked(name), dtype=loaded.dtype)
-        draft = models.load_model(weights, loaded.device, loaded.dtype)
-    kind, count = settings.speculate, settings.num_speculative_tokens
-    return registry.load(registry.DRAFTS[kind])(engine, kind, count, draft, settings.drawn_drafts)
 
 
 def plan(settings: Settings, served: Served, address: str) -> str:
     """The text at the start: address, model, memory, and a command to try."""
+    from .choice import faster
+
     loaded, pool = served.loaded, served.engine.scheduler.pool
     config, count = loaded.config, pool.count
-    name = settings.served_model_name or config.name
     whole = count // -(-config.n_positions // pool.block_size)
     memory = size(count * pool.block_size * config.kv_bytes_per_token(loaded.kv_dtype))
     contexts = f"{whole} whole context{'' if whole == 1 else 's'}"
@@ -186,11 +181,12 @@ def plan(settings: Settings, served: Served, address: str) -> str:
     drafts += ", drawn" if settings.drawn_drafts else ""
     sampling = ", ".join(f"{name} {value:g}" for name, value in served.defaults.items())
     key = ' -H "Authorization: Bearer $STAIRCASE_API_KEY"' if settings.keys else ""
+    hint = faster(served.choice, loaded)
     return (
-        f"Staircase serves {name} at {address}\n"
+        f"Staircase serves {config.name} at {address}\n"
         f"  model    {config.name}, context of {config.n_positions:,} tokens\n"
-        f"  engine   {settings.engine}, {loaded.machine}\n"
-        + (f"  faster   {settings._faster}\n" if settings._faster else "")
+        f"  engine   {served.choice.name}, {loaded.machine}\n"
+        + (f"  faster   {hint}\n" if hint else "")
         + f"  memory   {memory} in {count} blocks of {pool.block_size} tokens: {contexts} of "
         f"{config.n_positions}; at most {settings.max_num_seqs} sequences at a time, "
         f"{settings.max_queue} more in the queue\n"
@@ -227,8 +223,8 @@ def serve(settings: Settings, listening: socket.socket) -> None:
     if settings.open_to_all:
         say(
             f"WARNING: --host {settings.host} opens the server to every machine that can reach "
-            "this one, without an API key: set one with --api-key-file, or listen on 127.0.0.1 "
-            "behind a proxy."
+            "this one, without an API key: set STAIRCASE_API_KEY, or listen on 127.0.0.1 behind a "
+            "proxy."
         )
     say(f"Loading {settings.model}; {address} answers 503 until then.")
 
@@ -237,42 +233,23 @@ def serve(settings: Settings, listening: socket.socket) -> None:
         say(plan(settings, starting.result(), address))
 
     sys.setswitchinterval(SWITCH)
-    server = Server(configure(app), app, settings.grace, loaded)
-    asyncio.run(server.serve(sockets=[listening]))
+    asyncio.run(Server(app, settings.grace, loaded).serve(sockets=[listening]))
     loading: asyncio.Task[None] = app.state.loading
     if not loading.cancelled():
         loading.result()  # raises the error that ended the server before it was ready
 
 
 def say(text: str) -> None:
-    """Print it on standard error, unless that is a file on a full disk: the server goes on."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)
 
 
 def keep_objects() -> None:
-    """Hide all objects so far, such as the libraries', from the garbage collector: it would visit
-    them again and again, and stop the event loop for a third of a second each time. And let it look
-    less often: the tokens of a thousand answers made it visit all that was alive each time they had
-    grown by a quarter."""
+    """Hide all objects so far, such as the libraries', from the garbage collector, and let it look
+    less often: each time it would visit them all, and stop the event loop for a third of a
+    second."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*COLLECT)
-
-
-def configure(app: FastAPI) -> uvicorn.Config:
-    """How uvicorn serves `app`: with our log, and at most MOST_CONNECTIONS at a time."""
-    return uvicorn.Config(
-        app,
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        ws="none",
-        lifespan="on",
-        server_header=False,
-        limit_concurrency=MOST_CONNECTIONS,
-        timeout_graceful_shutdown=CLOSE,
-    )
+    gc.set_threshold(10_000, 10, 100)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import time
-from collections import Counter
 from collections.abc import Collection, Sequence
 
 from fastapi import Request
@@ -43,31 +42,25 @@ class Keys:
     async def __call__(self, request: Request) -> bytes:
         if not self.digests:
             return b""
-        salt = self.known(request.headers.get("authorization", ""))
-        if salt is None:
-            message = "The API key is missing or wrong: send 'Authorization: Bearer KEY'."
-            raise ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
-        return salt
-
-    def known(self, authorization: str) -> bytes | None:
-        """The digest of the header's key; None if it is not one of ours."""
-        scheme, _, key = authorization.partition(" ")
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.encode("latin-1")).digest()
         # All comparisons are made: the time taken reveals nothing of the keys.
         same = [secrets.compare_digest(digest, known) for known in self.digests]
-        return digest if any(same) and scheme.lower() == "bearer" else None
+        if not any(same) or scheme.lower() != "bearer":
+            message = "The API key is missing or wrong: send 'Authorization: Bearer KEY'."
+            raise ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
+        return digest
 
 
 class Door:
-    """What each request meets first: it is named, counted by the status of its answer, and logged;
-    its Host header must name this server, and its body must be short and plain. HEAD becomes GET:
-    uvicorn leaves out the body.
+    """What each request meets first: it is named and logged; its Host header must name this server,
+    and its body must be short and plain. HEAD becomes GET: uvicorn leaves out the body.
 
     hosts: names of this server besides localhost and all addresses; "*" is any.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str], statuses: Counter[int]) -> None:
-        self.app, self.statuses = app, statuses
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+        self.app = app
         self.hosts = {"localhost", *(host.lower() for host in hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,7 +70,7 @@ class Door:
         headers = Headers(scope=scope)
         name = headers.get("x-request-id", "")  # the client's own, if it is plain enough
         name = name if REQUEST_ID.fullmatch(name) else os.urandom(16).hex()
-        started, status = time.perf_counter(), GONE
+        started, status, size = time.perf_counter(), GONE, 0
 
         async def answer(message: Message) -> None:
             nonlocal status
@@ -87,8 +80,6 @@ class Door:
                 message = {**message, "headers": [*message.get("headers", ()), *more]}
             await send(message)
 
-        size = 0
-
         async def body() -> Message:
             nonlocal size
             message = await receive()
@@ -97,54 +88,44 @@ class Door:
                 raise HTTPException(413)
             return message
 
-        app = self.app
+        refusal = self._refusal(headers, scope["path"])
+        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         try:
-            self._check(headers, scope["path"])
-        except ApiError as error:
-            app = error.response()
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        inner = {**scope, "method": method, "request_id": name}
-        try:
-            await app(inner, body, answer)
+            await (refusal.response() if refusal else self.app)(inner, body, answer)
         except asyncio.CancelledError:  # the shutdown waits no longer
             if status == GONE:
                 await ApiError(503, CLOSING).response()(inner, receive, answer)
         finally:
-            self.statuses[status] += 1
-            if log.isEnabledFor(logging.INFO):
-                client, path = (scope["client"] or "-")[0], scope["path"][:LONGEST_PATH]
-                seconds = f"{time.perf_counter() - started:.3f} s"
-                line = name, client, scope["method"], path, status, seconds, inner.get("log", "")
-                log.info("%s %s %s %r %s %s%s", *line)
+            client, path = (scope["client"] or "-")[0], scope["path"][:LONGEST_PATH]
+            line = name, client, scope["method"], path, status, time.perf_counter() - started
+            log.info("%s %s %s %r %s %.3f s", *line)
 
-    def _check(self, headers: Headers, path: str) -> None:
-        """Raises ApiError. The path is the one that was sent: `request.url` contains the Host
-        header, which the client chooses."""
+    def _refusal(self, headers: Headers, path: str) -> ApiError | None:
+        """The path is the one that was sent: `request.url` contains the Host header, which the
+        client chooses."""
         host = headers.get("host")  # a browser always sends it
         if host is not None and not self._serves(host.lower()):
             message = (
                 "The Host header does not name this server: use its address, or start it with "
                 "--allowed-host NAME."
             )
-            raise ApiError(403, message)
+            return ApiError(403, message)
         if headers.get("sec-fetch-site") == "cross-site" and path != "/":
-            raise ApiError(403, "A page on another site sent this: use this server's own page.")
+            return ApiError(403, "A page on another site sent this: use this server's own page.")
         if int(headers.get("content-length", "0")) > LARGEST_BODY:
-            raise ApiError(413, REFUSALS[413])
+            return ApiError(413, REFUSALS[413])
         if headers.get("content-encoding", "identity") != "identity":
-            raise ApiError(415, ENCODED)
+            return ApiError(415, ENCODED)
+        return None
 
     def _serves(self, host: str) -> bool:
         """Whether `host` is this server. Any address may be: another site's page can only change
         the address behind its own name (DNS rebinding)."""
         match = HOST.fullmatch(host)
         name = match[1].strip("[]").removesuffix(".") if match else ""
-        known = name in self.hosts or name.endswith(".localhost") or "*" in self.hosts
-        return bool(match) and (known or is_address(name))
-
-
-def is_address(name: str) -> bool:
-    try:
-        return bool(ipaddress.ip_address(name))
-    except ValueError:
-        return False
+        if not match or name in self.hosts or name.endswith(".localhost") or "*" in self.hosts:
+            return bool(match)
+        try:
+            return bool(ipaddress.ip_address(name))
+        except ValueError:
+            return False

@@ -5,8 +5,8 @@ protocol.py describes their bodies, service.py does their work, and formats.py w
 
 import asyncio
 import time
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -23,27 +23,24 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from shared import registry
 from shared.errors import UserError
 from stage05_paged.blockmap import blockmap
 
 from .access import Door, Keys
 from .async_engine import CLOSING, AsyncEngine, Broken, EngineDead, EngineThread, Overloaded, Step
 from .chat import Simple, template_of
-from .errors import REFUSALS, ApiError, error_body, failure, unreadable, validation_message
-from .formats import Completion, Format, Generate, Scored
-from .forms import brought
+from .errors import REFUSALS, ApiError, failure, unreadable, validation_message
+from .formats import Completion, Format, Generate
 from .metrics import Metrics
 from .protocol import ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
 from .service import Generation, Service, off_loop
 from .settings import Settings
 
-VERSION = "staircase stage06"
 PAGE = Path(__file__).with_name("page.html")
-LONG_ANSWER = 256  # tokens with log-probabilities: a longer one is formatted off the event loop
 STEPS = 256  # of the page's chart
 MOST_BLOCKS = 2**14  # on the page's map
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-DONE = b"data: [DONE]\n\n"
 NO_RESPONSES = "This server has no Responses API: send the messages to /v1/chat/completions."
 Result = TypeVar("Result")
 
@@ -79,7 +76,7 @@ async def events(generation: Generation, answer: Format) -> AsyncIterator[bytes]
             yield event(chunk)
     except Exception as error:
         yield event(failure(error).body())
-    yield DONE
+    yield b"data: [DONE]\n\n"
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
@@ -103,42 +100,26 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Re
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def respond(request: Request, generation: Generation, answer: Format) -> Response:
-    """The answer to a request that the engine has: a stream, or one body."""
-    if generation.body.stream:
-        return EventStream(events(generation, answer), generation.release)
+async def respond(
+    request: Request, generation: Generation, format: Callable[[Generation, Any], Format]
+) -> Response:
+    """The answer to a request that the engine has: a stream, or one body, in the endpoint's
+    format."""
+    body = generation.body
+    long = bool(getattr(body, "logprobs", None))  # to be formatted: then not on the event loop
     try:
+        answer = await off_loop(long, format, generation, body)
+        if body.stream:
+            return EventStream(events(generation, answer), generation.release)
         answers = await unless_gone(request, generation.whole())
-        scored = sum(bool(token.logprobs) for piece in answers for token in piece.tokens)
-        return json_response(await off_loop(scored > LONG_ANSWER, answer.whole, answers))
-    finally:
+        return json_response(await off_loop(long, answer.whole, answers))
+    except BaseException:
         generation.release()
+        raise
 
 
 def json_response(body: dict[str, Any]) -> Response:
     return Response(to_json(body), media_type="application/json")
-
-
-class Live:
-    """What the page draws beside the chat: the last steps, and the blocks now."""
-
-    def __init__(self, engine: AsyncEngine) -> None:
-        self.engine, self.steps = engine, deque[dict[str, Any]](maxlen=STEPS)
-        engine.listeners.append(self._listen)
-
-    def _listen(self, step: Step, *_: Any) -> None:
-        if step.rows:
-            counts = step.prefill_tokens, step.decode_tokens, round(1000 * step.seconds, 1)
-            shown = {"number": self.engine.passes, "counts": counts, "rows": step.shares}
-            self.steps.append(shown)
-
-    async def state(self, after: int) -> dict[str, Any]:
-        """The state, and the steps after number `after`. Raises EngineDead."""
-        blocks = await self.engine.call(lambda engine: blockmap(engine.scheduler)[:MOST_BLOCKS])
-        runs = [(state, len(list(run))) for state, run in groupby(blocks)]
-        steps = [step for step in self.steps if step["number"] > after]
-        status = asdict(self.engine.status)
-        return {**status, "map": runs, "waiting": self.engine.waiting, "steps": steps}
 
 
 def answer_errors(app: FastAPI) -> None:
@@ -151,8 +132,7 @@ def answer_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
         message = REFUSALS.get(error.status_code, "The request cannot be read.")
-        body = error_body(error.status_code, message)
-        return Response(to_json(body), error.status_code, error.headers, "application/json")
+        return ApiError(error.status_code, message, headers=error.headers).response()
 
     async def failed(request: Request, error: Exception) -> Response:
         return failure(error).response()
@@ -171,7 +151,8 @@ def create_app(
 ) -> FastAPI:
     """The server's application. It runs the engine that `starting` will hold (a Served, see
     __main__.py) on `thread`. Until then only paths such as /health answer."""
-    created, statuses, forms = int(time.time()), Counter[int](), brought()
+    created, steps = int(time.time()), deque[dict[str, Any]](maxlen=STEPS)
+    forms = registry.load(registry.FORMS["json"])
     if TYPE_CHECKING:
         Completions: TypeAlias = CompletionBody
         Chats: TypeAlias = ChatBody
@@ -181,17 +162,19 @@ def create_app(
     async def load() -> None:
         served = await asyncio.shield(asyncio.wrap_future(starting))
         loaded, engine = served.loaded, AsyncEngine(served.engine, settings.max_queue, thread)
-        name = settings.served_model_name or loaded.config.name
-        template = template_of(settings.chat_template, loaded)
-        state.service = Service(
-            *(engine, loaded, name, template, forms(served.engine, loaded, template)),
-            timeout=settings.request_timeout,
-            defaults=served.defaults,
-        )
-        state.metrics = Metrics(engine, name, statuses, served.drafts)
-        state.live = Live(engine)
+        template = template_of(loaded)
+        form, timeout = forms(served.engine, loaded, template), settings.request_timeout
+        state.service = Service(engine, loaded, template, form, timeout, served.defaults)
+        state.metrics = Metrics(engine, loaded.config.name, served.drafts)
+        engine.listeners.append(record)
         engine.start()
         state.engine = engine
+
+    def record(step: Step, *_: Any) -> None:
+        if step.shares:
+            counts = step.prefill_tokens, step.decode_tokens, round(1000 * step.seconds, 1)
+            shown = {"number": state.engine.passes, "counts": counts, "rows": step.shares}
+            steps.append(shown)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -206,16 +189,15 @@ def create_app(
 
     app = FastAPI(
         title="Staircase",
-        version=VERSION,
         lifespan=lifespan,
         docs_url=None,  # it would load scripts from another site
         redoc_url=None,
         redirect_slashes=False,  # a redirect would name the host that the client chose
     )
     state: Any = app.state
-    state.engine, state.statuses = None, statuses
+    state.engine = None
     answer_errors(app)
-    app.add_middleware(Door, hosts=settings.hosts, statuses=statuses)
+    app.add_middleware(Door, hosts=settings.hosts)
 
     def service_of(request: Request) -> Service:
         if state.engine is None:
@@ -231,52 +213,34 @@ def create_app(
         request: Request, body: GenerateBody, service: Ready, tenant: Tenant
     ) -> Response:
         generation = await service.generate(body, tenant)
-        return await respond(request, generation, Generate(generation))
+        return await respond(request, generation, Generate)
 
     @app.post("/v1/completions")
     async def completions(
         request: Request, body: Completions, service: Ready, tenant: Tenant
     ) -> Response:
         generation = await unless_gone(request, service.complete(body, tenant))
-        try:
-            scores: Sequence[Scored] = ()
-            if body.echo and body.logprobs is not None:
-                scores = await unless_gone(request, generation.scores())
-            long = sum(map(len, scores)) > LONG_ANSWER
-            answer: Completion = await off_loop(long, Completion, generation, body, scores)
-        except BaseException:
-            generation.release()
-            raise
-        if body.max_tokens == 0:
-            generation.release()
-            if not body.stream:
-                return json_response(answer.scored())
-            return EventStream(only([*answer.scored_chunks(), *answer.last()]), generation.release)
-        return await respond(request, generation, answer)
+        return await respond(request, generation, Completion)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: Chats, service: Ready, tenant: Tenant) -> Response:
         generation = await unless_gone(request, service.chat(body, tenant))
-        return await respond(request, generation, service.forms.answer(generation, body))
+        return await respond(request, generation, service.forms.answer)
 
     @app.post("/v1/responses", include_in_schema=False)
     async def responses(tenant: Tenant) -> Response:
         raise ApiError(404, NO_RESPONSES)
 
-    def card(service: Service) -> dict[str, Any]:
-        about = {"id": service.name, "object": "model", "created": created}
-        own = service.template is not None and not isinstance(service.template, Simple)
-        about |= {"owned_by": "staircase", "max_model_len": service.context}
-        return about | {"chat": settings.chat or own}  # for the page
-
-    @app.get("/v1/models")
-    async def models(service: Ready, tenant: Tenant) -> dict[str, Any]:
-        return {"object": "list", "data": [card(service)]}
-
     @app.get("/v1/models/{name:path}")
     async def model(name: str, service: Ready, tenant: Tenant) -> dict[str, Any]:
         service.check_model(name)
-        return card(service)
+        about = {"id": service.name, "object": "model", "created": created}
+        about |= {"owned_by": "staircase", "max_model_len": service.context}
+        return about | {"chat": not isinstance(service.template, Simple)}  # for the page
+
+    @app.get("/v1/models")
+    async def models(service: Ready, tenant: Tenant) -> dict[str, Any]:
+        return {"object": "list", "data": [await model(service.name, service, tenant)]}
 
     @app.post("/tokenize")
     async def tokenize(
@@ -294,8 +258,7 @@ def create_app(
         fields = {"count": len(ids), "max_model_len": service.context, "tokens": ids}
         if body.return_token_strs:
             decode = service.loaded.tokenizer.decode
-            texts = await off_loop(len(ids) > LONG_ANSWER, lambda: [decode([id]) for id in ids])
-            fields["token_strs"] = texts
+            fields["token_strs"] = await off_loop(True, lambda: [decode([id]) for id in ids])
         return json_response(fields)
 
     @app.post("/detokenize")
@@ -327,31 +290,22 @@ def create_app(
             raise ApiError(503, f"The server is {now['status']}.", headers={"Retry-After": "1"})
         return now | {"waiting": state.engine.waiting, "passes": state.engine.passes}
 
-    @app.get("/version")
-    async def versions(tenant: Tenant) -> dict[str, str]:
-        import torch  # the router uses this module without it
-
-        return {"version": VERSION, "torch": torch.__version__}
-
     @app.get("/metrics")
     async def metrics(service: Ready, tenant: Tenant) -> Response:
         return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/live")
     async def live(service: Ready, tenant: Tenant, after: int = 0) -> dict[str, Any]:
-        """What the page draws beside the chat."""
-        shown: dict[str, Any] = await state.live.state(after)
-        return shown
+        """What the page draws beside the chat: the blocks now, and the steps after number
+        `after`."""
+        engine = service.engine
+        blocks = await engine.call(lambda engine: blockmap(engine.scheduler)[:MOST_BLOCKS])
+        runs = [(state, len(list(run))) for state, run in groupby(blocks)]
+        newer = [step for step in steps if step["number"] > after]
+        return {**asdict(engine.status), "map": runs, "waiting": engine.waiting, "steps": newer}
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return FileResponse(PAGE, media_type="text/html")
 
     return app
-
-
-async def only(chunks: Iterable[dict[str, Any]]) -> AsyncIterator[bytes]:
-    """A stream of events that are there already."""
-    for chunk in chunks:
-        yield event(chunk)
-    yield DONE

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from shared.errors import UserError
 from stage01_forward.generation import Token
@@ -27,7 +27,7 @@ from stage01_forward.params import SamplingParams
 from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request
 
-from .scoring import PromptRequest, PromptRunner, own_salt
+from .scoring import ScoredRequest, Scores, ScoringRunner, own_salt
 
 Engine = Any  # stage 05's, or a later one with the same kind of scheduler
 Prepare = Callable[[Request], None]  # gives a request its form, before it is queued
@@ -44,10 +44,6 @@ log = logging.getLogger("staircase")
 
 class Overloaded(Exception):
     """The queue has no room for a request now."""
-
-
-class TooMany(UserError):
-    """A request of more sequences than the server ever accepts."""
 
 
 class EngineDead(Exception):
@@ -75,10 +71,6 @@ class Status:
     hit_tokens: int = 0  # found there
 
 
-def _no_reader() -> None:
-    """The `news` of a ticket that is not read yet."""
-
-
 @dataclass(eq=False)
 class Ticket:
     """One sequence on its way through the engine, as the event loop sees it. Times are
@@ -92,13 +84,13 @@ class Ticket:
     prompt_tokens: int
     sampling: SamplingParams
     arrived: float
-    news: Callable[[], object] = _no_reader  # called when there is something to read
+    news: Callable[[], object] = lambda: None  # called when there is something to read
     fresh: list[Token] = field(default_factory=list)
     generated: int = 0  # tokens
     ended: bool = False  # the engine has released it
     reason: str | None = None  # "stop", "length", "abort" or "error"
     error: str | None = None  # the failure that ended it
-    result: asyncio.Future[Any] | None = None  # of a PromptRequest
+    scores: asyncio.Future[Scores] | None = None  # of a prompt that is scored
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     scheduled: float | None = None  # start of its first step
     first_token: float | None = None
@@ -112,12 +104,17 @@ class Step:
     tokens: Sequence[tuple[str, Token]] = ()
     ended: Sequence[tuple[str, str, str | None]] = ()  # id, finish reason, error if there was one
     begun: Sequence[tuple[str, int]] = ()  # whose first step it was: id, tokens that were cached
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    rows: int = 0  # sequences in the pass; 0: there was none
-    shares: Sequence[tuple[str, int, int]] = ()  # of each: id, prefill and decode tokens
+    shares: Sequence[tuple[str, int, int]] = ()  # of the pass: id, prefill and decode tokens
     started: float = 0.0
     seconds: float = 0.0
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(prefill for _, prefill, _ in self.shares)
+
+    @property
+    def decode_tokens(self) -> int:
+        return sum(decode for _, _, decode in self.shares)
 
 
 def failure(ticket: Ticket) -> Exception:
@@ -128,16 +125,23 @@ def failure(ticket: Ticket) -> Exception:
     return (EngineDead if dead else Broken)(ticket.error or BROKEN)
 
 
-@dataclass(frozen=True)
-class _Command:
-    """Work for the thread before its next step; `reply` gets the result or the error."""
+class Job(NamedTuple):
+    """Work for the engine's thread; the future gets its result or its error."""
 
     do: Callable[[], Any]
-    reply: Callable[[Any, Exception | None], object]
+    future: Future[Any]
+
+    def run(self) -> None:
+        if self.future.set_running_or_notify_cancel():  # else its caller has left
+            try:
+                self.future.set_result(self.do())
+            except BaseException as error:  # the future's owner handles it
+                self.future.set_exception(error)
 
 
-def _ignore(result: Any, error: Exception | None) -> None:
-    if error is not None:
+def logged(future: Future[Any]) -> None:
+    error = future.exception()
+    if error is not None and not isinstance(error, EngineDead):
         log.error("a command failed", exc_info=error)
 
 
@@ -150,23 +154,19 @@ class EngineThread:
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="engine", daemon=True).start()
 
     def run(self, do: Callable[[], Any]) -> Future[Any]:
         """Run `do` on the thread, after all earlier jobs. Returns a future of its result or
         error."""
-        future: Future[Any] = Future()
-        self._jobs.put((do, future))
-        return future
+        job = Job(do, Future())
+        self._jobs.put(job)
+        return job.future
 
     def _work(self) -> None:
         while True:
-            do, future = self._jobs.get()
-            try:
-                future.set_result(do())
-            except BaseException as error:  # the caller of `run` handles it
-                future.set_exception(error)
+            self._jobs.get().run()
 
 
 class AsyncEngine:
@@ -191,9 +191,9 @@ class AsyncEngine:
         # The engine's newest status: the thread replaces it before and after each step.
         self.status = Status(scheduler.pool.count, scheduler.pool.block_size)
         self._engine = engine
-        engine.runner = prompts = PromptRunner(engine.runner)
-        engine.observers += [prompts, self]
-        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        engine.runner = scoring = ScoringRunner(engine.runner)
+        engine.observers += [scoring, self]
+        self._commands: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = EngineThread() if thread is None else thread
         self._running: Future[Any] | None = None
         self._loop = asyncio.get_running_loop()
@@ -228,14 +228,14 @@ class AsyncEngine:
         prompts: Sequence[Sequence[int]],
         sampling: Sequence[SamplingParams],
         salt: bytes = b"",
-        wants: Callable[..., PromptRequest] | None = None,
+        score: int | None = None,
         prepare: Prepare | None = None,
     ) -> list[list[Ticket]]:
         """Accept `prompts`, each with one sample per `sampling`. Returns a list of tickets per
         prompt.
 
-        wants: makes the first request of each prompt, whose result `result` waits for. prepare:
-        called with each request on the engine's thread.
+        score: likeliest tokens beside each token of a prompt, whose scores `scores` waits for.
+        prepare: called with each request on the engine's thread.
         All or none are accepted. Raises UserError for a request that can never be answered,
         Overloaded without room for all of them, EngineDead.
         """
@@ -247,18 +247,18 @@ class AsyncEngine:
         groups = [[self._ticket(prompt, params) for params in sampling] for prompt in prompts]
         for prompt, group in zip(prompts, groups, strict=True):
             self.in_flight |= {ticket.id: ticket for ticket in group}
-            if wants is not None:
-                group[0].result = self._loop.create_future()
-            self._command(partial(self._add, prompt, sampling, salt, wants, prepare, group))
+            if score is not None:
+                group[0].scores = self._loop.create_future()
+            self._command(partial(self._add, prompt, sampling, salt, score, prepare, group))
         return groups
 
-    async def result(self, ticket: Ticket) -> Any:
-        """What the request wanted of its prompt, once it is computed. Raises Broken, EngineDead."""
-        assert ticket.result is not None
-        await asyncio.wait([ticket.result])
-        if ticket.result.cancelled():
+    async def scores(self, ticket: Ticket) -> Scores:
+        """The scores of the prompt, once they are computed. Raises Broken, EngineDead."""
+        assert ticket.scores is not None
+        await asyncio.wait([ticket.scores])
+        if ticket.scores.cancelled():
             raise failure(ticket)
-        return ticket.result.result()
+        return ticket.scores.result()
 
     def _need_life(self) -> None:
         if not self.alive or self.draining:
@@ -266,7 +266,7 @@ class AsyncEngine:
 
     def _need_room(self, count: int) -> None:
         if count > self.capacity:
-            raise TooMany(
+            raise UserError(
                 f"The request has {count} sequences, and the server accepts at most "
                 f"{self.capacity}: ask for fewer at a time."
             )
@@ -298,21 +298,7 @@ class AsyncEngine:
         does. Raises EngineDead."""
         if not self.alive:
             raise EngineDead(DEAD)
-        future = self._loop.create_future()
-
-        def settle(result: Any, error: Exception | None) -> None:
-            if future.done():  # the caller has left
-                return
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
-
-        def reply(result: Any, error: Exception | None) -> None:
-            self._loop.call_soon_threadsafe(settle, result, error)
-
-        self._commands.put(_Command(partial(do, self._engine), reply))
-        return await future
+        return await asyncio.wrap_future(self._enqueue(partial(do, self._engine)))
 
     async def drain(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> None:
         """Accept nothing more, wait up to `grace` seconds for what is in flight, and end the rest
@@ -335,14 +321,19 @@ class AsyncEngine:
         self._named += 1
         return Ticket(f"sequence-{self._named}", len(prompt), sampling, time.perf_counter())
 
+    def _enqueue(self, do: Callable[[], Any]) -> Future[Any]:
+        job = Job(do, Future())
+        self._commands.put(job)
+        return job.future
+
     def _command(self, do: Callable[[], Any]) -> None:
-        self._commands.put(_Command(do, _ignore))
+        self._enqueue(do).add_done_callback(logged)
 
     def _deliver(self, step: Step) -> None:
         """Hand the tokens and ends of a step to their tickets, and the step to the listeners; have
         the readers called."""
         now = time.perf_counter()
-        self.passes += bool(step.rows)
+        self.passes += bool(step.shares)
         for name, cached in step.begun:
             if ticket := self.in_flight.get(name):
                 ticket.scheduled, ticket.cached_tokens = step.started, cached
@@ -374,8 +365,8 @@ class AsyncEngine:
 
     def _end(self, ticket: Ticket, reason: str, error: str | None) -> None:
         ticket.ended, ticket.reason, ticket.error = True, ticket.reason or reason, error
-        if ticket.result is not None:
-            ticket.result.cancel()  # unless it is there
+        if ticket.scores is not None:
+            ticket.scores.cancel()  # unless they are there
         self.in_flight.pop(ticket.id, None)
 
     def _die(self) -> None:
@@ -385,7 +376,7 @@ class AsyncEngine:
         with contextlib.suppress(queue.Empty):
             while True:
                 if command := self._commands.get_nowait():
-                    command.reply(None, EngineDead(DEAD))
+                    command.future.set_exception(EngineDead(DEAD))
 
     # ---- on the thread --------------------------------------------------------------------------
 
@@ -420,10 +411,7 @@ class AsyncEngine:
                 return True
             if command is None:
                 return False
-            try:
-                command.reply(command.do(), None)
-            except Exception as error:  # the sender of the command handles it
-                command.reply(None, error)
+            command.run()
 
     def _idle(self) -> bool:
         return all(request.output.finish_reason for request in self._requests.values())
@@ -438,19 +426,11 @@ class AsyncEngine:
     def before(self, plan: Plan) -> None:
         """The engine's observer: what the step computes, and who is in it for the first time."""
         self._report()
-        shares = [work for work in plan.work if work.request.id != PROBE]
-        prefill = sum(work.prefill_tokens for work in shares)
-        begun = [(w.request.id, w.start) for w in shares if w.request.id in self._unstarted]
+        works = [(work.request.id, work) for work in plan.work if work.request.id != PROBE]
+        begun = [(name, work.start) for name, work in works if name in self._unstarted]
         self._unstarted.difference_update(name for name, _ in begun)
-        self._work = {
-            "rows": len(shares),
-            "shares": [
-                (w.request.id, w.prefill_tokens, w.count - w.prefill_tokens) for w in shares
-            ],
-            "prefill_tokens": prefill,
-            "decode_tokens": sum(work.count for work in shares) - prefill,
-            "begun": begun,
-        }
+        shares = [(name, w.prefill_tokens, w.count - w.prefill_tokens) for name, w in works]
+        self._work = {"shares": shares, "begun": begun}
 
     def after(self, plan: Plan) -> None:
         """The step's own report follows."""
@@ -486,21 +466,23 @@ class AsyncEngine:
         prompt: Sequence[int],
         sampling: Sequence[SamplingParams],
         salt: bytes,
-        wants: Callable[..., PromptRequest] | None,
+        score: int | None,
         prepare: Prepare | None,
         group: Sequence[Ticket],
     ) -> None:
-        """Queue the samples of one prompt; all but the first share its blocks, and its result."""
+        """Queue the samples of one prompt; all but the first share its blocks, and its scores."""
         first: Request | None = None
-        if wants is not None:
+        if score is not None:
             salt = own_salt(group[0].id, salt)
         try:
             for ticket, params in zip(group, sampling, strict=True):
-                if first is not None or wants is None:
+                if first is not None or score is None:
                     request = Request(prompt, params, ticket.id, salt=salt, parent=first)
                 else:
                     done = partial(self._have, ticket)
-                    request = wants(prompt, params, ticket.id, salt=salt, done=done)
+                    request = ScoredRequest(
+                        prompt, params, ticket.id, salt=salt, top=score, done=done
+                    )
                 if prepare is not None:
                     prepare(request)
                 self._enter(request)
@@ -512,10 +494,10 @@ class AsyncEngine:
                 self._abort(ticket.id)
             raise
 
-    def _have(self, ticket: Ticket, result: Any) -> None:
+    def _have(self, ticket: Ticket, scores: Scores) -> None:
         def settle() -> None:
-            if ticket.result is not None and not ticket.result.done():
-                ticket.result.set_result(result)
+            if ticket.scores is not None and not ticket.scores.done():
+                ticket.scores.set_result(scores)
 
         self._loop.call_soon_threadsafe(settle)
 

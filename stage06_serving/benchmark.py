@@ -12,7 +12,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -36,13 +36,14 @@ HTTP, NULL, LOSE = "http", "one long request", "answers of one token"
 # Case, streams, requests, tokens of prompt and answer. A stream sends when its last one has ended.
 LOADS = ((HTTP, 1, 2, 64, 64), (HTTP, 8, 16, 64, 64), (HTTP, 32, 64, 64, 64))
 CONTROLS = ((NULL, 1, 1, 64, 256), (LOSE, 32, 200, 8, 1))
+PAIRS = (
+    ("gpt2", "float32", "kernels"),
+    ("gpt2", "float32", "paged"),
+    ("gpt2", "bfloat16", "kernels"),
+)
 END = b"0\r\n\r\n"  # of a body in chunks
-Times = list[list[float]]
 
-
-# ---- the engine alone, in a process -------------------------------------------------------------
-
-engine: Any
+engine: Any  # of the process that has no server
 
 
 def begin(name: str, model: str, dtype: str, threads: int) -> None:
@@ -70,63 +71,47 @@ def offline(streams: int, prompts: Sequence[list[int]], answer: int) -> dict[str
             times[request].append(time.perf_counter())
             if token.finish_reason is not None:
                 send()
-    seconds, ids = time.perf_counter() - started, [r.output.token_ids for r in requests.values()]
-    return {"seconds": seconds, "ids": ids, **waits([*times.values()])}
+    ids = [request.output.token_ids for request in requests.values()]
+    return {"seconds": time.perf_counter() - started, "ids": ids, **waits([*times.values()])}
 
 
-def waits(times: Times) -> dict[str, float]:
+def waits(times: list[list[float]]) -> dict[str, float]:
     """Of answers, each the time of sending and of each token: p99 to the first, p50 between two."""
     between = [late - soon for one in times for soon, late in pairwise(one[1:])] or [0.0]
     first = np.percentile([one[1] - one[0] for one in times], 99)
     return {"ttft": float(first), "itl": float(np.median(between))}
 
 
-# ---- the clients, in another --------------------------------------------------------------------
-
-
-class Connection(asyncio.Protocol):
-    """One stream's connection: keeps what arrives, and when. A library's client would take as long
-    for an event as the server does, and count as the server's time."""
-
-    def __init__(self) -> None:
-        self.parts: list[tuple[float, bytes]] = []
-        self.ended: Any = None
-
-    def data_received(self, data: bytes) -> None:
-        self.parts.append((time.perf_counter(), data))
-        if not self.parts[0][1].startswith(b"HTTP/1.1 200 "):
-            self.ended.set_exception(RuntimeError(f"the server answered {data[:300]!r}"))
-        elif data.endswith(END):
-            self.ended.set_result(None)
-
-
 async def ask_all(
     url: str, streams: int, prompts: Sequence[list[int]], answer: int
 ) -> dict[str, Any]:
-    """All requests over `streams` connections. Events are parsed once all have arrived."""
-    place, loop = urlsplit(url), asyncio.get_running_loop()
-    address = place.hostname or "", place.port or 80
+    """All requests over `streams` connections. Events are parsed once all have arrived: a library's
+    client would take as long for an event as the server does, and count as the server's time."""
+    place = urlsplit(url)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {place.netloc}\r\n"
     head += "Content-Type: application/json\r\n"
     body = {"max_tokens": answer, "temperature": 0, "ignore_eos": True, "stream": True}
     texts = [json.dumps(body | {"prompt": p, "return_token_ids": True}) for p in prompts]
     waiting = iter([f"{head}Content-Length: {len(t)}\r\n\r\n{t}".encode() for t in texts])
-    sent, answers = list[float](), list[Any]()
+    answers = list[list[tuple[float, bytes]]]()  # the time of sending; then what arrives, and when
 
     async def stream() -> None:
-        transport, connection = await loop.create_connection(Connection, *address)
-        with closing(transport):
-            for request in waiting:
-                connection.parts, connection.ended = [], loop.create_future()
-                answers.append(connection.parts)
-                sent.append(time.perf_counter())
-                transport.write(request)
-                await connection.ended
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        for request in waiting:
+            parts = [(time.perf_counter(), b"")]
+            answers.append(parts)
+            writer.write(request)
+            while not parts[-1][1].endswith(END):
+                data = await reader.read(2**16)
+                if len(parts) == 1 and not data.startswith(b"HTTP/1.1 200 "):
+                    raise RuntimeError(f"the server answered {data[:300]!r}")
+                parts.append((time.perf_counter(), data))
+        writer.close()
 
     started = time.perf_counter()
     await asyncio.gather(*(stream() for _ in range(streams)))
     seconds, ids, times = time.perf_counter() - started, list[list[int]](), list[list[float]]()
-    for begun, parts in zip(sent, answers, strict=True):
+    for (begun, _), *parts in answers:
         arrived, tokens, rest = [begun], list[int](), b""
         for now, data in parts:
             *events, rest = (rest + data).split(b"\n\n")
@@ -143,33 +128,22 @@ def client(*load: Any) -> dict[str, Any]:
     return asyncio.run(ask_all(*load))
 
 
-# ---- in turn ------------------------------------------------------------------------------------
-
-
 def measure(bench: kit.Bench) -> None:
-    pairs = (
-        ("gpt2", "float32", "kernels"),
-        ("gpt2", "float32", "paged"),
-        ("gpt2", "bfloat16", "kernels"),
-    )
-    for model, dtype, name in [("stories", "float32", "paged")] if bench.quick else pairs:
+    for model, dtype, name in [("stories", "float32", "paged")] if bench.quick else PAIRS:
         subject, threads = Subject(model, dtype), torch.get_num_threads()
-        size = (
-            CONTEXTS * subject.config.n_positions * subject.config.kv_bytes_per_token(subject.dtype)
-        )
+        tokens = CONTEXTS * subject.config.n_positions
         options = {"model": model, "dtype": dtype, "engine": name, "threads": threads}
-        options |= {"kv-memory": size, "max-num-seqs": SEQUENCES}
+        options["kv-memory"] = tokens * subject.config.kv_bytes_per_token(subject.dtype)
+        options["max-num-seqs"] = SEQUENCES
         words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-        words += [
-            "--no-enable-prefix-caching",
-            *([] if model in EMBEDDED else ["--random-weights"]),
-        ]
+        words += ["--no-enable-prefix-caching"]
+        words += [] if model in EMBEDDED else ["--random-weights"]
         with ExitStack() as stack:
             worker = stack.enter_context(kit.process(begin, name, model, dtype, threads))
             worker.submit(int).result()  # one process after the other takes all processors
             server = stack.enter_context(own_server(words, quiet=True))
             clients = stack.enter_context(kit.process())
-            first = (model, dtype, name) == pairs[0] or bench.quick
+            first = (model, dtype, name) == PAIRS[0] or bench.quick
             for load in bench.sizes(*LOADS, *CONTROLS) if first else (LOADS[-1], CONTROLS[-1]):
                 run(bench, subject, name, load, worker, server, clients)
 
@@ -179,55 +153,38 @@ def run(
 ) -> None:
     case, streams, requests, prompt, answer = load
     prompts, seen = subject.prompts([prompt] * requests), list[list[list[int]]]()
+    process = psutil.Process(server.pid)
 
-    def keep(result: dict[str, Any]) -> dict[str, Any]:
+    def loop_seconds() -> float:
+        """Processor time so far of the event loop, which runs on the main thread."""
+        threads = [thread for thread in process.threads() if thread.id == process.pid]
+        return float(sum(thread.user_time + thread.system_time for thread in threads))
+
+    def alone() -> dict[str, Any]:
+        result = worker.submit(offline, streams, prompts, answer).result()
         seen.append(result.pop("ids"))
         return result
 
-    def by_server() -> dict[str, Any]:
-        process = psutil.Process(server.pid)
-        before = loop_seconds(process)
+    def served() -> dict[str, Any]:
+        before = loop_seconds()
         result = clients.submit(client, server.url, streams, prompts, answer).result()
-        return keep(result) | {"loop": loop_seconds(process) - before}
+        seen.append(result.pop("ids"))
+        return result | {"loop": loop_seconds() - before}
 
     def proof() -> dict[str, Any]:
         if any(len(ids) != answer for run in seen for ids in run):
             raise AssertionError("an answer has another length than was asked for")
         return subject.prove(prompts * len(seen), sum(seen, []))
 
-    ways = {
-        OFFLINE: lambda: keep(worker.submit(offline, streams, prompts, answer).result()),
-        SERVER: by_server,
-    }
     about = {**subject.about, "engine": name, "load": case, "streams": streams}
-    bench.row(
-        "loads",
-        ways,
-        1 if case == NULL else 3,
-        1,
-        proof,
-        **about,
-        lengths=[[prompt, answer, requests]],
-    )
-
-
-def loop_seconds(process: psutil.Process) -> float:
-    """Processor time so far of the event loop, which runs on the main thread."""
-    threads = [thread for thread in process.threads() if thread.id == process.pid]
-    return float(sum(thread.user_time + thread.system_time for thread in threads))
-
-
-# ---- tables and chart ---------------------------------------------------------------------------
+    about["lengths"] = [[prompt, answer, requests]]
+    ways = {OFFLINE: alone, SERVER: served}
+    bench.row("loads", ways, 1 if case == NULL else 3, 1, proof, **about)
 
 
 def share(row: Row) -> float:
     """The server's throughput in percent of the engine's alone."""
     return 100 * row.gain(OFFLINE, SERVER)
-
-
-def shares(row: Row) -> str:
-    pairs = zip(row["seconds"][OFFLINE], row["seconds"][SERVER], strict=True)
-    return kit.spread(100 * alone / served for alone, served in pairs)
 
 
 def subject_of(row: Row) -> str:
@@ -243,24 +200,14 @@ def predicted(row: Row) -> float:
 def tables(results: Results) -> kit.Tables:
     http = [
         {
-            "model": subject_of(row), "load": row["load"], "streams": row["streams"],
+            "model": subject_of(row), "load": f"{row['load']}, {row['streams']}",
             "alone, tok/s": row.rate(OFFLINE), "server, tok/s": row.rate(SERVER),
-            "share, %": shares(row),
-            "if it waits for the loop, %": f"{predicted(row):.1f}",
+            "share, %": f"{share(row):.1f}",
             "loop, us a token": f"{1e6 * row.median(SERVER, 'loop') / row.tokens:.0f}",
-            "same tokens": row.proof,
         }
         for row in results.rows("loads")
     ]  # fmt: skip
-    latency = [
-        {
-            "model": subject_of(row), "streams": row["streams"], "engine": side,
-            "TTFT p99, ms": f"{1e3 * row.median(side, 'ttft'):,.0f}",
-            "ITL p50, ms": f"{1e3 * row.median(side, 'itl'):,.1f}",
-        }
-        for row in results.rows("loads", load=HTTP) for side in (OFFLINE, SERVER)
-    ]  # fmt: skip
-    return {"http": http, "latency": latency, "loop": claims(results)}
+    return {"http": http, "loop": claims(results)}
 
 
 def claims(results: Results) -> Iterator[dict[str, str]]:
@@ -274,9 +221,8 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
         if (key := (row["load"], row["streams"], subject_of(row))) in by_hand:
             what = f"{key[1]} streams" if key[0] == HTTP else key[0]
             name = f"lost behind HTTP, %: {what}, {key[2]}"
-            yield kit.claim(
-                name, 100 - by_hand[key], 100 - predicted(row), max(0.0, 100 - share(row)), ""
-            )
+            lost = max(0.0, 100 - share(row))
+            yield kit.claim(name, 100 - by_hand[key], 100 - predicted(row), lost, "")
         if key == (HTTP, 32, "gpt2, float32, paged"):
             between, first = (1e3 * row.median(SERVER, name) for name in ("itl", "ttft"))
             yield kit.claim("time between two tokens, p50", 60, 60, between, "ms")

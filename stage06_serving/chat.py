@@ -8,7 +8,7 @@ template in a request is a program that a stranger wrote.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from shared import chat_template
 from shared.cli import Loaded
@@ -16,21 +16,7 @@ from shared.errors import UserError
 
 from .protocol import Message
 
-NO_TEMPLATE = (
-    "This server has no chat template, and its model was not trained on chats: use "
-    "/v1/completions, or start the server with --chat-template simple."
-)
-Tools = Sequence[Mapping[str, Any]]
-
-
-class Template(Protocol):
-    """Makes a prompt of a chat; the model continues it until one of `stops`."""
-
-    stops: tuple[str, ...]
-
-    def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> str | list[int]:
-        """Raises UserError for messages that cannot be shown to the model. tools: functions that
-        it may call, if the template shows them."""
+Tools = Sequence[Mapping[str, Any]]  # functions that the model may call
 
 
 class Simple:
@@ -55,6 +41,7 @@ class OwnTemplate:
         self.template, self.tokenizer = template, tokenizer
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
+        """Raises UserError for messages that cannot be shown to the model."""
         plain = [message.plain for message in messages]
         if "developer" not in self.template.source:  # OpenAI's newer name of the system's role
             for message in plain:
@@ -71,19 +58,13 @@ class OwnTemplate:
         return ids
 
 
-def own_template(loaded: Loaded) -> OwnTemplate | None:
-    """The template of a loaded model, if its folder has one. Raises UserError if it is invalid."""
-    tokenizer = loaded.tokenizer
-    control = getattr(tokenizer, "control", None)
+Template = Simple | OwnTemplate
+
+
+def template_of(loaded: Loaded) -> Template:
+    """The model's own template, if its folder has one. Raises UserError if that is invalid."""
+    control = getattr(loaded.tokenizer, "control", None)
     if control is None:  # no tokenizer.json: no control tokens
-        return None
+        return Simple()
     template = chat_template.load(loaded.folder, control)
-    return None if template is None else OwnTemplate(template, tokenizer)
-
-
-def template_of(name: str, loaded: Loaded) -> Template | None:
-    """The template for --chat-template: "none" (None), "simple", or "auto", which is the model's
-    own if there is one. Raises UserError for an invalid one."""
-    if name == "none":
-        return None
-    return (own_template(loaded) if name == "auto" else None) or Simple()
+    return Simple() if template is None else OwnTemplate(template, loaded.tokenizer)

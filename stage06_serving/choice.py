@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,6 @@ from shared import cli, linear, registry
 from shared.errors import UserError
 
 from .settings import AUTO, ENGINES, PAGED
-
-log = logging.getLogger(__name__)
 
 
 @dataclass

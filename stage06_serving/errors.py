@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -21,18 +22,6 @@ LATE = (
 NOT_AN_OBJECT = "The body is not a JSON object: send one, as application/json."
 NOT_JSON = "The body must be JSON: send the header 'Content-Type: application/json'."
 ENCODED = "The body is encoded: send plain JSON, without the header Content-Encoding."
-TYPES = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    403: "PermissionDeniedError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    413: "RequestTooLargeError",
-    415: "UnsupportedMediaTypeError",
-    500: "InternalServerError",
-    503: "ServiceUnavailableError",
-    504: "TimeoutError",
-}
 REFUSALS = {
     404: "This path does not exist: /openapi.json lists those that do.",
     405: "This path does not allow this method.",
@@ -60,17 +49,14 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.headers = status, message, param, headers
 
     def body(self) -> dict[str, Any]:
-        return error_body(self.status, self.message, self.param)
+        """Of an answer, or the event that ends a stream."""
+        message = self.message.encode("utf-8", "replace").decode()[:LONGEST_MESSAGE]
+        phrase = HTTPStatus(self.status).phrase.replace(" ", "") if self.status != 499 else "Client"
+        error = {"message": message, "type": phrase.removesuffix("Error") + "Error"}
+        return {"error": {**error, "param": self.param, "code": self.status}}
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, self.headers)
-
-
-def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """The body of an answer with `status`, or the event that ends a stream."""
-    message = message.encode("utf-8", "replace").decode()[:LONGEST_MESSAGE]
-    kind = TYPES.get(status, "APIError")
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def failure(error: Exception) -> ApiError:
@@ -108,14 +94,12 @@ def validation_message(errors: Sequence[Any]) -> tuple[str, str | None]:
     reason = first.get("ctx", {}).get("error")
     if isinstance(reason, WrongField):
         field = reason.field
-    if field is None and first["type"] != "value_error":
+    if first["type"] == "json_invalid" or field is None:
         return NOT_AN_OBJECT, None
-    if first["type"] == "json_invalid":
-        return NOT_AN_OBJECT, None
-    what = f"'{field[:64]}'" if field else "The body"
+    what = f"'{field[:64]}'"
     if any(error["type"] == NOT_UNICODE for error in errors):
         return f"{what} contains half of a surrogate pair: send whole characters.", field
     # After the field, "loc" names the kind of value that was tried.
-    kinds = KINDS.get(field or "") if len(place) > 1 else None
+    kinds = KINDS.get(field) if len(place) > 1 else None
     reason = kinds or str(first["msg"]).removeprefix("Value error, ")
-    return (f"{what}: {reason}." if field else f"The body is invalid: {reason}."), field
+    return f"{what}: {reason}.", field

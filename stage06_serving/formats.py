@@ -12,11 +12,11 @@ from typing import Any, Protocol
 from shared.tokenizer import AnyTokenizer
 from stage01_forward.generation import Logprobs
 
-from .protocol import ChatBody, CompletionBody, OpenAIBody
+from .protocol import ChatBody, CompletionBody, GenerateBody, OpenAIBody
+from .scoring import Scores
 from .service import Choice, Generation, Piece
 
 MINUS_INFINITY = -9999.0  # JSON has no infinity
-Scored = Sequence[Logprobs | None]  # the log-probabilities of a prompt's tokens
 
 
 class Format(Protocol):
@@ -42,26 +42,16 @@ def finish(piece: Piece) -> dict[str, Any]:
     return reason if piece.stop_reason is None else reason | {"stop_reason": piece.stop_reason}
 
 
-def warning(generation: Generation, limit: int | None) -> dict[str, str]:
-    """The field `warning` of an answer that cannot have as many tokens as `limit`."""
-    longest = max((len(choice.prompt_ids) for choice in generation.choices), default=0)
-    room = generation.service.context - longest
-    if limit is None or limit <= room:
-        return {}
-    return {"warning": f"max_tokens was cut from {limit} to {room}, the rest of the context."}
-
-
 class Generate:
     """POST /generate."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, body: GenerateBody) -> None:
         self.generation = generation
-        self.warning = warning(generation, generation.body.max_tokens)
 
     def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
         (answer,) = answers
         end = {"finish_reason": answer.finish_reason, "usage": self.generation.usage}
-        return {"text": answer.text, **end, **self.warning}
+        return {"text": answer.text, **end}
 
     def chunks(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
         if piece.finish_reason is not None:
@@ -75,66 +65,45 @@ class Generate:
 class OpenAI:
     """What completions and chats have in common."""
 
-    body: OpenAIBody
-
-    def __init__(self, generation: Generation, prefix: str, kind: str, limit: int | None) -> None:
+    def __init__(self, generation: Generation, body: OpenAIBody, prefix: str, kind: str) -> None:
         self.generation, self.tokenizer = generation, generation.service.loaded.tokenizer
-        self.warning = warning(generation, limit)
-        name, model = f"{prefix}-{os.urandom(16).hex()}", self.body.model or generation.service.name
-        self.head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+        self.options = body.stream_options
+        name = f"{prefix}-{os.urandom(16).hex()}"
+        model = {"created": int(time.time()), "model": generation.service.name}
+        self.head = {"id": name, "object": kind, **model}
 
     def answer(self, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         """A whole body."""
-        return {**self.head, **fields, "choices": choices, "usage": self.generation.usage,
-                **self.warning}  # fmt: skip
+        return {**self.head, **fields, "choices": choices, "usage": self.generation.usage}
 
     def chunk_of(self, part: dict[str, Any]) -> dict[str, Any]:
-        chunk = {**self.head, "choices": [part], **self.warning}
-        self.warning = {}  # in the first chunk
-        options = self.body.stream_options
-        if options is not None and options.continuous_usage_stats:
+        chunk = {**self.head, "choices": [part]}
+        if self.options is not None and self.options.continuous_usage_stats:
             chunk["usage"] = self.generation.usage
         return chunk
 
     def last(self) -> list[dict[str, Any]]:
-        options = self.body.stream_options
-        if options is None or not options.include_usage:
-            return []
-        return [{**self.head, "choices": [], "usage": self.generation.usage}]
+        wanted = self.options is not None and self.options.include_usage
+        return [self.answer([])] if wanted else []
 
 
 class Completion(OpenAI):
-    """POST /v1/completions.
+    """POST /v1/completions."""
 
-    scores: of the prompts, where `echo` and `logprobs` are asked for."""
-
-    body: CompletionBody
-
-    def __init__(
-        self, generation: Generation, body: CompletionBody, scores: Sequence[Scored] = ()
-    ) -> None:
+    def __init__(self, generation: Generation, body: CompletionBody) -> None:
         self.body = body
-        super().__init__(generation, "cmpl", "text_completion", body.max_tokens)
+        super().__init__(generation, body, "cmpl", "text_completion")
         self._echoes = {choice.index: self._echo(choice) for choice in generation.choices}
         eos_ids, n = generation.service.loaded.config.eos_ids, body.n or 1
         self._offsets = [Offsets(len(text), eos_ids) for text in self._echoes.values()]
         self._scores = {
-            choice.index: self._prompt_logprobs(choice, scores[choice.index // n])
-            for choice in (generation.choices if scores else ())
+            choice.index: self._prompt_logprobs(choice, generation.scores[choice.index // n])
+            for choice in (generation.choices if generation.scores else ())
         }
 
     def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
         pairs = zip(self.generation.choices, answers, strict=True)
         return self.answer([self._part(*pair) for pair in pairs])
-
-    def scored(self) -> dict[str, Any]:
-        """The body of an answer that has the prompts and no more."""
-        return self.whole([Piece("", (), "length") for _ in self.generation.choices])
-
-    def scored_chunks(self) -> list[dict[str, Any]]:
-        """The same as events."""
-        end = Piece("", (), "length")
-        return [chunk for it in self.generation.choices for chunk in self.chunks(it, end)]
 
     def chunks(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
         part = self._part(choice, piece)
@@ -146,11 +115,8 @@ class Completion(OpenAI):
         """One choice's text so far unsent, after its prompt the first time if that is echoed."""
         index, logprobs = choice.index, None
         if self.body.logprobs is not None:
-            logprobs = columns(
-                self.tokenizer,
-                [(token.id, token.logprobs) for token in piece.tokens],
-                self._offsets[index],
-            )
+            scored = [(token.id, token.logprobs) for token in piece.tokens]
+            logprobs = columns(self.tokenizer, scored, self._offsets[index])
             if before := self._scores.pop(index, None):
                 logprobs = {name: before[name] + logprobs[name] for name in logprobs}
         text = self._echoes.pop(index, "") + piece.text
@@ -166,7 +132,7 @@ class Completion(OpenAI):
         sent = choice.prompt
         return sent if isinstance(sent, str) else self.tokenizer.decode(sent)
 
-    def _prompt_logprobs(self, choice: Choice, scores: Scored) -> dict[str, Any]:
+    def _prompt_logprobs(self, choice: Choice, scores: Scores) -> dict[str, Any]:
         """The columns of a prompt. Tokens that the tokenizer puts before a text, such as BOS, have
         no text in its echo; nor has the space that sentencepiece puts before its first word."""
         ids, tokenizer = choice.prompt_ids, self.tokenizer
@@ -183,12 +149,9 @@ class Completion(OpenAI):
 class Chat(OpenAI):
     """POST /v1/chat/completions."""
 
-    body: ChatBody
-
     def __init__(self, generation: Generation, body: ChatBody) -> None:
         self.body = body
-        limit = body.max_completion_tokens or body.max_tokens
-        super().__init__(generation, "chatcmpl", "chat.completion.chunk", limit)
+        super().__init__(generation, body, "chatcmpl", "chat.completion.chunk")
         self._greeted: set[int] = set()  # choices whose role has been sent
 
     def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:

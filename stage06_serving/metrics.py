@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
@@ -42,79 +42,67 @@ class Metrics(Collector):
     """Counts the work of `engine`, step by step. Labels come from a fixed list: nothing that a
     client sends becomes one.
 
-    statuses: answers by HTTP status, which are counted elsewhere. drafts: counts of an engine that
-    makes drafts.
+    drafts: counts of an engine that makes drafts.
     """
 
-    def __init__(
-        self, engine: AsyncEngine, model: str, statuses: Mapping[int, int], drafts: Any = None
-    ) -> None:
-        self.engine, self.model, self.statuses, self.drafts = engine, model, statuses, drafts
+    def __init__(self, engine: AsyncEngine, model: str, drafts: Any = None) -> None:
+        self.engine, self.model, self.drafts = engine, model, drafts
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self.prompt_tokens = self.generated = 0
         self.ended = Counter(dict.fromkeys(REASONS, 0))
-        self.histograms = {name: self._histogram(name, *rest) for name, rest in HISTOGRAMS.items()}
+        self.histograms: dict[str, Any] = {}
+        for name, (about, buckets) in HISTOGRAMS.items():
+            options: dict[str, Any] = {"buckets": buckets, "registry": self.registry}
+            histogram = Histogram(f"vllm:{name}", about, ["model_name"], **options)
+            self.histograms[name] = histogram.labels(model)
         engine.listeners.append(self._listen)
-
-    def _histogram(self, name: str, about: str, buckets: Sequence[float]) -> Any:
-        options: dict[str, Any] = {"buckets": buckets, "registry": self.registry}
-        return Histogram(f"vllm:{name}", about, ["model_name"], **options).labels(self.model)
 
     def render(self) -> bytes:
         """The text that Prometheus reads. Must be called on the event loop."""
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        status = self.engine.status
+        status, engine = self.engine.status, self.engine
         usage = status.owned / status.blocks
-        yield self._gauge("num_requests_running", "Sequences in a step.", len(status.running))
-        yield self._gauge("num_requests_waiting", "Accepted, not running.", self.engine.waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of the blocks owned, 0 to 1.", usage)
+        for name, about, value in (
+            ("num_requests_running", "Sequences in a step.", len(status.running)),
+            ("num_requests_waiting", "Accepted, not running.", engine.waiting),
+            ("kv_cache_usage_perc", "Share of the blocks owned, 0 to 1.", usage),
+        ):
+            yield self._family(GaugeMetricFamily, name, about, {"": value})
         for name, about, value in (
             ("num_preemptions", "Sequences preempted.", status.preemptions),
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", status.lookup_tokens),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", status.hit_tokens),
             ("prompt_tokens", "Prompt tokens computed.", self.prompt_tokens),
             ("generation_tokens", "Tokens generated.", self.generated),
-            ("admission_rejections", "Requests refused: no room.", self.engine.rejected),
+            ("admission_rejections", "Requests refused: no room.", engine.rejected),
+            *((n, a, getattr(self.drafts, f)) for n, (f, a) in DRAFTS.items() if self.drafts),
         ):
-            yield self._counter(name, about, [(None, value)])
-        about = "Sequences that ended, by reason."
-        yield self._counter("request_success", about, self.ended.items(), "finished_reason")
-        about, counts = "Answers, by status.", self.statuses.items()
-        yield self._counter("http_responses", about, counts, "status", "staircase")
+            yield self._family(CounterMetricFamily, name, about, {"": value})
+        ended, about = dict(self.ended), "Sequences that ended, by reason."
+        yield self._family(CounterMetricFamily, "request_success", about, ended, "finished_reason")
         if self.drafts is not None:
-            for name, (field, about) in DRAFTS.items():
-                yield self._counter(name, about, [(None, getattr(self.drafts, field))])
-            places = enumerate(list(self.drafts.per_position))
             name, about = "spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by place."
-            yield self._counter(name, about, places, "position")
+            places = dict(enumerate(list(self.drafts.per_position)))
+            yield self._family(CounterMetricFamily, name, about, places, "position")
 
-    def _gauge(self, name: str, about: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(f"vllm:{name}", about, labels=["model_name"])
-        family.add_metric([self.model], value)
-        return family
-
-    def _counter(
-        self,
-        name: str,
-        about: str,
-        counts: Iterable[tuple[object, int]],
-        label: str | None = None,
-        prefix: str = "vllm",
-    ) -> CounterMetricFamily:
-        labels = ["model_name", *([label] if label else [])]
-        family = CounterMetricFamily(f"{prefix}:{name}", about, labels=labels)
-        for value, count in counts:
-            family.add_metric([self.model, *([str(value)] if label else [])], count)
+    def _family(
+        self, kind: Any, name: str, about: str, values: Mapping[Any, float], label: str = ""
+    ) -> Metric:
+        family: Metric = kind(
+            f"vllm:{name}", about, labels=["model_name", label][: 1 + bool(label)]
+        )
+        for value, count in values.items():
+            family.add_metric([self.model, str(value)][: 1 + bool(label)], count)  # type: ignore[attr-defined]
         return family
 
     def _listen(self, step: Step, emitted: list[Ticket], ended: list[Ticket]) -> None:
         now, observe = time.perf_counter(), self._observe
         self.generated += sum(name != PROBE for name, _ in step.tokens)
         self.prompt_tokens += step.prefill_tokens
-        if step.rows:
+        if step.shares:
             observe("iteration_tokens_total", step.prefill_tokens + step.decode_tokens)
         for ticket in emitted:
             if ticket.last_token is not None:

@@ -25,39 +25,35 @@ TEXT_ONLY = "this model reads and writes text, not images or audio: leave it out
 NO_FORMAT = "this server cannot constrain an answer so: send 'response_format', or leave it out"
 UNSUPPORTED = "this server does not support it: leave it out"
 REFUSED = {
-    **dict.fromkeys(("audio", "modalities", "images", "prompt_embeds"), TEXT_ONLY),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), NO_FORMAT),
-    **dict.fromkeys(("grammar", "regex", "ebnf", "json_schema", "guided_decoding"), NO_FORMAT),
-    **{"structured_outputs": NO_FORMAT, "response_format": UNSUPPORTED},
-    **dict.fromkeys(("tools", "tool_choice"), "this server has no function calls: leave it out"),
     "functions": "it is deprecated: send 'tools'",
     "function_call": "it is deprecated: send 'tool_choice'",
     "stop_sequences": "send 'stop'",
     "min_new_tokens": "send 'min_tokens'",
-    **dict.fromkeys(("max_new_tokens", "max_length", "n_predict", "num_predict"), "send a limit as "
-                    "'max_tokens'"),
     "repeat_penalty": "send 'repetition_penalty'",
     "do_sample": "send 'temperature', 0 for the likeliest tokens",
     "best_of": "send 'n', and choose among the samples yourself",
-    **dict.fromkeys(
-        (
-            *("chat_template", "chat_template_kwargs", "continue_final_message", "suffix"),
-            *("add_generation_prompt", "add_special_tokens", "skip_special_tokens"),
-            *("spaces_between_special_tokens", "prediction", "documents", "use_beam_search"),
-            *("allowed_token_ids", "bad_words", "logits_processors", "prompt_logprobs"),
-            *("truncate_prompt_tokens", "length_penalty", "typical_p", "tfs_z", "top_a"),
-            *("mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability", "samplers"),
-            *("reasoning_effort", "thinking", "verbosity", "web_search_options", "num_beams"),
-        ),
-        UNSUPPORTED,
-    ),
-}  # fmt: skip
+}
+for names, reason in (
+    ("audio modalities images prompt_embeds", TEXT_ONLY),
+    ("guided_json guided_regex guided_choice guided_grammar guided_decoding", NO_FORMAT),
+    ("grammar regex ebnf json_schema structured_outputs", NO_FORMAT),
+    ("max_new_tokens max_length n_predict num_predict", "send a limit as 'max_tokens'"),
+    ("response_format tools tool_choice", UNSUPPORTED),  # see `Forms`
+    ("chat_template chat_template_kwargs continue_final_message suffix", UNSUPPORTED),
+    ("add_generation_prompt add_special_tokens skip_special_tokens", UNSUPPORTED),
+    ("spaces_between_special_tokens prediction documents use_beam_search", UNSUPPORTED),
+    ("allowed_token_ids bad_words logits_processors prompt_logprobs", UNSUPPORTED),
+    ("truncate_prompt_tokens length_penalty typical_p tfs_z top_a", UNSUPPORTED),
+    ("mirostat dynatemp_range dry_multiplier xtc_probability samplers", UNSUPPORTED),
+    ("reasoning_effort thinking verbosity web_search_options num_beams", UNSUPPORTED),
+):
+    REFUSED |= dict.fromkeys(names.split(), reason)
 # The values, beside null and empty ones, that ask for nothing more than this server does.
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     **dict.fromkeys(("best_of", "num_beams", "repeat_penalty", "length_penalty"), (1,)),
     **dict.fromkeys(("typical_p", "tfs_z"), (1,)),
-    **dict.fromkeys(("do_sample",), (True,)),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
     "reasoning_effort": ("none",),
@@ -165,7 +161,9 @@ class SamplingBody(Body):
         return value
 
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> SamplingBody:
+    def _fit_together(self) -> SamplingBody:
+        if self.max_tokens == 0 and not getattr(self, "echo", None):
+            raise WrongField("max_tokens", "it must be at least 1, or 0 with 'echo': true")
         if self.stream_options is not None and not self.stream:
             raise WrongField("stream_options", "it needs 'stream': true")
         return self
@@ -200,15 +198,6 @@ class GenerateBody(SamplingBody):
 class OpenAIBody(SamplingBody):
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
-    user: str | None = None
-
-    @model_validator(mode="after")
-    def _samples(self) -> OpenAIBody:
-        if (self.n or 1) > 1 and self.temperature == 0:
-            raise WrongField(
-                "n", "at temperature 0 all samples are the same: ask for 1, or raise 'temperature'"
-            )
-        return self
 
 
 class CompletionBody(OpenAIBody):
@@ -218,12 +207,6 @@ class CompletionBody(OpenAIBody):
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
     return_token_ids: bool | None = None
-
-    @model_validator(mode="after")
-    def _scores_are_all_the_same(self) -> CompletionBody:
-        if self.max_tokens == 0 and (self.n or 1) > 1:
-            raise WrongField("n", "with 'max_tokens' 0 all samples are the same: ask for 1")
-        return self
 
     @property
     def prompts(self) -> list[Any]:

@@ -25,34 +25,14 @@ def own_salt(name: str, salt: bytes) -> bytes:
     return b"for one prompt: " + name.encode() + b"\0" + salt
 
 
-def ignore(result: object) -> None:
-    """Do nothing."""
-
-
 @dataclass(eq=False)
-class PromptRequest(Request):
-    """A request for something about its prompt, behind all that are answered: one body may hold a
-    thousand prompts."""
+class ScoredRequest(Request):
+    """A request whose prompt is scored: the row of a position scores the next token. It waits
+    behind all that are answered, since one body may hold a thousand prompts."""
 
     priority: int = 2**31
-    done: Callable[[Any], object] = ignore  # called once, with the result
-
-    @property
-    def wanted(self) -> range:
-        """The positions whose rows it still wants."""
-        raise NotImplementedError
-
-    def take(self, logits: Tensor) -> None:
-        """Take the next wanted rows: logits (R, V)."""
-        raise NotImplementedError
-
-
-@dataclass(eq=False)
-class ScoredRequest(PromptRequest):
-    """A request whose prompt is scored. The row of a position scores the next token."""
-
     top: int = 0  # likeliest tokens beside each token of the prompt
-
+    done: Callable[[Scores], object] = lambda scores: None  # called once
     scores: Scores = field(init=False, default_factory=lambda: [None])
 
     def __post_init__(self) -> None:
@@ -62,9 +42,11 @@ class ScoredRequest(PromptRequest):
 
     @property
     def wanted(self) -> range:
+        """The positions whose rows it still wants."""
         return range(len(self.scores) - 1, len(self.output.prompt_ids) - 1)
 
     def take(self, logits: Tensor) -> None:
+        """Take the next wanted rows: logits (R, V)."""
         import torch  # here: a server checks its options before this takes seconds
 
         from stage01_forward.scoring import score_rows
@@ -76,8 +58,8 @@ class ScoredRequest(PromptRequest):
             self.done(self.scores)
 
 
-class PromptRunner:
-    """Runs the passes of `runner`, and hands prompt requests the rows that they want. Observes the
+class ScoringRunner:
+    """Runs the passes of `runner`, and hands scored requests the rows that they want. Observes the
     engine's plans, to know which these are."""
 
     def __init__(self, runner: AnyRunner) -> None:
@@ -95,12 +77,12 @@ class PromptRunner:
 
     def run(self, ids: Sequence[int], shares: Sequence[Share], rows: Sequence[int]) -> Tensor:
         """As stage 04's Runner."""
-        takers: list[tuple[PromptRequest, range]] = []  # with the places of its rows among `ids`
+        takers: list[tuple[ScoredRequest, range]] = []  # with the places of its rows among `ids`
         end = 0
         for work in self._plan.work:
             begin, end = end, end + work.count
             request = work.request
-            if isinstance(request, PromptRequest):
+            if isinstance(request, ScoredRequest):
                 wanted = request.wanted  # a preempted request has taken some already
                 first = max(begin, begin + wanted.start - work.start)
                 if places := range(first, min(end, begin + wanted.stop - work.start)):

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from shared.cli import Loaded
 from shared.errors import UserError
-from stage01_forward.generation import Logprobs, Token
+from stage01_forward.generation import Token
 
-from .async_engine import AsyncEngine, Prepare, Ticket, TooMany
-from .chat import NO_TEMPLATE, Template, Tools
+from .async_engine import AsyncEngine, Prepare, Ticket
+from .chat import Template, Tools
 from .errors import ApiError
 from .protocol import ChatBody, CompletionBody, GenerateBody, Message, OpenAIBody, SamplingBody
-from .scoring import ScoredRequest
+from .scoring import Scores
 from .text import TextStream
 
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
@@ -25,7 +24,6 @@ LONG_TEXT = 8_192  # characters: longer texts are tokenized off the event loop
 LONGEST_TOKEN = 128  # characters, in GPT-2: a longer prompt is too long without tokenizing it
 MOST_SCORES = 50_000  # log-probabilities in one body
 READ = 256  # tokens in a piece, at most
-GATHERED = 64  # tokens of a whole answer that are read at a time
 FIELD = re.compile(rf"\b({'|'.join(SamplingBody.model_fields)}|logprobs)\b")  # in an error
 
 
@@ -52,8 +50,8 @@ class Choice:
 
 
 class Forms(Protocol):
-    """Answers in a given form, such as JSON, which a later stage brings. Made once for a loaded
-    model."""
+    """Answers in a given form, such as JSON, which a later stage brings: registry.FORMS names its
+    class. Made once for a loaded model."""
 
     chat_body: type[ChatBody]
     completion_body: type[CompletionBody]
@@ -69,28 +67,28 @@ class Forms(Protocol):
         """How a chat is answered: a Format of formats.py."""
 
 
+@dataclass
 class Generation:
     """A request that the engine has. Its choices are in the order of the prompts; those of one
     prompt are adjacent."""
 
-    def __init__(
-        self, service: Service, body: SamplingBody, choices: Sequence[Choice], deadline: float
-    ) -> None:
-        """deadline: event-loop time by which the answer must be made."""
-        self.service, self.body, self.choices, self.deadline = service, body, choices, deadline
+    service: Service
+    body: SamplingBody
+    choices: Sequence[Choice]
+    deadline: float  # event-loop time by which the answer must be made
+    scores: list[Scores] = field(default_factory=list)  # of the prompts, where they are wanted
 
-    async def pieces(self, gather: int = 1) -> AsyncIterator[tuple[Choice, Piece]]:
+    async def pieces(self) -> AsyncIterator[tuple[Choice, Piece]]:
         """What is new in the text of the choices, as it comes; the last piece of each has its
-        finish reason. gather: tokens to wait for. Raises Broken, EngineDead, UserError,
-        TimeoutError."""
+        finish reason. Raises Broken, EngineDead, UserError, TimeoutError."""
+        if self.body.max_tokens == 0:  # only the prompts were of interest
+            for choice in self.choices:
+                self.service.engine.abort(choice.ticket, "length")
+                yield choice, Piece("", (), "length")
+            return
         news = asyncio.Event()
-
-        def tell() -> None:
-            if any(c.ticket.ended or len(c.ticket.fresh) >= gather for c in self.choices):
-                news.set()
-
         for choice in self.choices:
-            choice.ticket.news = tell
+            choice.ticket.news = news.set
         while True:
             for choice in self.choices:
                 while piece := self.service.piece(choice):
@@ -104,9 +102,7 @@ class Generation:
     async def whole(self) -> list[Piece]:
         """The whole answers. Raises what `pieces` does."""
         parts: list[list[Piece]] = [[] for _ in self.choices]
-        # A stop string ends an answer before the engine does, so each token is looked at.
-        gather = 1 if any(choice.text.may_stop for choice in self.choices) else GATHERED
-        async for choice, piece in self.pieces(gather):
+        async for choice, piece in self.pieces():
             parts[choice.index].append(piece)
         return [
             Piece(
@@ -116,13 +112,6 @@ class Generation:
             )
             for pieces in parts
         ]
-
-    async def scores(self) -> list[list[Logprobs | None]]:
-        """The log-probabilities of the prompts, where the body asks for them. Raises what `pieces`
-        does."""
-        async with asyncio.timeout_at(self.deadline):
-            first = self.choices[:: getattr(self.body, "n", None) or 1]
-            return [await self.service.engine.result(choice.ticket) for choice in first]
 
     def release(self) -> None:
         """End what has not ended."""
@@ -144,24 +133,21 @@ class Generation:
         }
 
 
+@dataclass
 class Service:
-    """The work of the endpoints, without HTTP. `name` is what clients call the model."""
+    """The work of the endpoints, without HTTP."""
 
-    def __init__(
-        self,
-        engine: AsyncEngine,
-        loaded: Loaded,
-        name: str,
-        template: Template | None,
-        forms: Forms,
-        timeout: float,
-        defaults: Mapping[str, Any] | None = None,
-    ) -> None:
-        """timeout: seconds per request. defaults: sampling options of requests that do not give
-        them."""
-        self.engine, self.loaded, self.name = engine, loaded, name
-        self.template, self.forms, self.timeout = template, forms, timeout
-        self.defaults = {"temperature": 1.0} if defaults is None else defaults  # OpenAI's
+    engine: AsyncEngine
+    loaded: Loaded
+    template: Template
+    forms: Forms
+    timeout: float  # seconds per request
+    defaults: Mapping[str, Any]  # sampling options of requests that do not give them
+
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return self.loaded.config.name
 
     @property
     def context(self) -> int:
@@ -179,31 +165,37 @@ class Service:
     async def generate(self, body: GenerateBody, tenant: bytes) -> Generation:
         """Hand the engine a request; its prompts share cached blocks with those of the same
         `tenant` only. Raises ApiError, Overloaded, EngineDead, as `complete` and `chat` do."""
-        return await self._begin(body, [body.prompt], body.max_tokens, DEFAULT_TOKENS, tenant)
+        return await self._begin(body, [body.prompt], body.max_tokens or DEFAULT_TOKENS, tenant)
 
     async def complete(self, body: CompletionBody, tenant: bytes) -> Generation:
+        """Where its prompts are scored, they are by now. Raises TimeoutError, too."""
+        self.check_model(body.model)
         form, score = await self.forms.prepare(body), body.logprobs if body.echo else None
-        # Where only prompts are scored, a token ends each, and is not sent.
-        limit = 1 if body.max_tokens == 0 and body.echo else body.max_tokens
-        options: dict[str, Any] = {"logprobs": body.logprobs, "score": score, "form": form}
-        return await self._begin(body, body.prompts, limit, DEFAULT_TOKENS, tenant, **options)
+        limit = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+        generation = await self._begin(
+            body, body.prompts, limit, tenant, logprobs=body.logprobs, score=score, form=form
+        )
+        if score is not None:
+            try:
+                async with asyncio.timeout_at(generation.deadline):
+                    for choice in generation.choices[:: body.n or 1]:
+                        generation.scores.append(await self.engine.scores(choice.ticket))
+            except BaseException:
+                generation.release()
+                raise
+        return generation
 
     async def chat(self, body: ChatBody, tenant: bytes) -> Generation:
         self.check_model(body.model)
         form, ids = await self.forms.prepare(body), await self.chat_ids(body)
-        limit = body.max_completion_tokens or body.max_tokens
+        limit = body.max_completion_tokens or body.max_tokens or self.context - len(ids)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        options: dict[str, Any] = {"logprobs": logprobs, "form": form, "stops": self._stops}
-        return await self._begin(body, [ids], limit, self.context - len(ids), tenant, **options)
-
-    @property
-    def _stops(self) -> Sequence[str]:
-        return self.template.stops if self.template else ()
+        return await self._begin(
+            body, [ids], limit, tenant, logprobs=logprobs, form=form, stops=self.template.stops
+        )
 
     async def chat_ids(self, body: ChatBody) -> list[int]:
         """The ids of a chat's prompt. Raises ApiError."""
-        if self.template is None:
-            raise ApiError(400, NO_TEMPLATE, "messages")
         try:  # off the event loop: a template may take its time
             messages, tools = self.forms.conversation(body)
             render: Callable[..., str | list[int]] = self.template.prompt
@@ -245,38 +237,36 @@ class Service:
         self,
         body: SamplingBody,
         prompts: Sequence[str | list[int]],
-        max_tokens: int | None,
-        default_tokens: int,
+        limit: int,
         tenant: bytes,
+        *,
         logprobs: int | None = None,
         score: int | None = None,
         form: Prepare | None = None,
         stops: Sequence[str] = (),
     ) -> Generation:
-        """Submit `n` choices for each prompt. score: likeliest tokens beside each of a prompt's;
-        None: prompts are not scored. form: gives each request its form."""
+        """Submit `n` choices for each prompt, each of at most `limit` tokens. score: likeliest
+        tokens beside each of a prompt's; None: prompts are not scored. form: gives each request its
+        form."""
         deadline = asyncio.get_running_loop().time() + self.timeout
-        n = 1
-        if isinstance(body, OpenAIBody):
-            self.check_model(body.model)
-            n = body.n or 1
-        if max_tokens == 0:
-            raise ApiError(400, "'max_tokens' must be at least 1.", "max_tokens")
-        limit = min(max_tokens or default_tokens, self.context)
+        n = (body.n or 1) if isinstance(body, OpenAIBody) else 1
+        limit = min(limit, self.context) or 1  # a token ends a prompt of which only scores are sent
         ids = [await self.ids_of(prompt) for prompt in prompts]
-        if score is not None:
-            check_scores(sum(map(len, ids)), score)
+        count = 0 if score is None else sum(map(len, ids)) * (1 + score)
         if logprobs is not None and not body.stream:
-            check_scores(len(ids) * n * limit, logprobs)
-        wants = None if score is None else partial(ScoredRequest, top=score)
+            count = max(count, len(ids) * n * limit * (1 + logprobs))
+        if count > MOST_SCORES:  # while they are written, no other client is served
+            message = (
+                f"The answer may have {count} log-probabilities, and at most {MOST_SCORES} are "
+                "allowed: ask for fewer tokens, prompts or 'logprobs', or for a stream."
+            )
+            raise ApiError(400, message, "logprobs")
         try:
             params = [body.params(limit, logprobs, sample, self.defaults) for sample in range(n)]
-            groups = self.engine.submit(ids, params, tenant, wants, form)
+            groups = self.engine.submit(ids, params, tenant, score, form)
         except UserError as error:
             named = FIELD.search(str(error))
-            several = isinstance(error, TooMany) and n > 1
-            field = named[0] if named else "n" if several else "prompt"
-            raise ApiError(400, str(error), field) from None
+            raise ApiError(400, str(error), named[0] if named else "prompt") from None
         eos_ids, keep = self.loaded.config.eos_ids, bool(body.include_stop_str_in_output)
         options = eos_ids, [*body.stops, *stops], keep, body.min_tokens or 0
         choices: list[Choice] = []
@@ -322,15 +312,3 @@ class Service:
 async def off_loop(long: bool, work: Callable[..., Any], *arguments: object) -> Any:
     """The result of `work`: on a thread if it is long, else at once."""
     return await asyncio.to_thread(work, *arguments) if long else work(*arguments)
-
-
-def check_scores(tokens: int, top: int) -> None:
-    """Raise ApiError if `tokens` tokens with `top` alternatives each are too many for one body:
-    while the server writes it, no other client is served."""
-    count = tokens * (1 + top)
-    if count > MOST_SCORES:
-        message = (
-            f"The answer may have {count} log-probabilities, and at most {MOST_SCORES} are "
-            "allowed: ask for fewer tokens, prompts or 'logprobs', or for a stream."
-        )
-        raise ApiError(400, message, "logprobs")

@@ -5,38 +5,31 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import sys
-from functools import cache
-from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import (
-    Field,
-    PrivateAttr,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared import catalog, cli, registry
 from shared.catalog import AUTO
 from shared.cli import MOST_TOKENS, Parser, with_default
 from shared.errors import UserError, advised
-from shared.files import read_text
 from stage05_paged.memory import parse_memory
 
 PREFIX = "STAIRCASE_"
 PAGED = "paged"  # runs everywhere
 ENGINES = PAGED, "kernels"  # for --engine, the newest last; names in registry.ENGINES
 OFF = "off"  # no drafts
-MOST_KEY_BYTES = 2**20
-GROUPS = {  # of the help, by their first options
-    "model": "model and machine",
-    "host": "address and access",
-    "engine": "engine and memory",
-    "max_queue": "requests",
+NAMES = {  # options whose values a registry or a list names
+    "engine": [AUTO, *ENGINES],
+    "weights": cli.weight_formats(),
+    "kv_dtype": cli.kv_formats(),
+    "speculate": [OFF, *registry.DRAFTS],
 }
+
+
+def described(default: Any, description: str, **bounds: Any) -> Any:
+    return Field(default=default, description=description, **bounds)
 
 
 class Settings(BaseSettings):
@@ -44,181 +37,95 @@ class Settings(BaseSettings):
     capitals; the command line wins."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", protected_namespaces=())
-    _faster: str = PrivateAttr("")  # what would be faster, once the engine is made
 
-    model: str = Field(
-        default="stories",
-        description="the embedded model 'stories' or 'stories-chat', a name on the hub, or a "
-        f"folder{catalog.others()}",
+    model: str = described(
+        "stories",
+        "the embedded model 'stories' or 'stories-chat', a name on the hub, or a folder"
+        + catalog.others(),
     )
-    chat: bool = Field(
-        default=False,
-        description="chat on the page, with 'stories-chat' unless --model names another",
-    )
-    served_model_name: str = Field(
-        default="", description="name of the model for clients; default: its own"
-    )
-    random_weights: bool = Field(
-        default=False, description="seeded random weights instead of the model's, for speed tests"
-    )
-    max_model_len: int = Field(
-        default=0,
+    random_weights: bool = described(False, "seeded random weights instead, for speed tests")
+    max_model_len: int = described(
+        *(0, "maximum tokens of a prompt and its answer; 0: the model's context"),
         ge=0,
         le=MOST_TOKENS,
-        description="maximum tokens of a prompt and its answer together; 0: the model's context",
     )
-    device: Literal["auto", "cpu", "cuda", "mps"] = Field(
-        default="auto", description="device to compute on"
+    device: Literal["auto", "cpu", "cuda", "mps"] = described("auto", "device to compute on")
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = described(
+        "auto", "number format of the weights"
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
-        default="auto", description="number format of the weights"
-    )
-    weights: str = Field(
-        default=AUTO, description=f"{cli.ABOUT_WEIGHTS}: {', '.join(cli.weight_formats())}"
-    )
-    linear: Literal["auto", "plain"] = Field(default="auto", description="linear layers on a CPU")
-    threads: int = Field(default=0, ge=0, le=1024, description="CPU threads; 0 is PyTorch's choice")
+    weights: str = described(AUTO, f"{cli.ABOUT_WEIGHTS}: {', '.join(NAMES['weights'])}")
+    threads: int = described(0, "CPU threads; 0 is PyTorch's choice", ge=0, le=1024)
 
-    host: str = Field(
-        default="127.0.0.1", description="address to listen on; 0.0.0.0 lets other machines in"
+    host: str = described("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in")
+    port: int = described(8000, "port to listen on; 0 takes a free one", ge=0, le=65535)
+    allowed_host: str = described(
+        "", "more names to accept in the Host header, with commas between; * is any; default: none"
     )
-    port: int = Field(
-        default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one"
+    api_key: str = described(
+        "",
+        "keys, with commas between; clients must send one of them; set them in the environment: "
+        "every user of the machine can read a command line; default: none",
     )
-    allowed_host: str = Field(
-        default="",
-        description="more names to accept in the Host header, with commas between; * is any; "
-        "default: none",
-    )
-    api_key: str = Field(
-        default="",
-        description="keys, with commas between; clients must send one of them; set them in the "
-        "environment: every user of the machine can read a command line; default: none",
-    )
-    api_key_file: str = Field(
-        default="", description="file with API keys, one per line; default: none"
-    )
-    log_requests: bool = Field(
-        default=False, description="log each request in a line on standard error"
-    )
+    log_requests: bool = described(False, "log each request in a line on standard error")
 
-    engine: str = Field(
-        default=AUTO,
-        description=f"engine of a stage: {', '.join(ENGINES)}; {AUTO} is the newest one that "
-        "runs correctly on this machine",
+    engine: str = described(
+        AUTO,
+        f"engine of a stage: {', '.join(ENGINES)}; {AUTO} is the newest one that runs correctly on "
+        "this machine",
     )
-    max_num_seqs: int = Field(
-        default=32, ge=1, le=4096, description="maximum number of sequences running at a time"
+    max_num_seqs: int = described(32, "maximum sequences running at a time", ge=1, le=4096)
+    max_num_batched_tokens: int = described(
+        0, "maximum tokens computed per step; 0: automatic", ge=0, le=1_000_000
     )
-    max_num_batched_tokens: int = Field(
-        default=0, ge=0, le=1_000_000, description="maximum tokens computed per step; 0: automatic"
+    kv_memory: str = described(
+        "", "memory for keys and values: 512MiB, 2GB, 25%% of free; default: automatic"
     )
-    kv_memory: str = Field(
-        default="",
-        description="memory for keys and values: 512MiB, 2GB, 25%% of free; default: automatic",
-    )
-    kv_dtype: str = Field(
-        default=AUTO, description=f"{cli.ABOUT_KV}: {', '.join(cli.kv_formats())}"
-    )
-    block_size: int = Field(default=16, ge=1, le=1024, description="tokens in a block")
-    swap_memory: str = Field(
-        default="", description="memory to swap preempted sequences to; default: none"
-    )
-    preemption: Literal["auto", "recompute", "swap"] = Field(
-        default="auto", description="how a preempted sequence gives up its memory"
-    )
-    enable_prefix_caching: bool = Field(
-        default=True, description="reuse the blocks of common prompt prefixes"
-    )
-    sanitize: bool = Field(default=False, description="check the memory after every step; slow")
+    kv_dtype: str = described(AUTO, f"{cli.ABOUT_KV}: {', '.join(NAMES['kv_dtype'])}")
+    enable_prefix_caching: bool = described(True, "reuse the blocks of common prompt prefixes")
+    sanitize: bool = described(False, "check the memory after every step; slow")
 
-    speculate: str = Field(
-        default=OFF,
-        description="what drafts the next tokens, which a step then verifies together: "
-        f"{', '.join([OFF, *registry.DRAFTS])}; the tokens stay those of off",
+    speculate: str = described(
+        OFF,
+        "what drafts the next tokens, which a step then verifies together: "
+        f"{', '.join(NAMES['speculate'])}; the tokens stay those of off",
     )
-    num_speculative_tokens: int = Field(
-        default=4, ge=1, le=64, description="maximum drafts of a sequence in a step"
+    num_speculative_tokens: int = described(
+        4, "maximum drafts of a sequence in a step", ge=1, le=64
     )
-    speculative_model: str = Field(
-        default="",
-        description="model that makes the drafts of --speculate draft: a name, such as "
-        "stories-draft, or a folder",
+    speculative_model: str = described(
+        "", "model that drafts for --speculate draft: a name, such as stories-draft, or a folder"
     )
-    drawn_drafts: bool = Field(
-        default=False,
-        description="sample the drafts of --speculate draft, too, and verify them by rejection: a "
-        "seed then fixes how answers are distributed, not their tokens",
+    drawn_drafts: bool = described(
+        False,
+        "sample the drafts of --speculate draft, too, and verify them by rejection: a seed then "
+        "fixes how answers are distributed, not their tokens",
     )
 
-    max_queue: int = Field(
-        default=1024, ge=0, le=100_000, description="maximum waiting sequences; more get 503"
+    max_queue: int = described(1024, "maximum waiting sequences; more get 503", ge=0, le=100_000)
+    request_timeout: float = described(
+        300.0, "seconds after which a request gets 504", gt=0, le=86400
     )
-    request_timeout: float = Field(
-        default=300.0, gt=0, le=86400, description="seconds after which a request gets 504"
+    grace: float = described(10.0, "seconds for requests to finish at shutdown", ge=0, le=3600)
+    temperature: float | None = described(
+        *(None, "temperature of requests that do not choose it; default: the model's"), ge=0, le=2
     )
-    grace: float = Field(
-        default=10.0, ge=0, le=3600, description="seconds for requests to finish at shutdown"
-    )
-    generation_config: Literal["auto", "none"] = Field(
-        default="auto",
-        description="sampling of requests that do not choose it: auto is that of the model's "
-        "generation_config.json, and else OpenAI's; none is OpenAI's, which is temperature 1",
-    )
-    temperature: float | None = Field(
-        default=None, ge=0, le=2, description="temperature of requests that do not choose it"
-    )
-    top_p: float | None = Field(
-        default=None, gt=0, le=1, description="top_p of requests that do not choose it"
-    )
-    top_k: int | None = Field(
-        default=None, ge=0, le=1_000_000, description="top_k of requests that do not choose it"
-    )
-    chat_template: Literal["auto", "simple", "none"] = Field(
-        default="auto",
-        description="template for chats: auto is the model's own, else simple; none refuses chats",
-    )
+    top_p: float | None = described(None, "the same for top_p", gt=0, le=1)
+    top_k: int | None = described(None, "the same for top_k", ge=0, le=1_000_000)
 
     @field_validator("model")
     @classmethod
     def _may_exist(cls, name: str) -> str:
         return catalog.checked(name)
 
-    @field_validator("max_model_len")
-    @classmethod
-    def _room_for_an_answer(cls, tokens: int) -> int:
-        if tokens == 1:
-            raise ValueError("1 leaves no token for an answer: give at least 2, or 0")
-        return tokens
-
-    @field_validator("engine", "weights", "kv_dtype", "speculate")
+    @field_validator(*NAMES)
     @classmethod
     def _known(cls, name: str, field: ValidationInfo) -> str:
-        known = {
-            "engine": [AUTO, *ENGINES],
-            "weights": cli.weight_formats(),
-            "kv_dtype": cli.kv_formats(),
-            "speculate": [OFF, *registry.DRAFTS],
-        }
-        names = known[str(field.field_name)]
+        names = NAMES[str(field.field_name)]
         if name not in names:
             raise ValueError(advised(f"choose one of {', '.join(names)}", name, names))
         return name
 
-    @field_validator("chat_template")
-    @classmethod
-    def _for_chats(cls, name: str, others: ValidationInfo) -> str:
-        if name == "none" and others.data.get("chat"):
-            raise ValueError("--chat needs a template: leave one of the two options out")
-        return name
-
-    @model_validator(mode="after")
-    def _a_model_to_chat_with(self) -> Settings:
-        if self.chat and "model" not in self.model_fields_set:
-            self.model = "stories-chat"
-        return self
-
-    @field_validator("kv_memory", "swap_memory")
+    @field_validator("kv_memory")
     @classmethod
     def _a_size(cls, text: str) -> str:
         try:
@@ -230,30 +137,18 @@ class Settings(BaseSettings):
     @field_validator("api_key")
     @classmethod
     def _has_a_key(cls, text: str) -> str:
-        if text and not any(map(str.strip, text.split(","))):  # the server would be open
+        if text and not parts_of(text):  # the server would be open
             raise ValueError("it has no key: write one, or leave the option out")
         return text
 
-    @field_validator("api_key_file")
-    @classmethod
-    def _has_keys(cls, file: str) -> str:
-        try:
-            if file and not any(_keys_in(file)):
-                raise ValueError(f"{file} has no key: write one into it")
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "it is not UTF-8 text"
-            raise ValueError(f"{file} cannot be read ({why})") from None
-        return file
-
     @property
     def keys(self) -> list[str]:
-        in_file = _keys_in(self.api_key_file) if self.api_key_file else ()
-        return [key for key in (*map(str.strip, self.api_key.split(",")), *in_file) if key]
+        return parts_of(self.api_key)
 
     @property
     def hosts(self) -> list[str]:
         """The names of this server, in Host headers."""
-        return [name for name in map(str.strip, [self.host, *self.allowed_host.split(",")]) if name]
+        return [self.host, *parts_of(self.allowed_host)]
 
     @property
     def open_to_all(self) -> bool:
@@ -265,11 +160,8 @@ class Settings(BaseSettings):
         return not local and not self.keys
 
 
-@cache
-def _keys_in(file: str) -> tuple[str, ...]:
-    """The lines of a file with keys. Read once: <(pass show key) is a pipe, which would have no key
-    the second time. Raises OSError, UnicodeDecodeError."""
-    return tuple(map(str.strip, read_text(Path(file), MOST_KEY_BYTES).splitlines()))
+def parts_of(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def parse(argv: list[str] | None) -> Settings:
@@ -283,27 +175,21 @@ def parse(argv: list[str] | None) -> Settings:
         f"  {PREFIX}API_KEY=secret python -m stage06_serving --host 0.0.0.0",
     )
     parser.once = ("--speculate",)
-    group: Any = parser
     for name, field in Settings.model_fields.items():
-        if name in GROUPS:
-            group = parser.add_argument_group(GROUPS[name])
         about = (
             f"{with_default(str(field.description), field.default)}; also {PREFIX}{name.upper()}"
         )
-        option = "--" + name.replace("_", "-")
+        choices = ",".join(map(str, get_args(field.annotation))) if field.default else ""
+        more: dict[str, Any] = {"metavar": f"{{{choices}}}" if choices else "VALUE"}
         if field.annotation is bool:
-            action: Any = argparse.BooleanOptionalAction
-            group.add_argument(option, action=action, default=argparse.SUPPRESS, help=about)
-        else:
-            choices = ",".join(map(str, get_args(field.annotation)))
-            choices = "" if field.default is None else choices
-            shown = f"{{{choices}}}" if choices else "VALUE"
-            group.add_argument(option, default=argparse.SUPPRESS, metavar=shown, help=about)
+            more = {"action": argparse.BooleanOptionalAction}
+        option = "--" + name.replace("_", "-")
+        parser.add_argument(option, default=argparse.SUPPRESS, help=about, **more)
     options: dict[str, Any] = vars(parser.parse_args(argv))
-    if any(map(str.strip, options.get("api_key", "").split(","))):
+    if "api_key" in options:
         print(
             "WARNING: every user of this machine can read --api-key in the process list: use "
-            f"--api-key-file or {PREFIX}API_KEY.",
+            f"{PREFIX}API_KEY.",
             file=sys.stderr,
         )
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,10 +21,9 @@ from stage06_serving.async_engine import (
     Overloaded,
     Ticket,
 )
-from stage06_serving.scoring import ScoredRequest
 
-from .asking import HANG
 from .tools import (
+    HANG,
     Passes,
     alone,
     error_of,
@@ -33,9 +31,9 @@ from .tools import (
     prompt_of,
     reading,
     said,
+    soon,
     started,
     submit,
-    until,
     words,
 )
 
@@ -68,7 +66,7 @@ async def test_a_slow_reader_delays_no_other(engine, expected):
         stalled = submit(running, slow, 40)
         for _ in range(3):  # others come and go
             assert await said(running, submit(running, quick, 15)) == expected(quick, 15)
-        await until(lambda: stalled.ended)
+        await soon(lambda: stalled.ended)
         assert len(stalled.fresh) == 40 == stalled.generated
         parts = [[token.id for token in tokens] async for _, tokens in reading(running, stalled)]
         assert parts == [expected(slow, 40)]  # all of it at once
@@ -97,15 +95,15 @@ async def test_each_step_is_one_message_with_its_tokens_and_its_ends(gated):
         for ticket in group:
             ticket.news = heard
         gate.allow(1)
-        await until(lambda: news)
+        await soon(lambda: news)
         assert len(running.read(group[0])) == 1  # before the end
         gate.allow()
-        await until(lambda: all(ticket.ended for ticket in group))
+        await soon(lambda: all(ticket.ended for ticket in group))
         one, two = group  # the second waits for the first's blocks
         assert steps == [([one], []), ([one, two], [one]), ([two], []), ([two], [two])]
         assert known == [False, True, False, True, True] and len(made.seen) == 4
         # Once per step, however many tickets have some, or for several steps.
-        await until(lambda: news[-1] == 4)
+        await soon(lambda: news[-1] == 4)
         assert news == sorted(set(news))
     for ticket in group:
         assert ticket.scheduled and ticket.first_token and ticket.last_token
@@ -118,7 +116,7 @@ async def test_an_abort_is_heard_within_two_steps(gated, expected):
     async with gated(max_sequences=2) as (running, made, gate):
         leaves, stays, waits = (submit(running, prompt, 30) for prompt in prompts)
         gate.allow(3)
-        await until(lambda: len(made.seen) >= 3)
+        await soon(lambda: len(made.seen) >= 3)
         for ticket in (leaves, leaves, waits):  # it may be repeated
             running.abort(ticket)
         gate.allow()
@@ -135,7 +133,7 @@ async def test_the_end_of_the_last_request_is_reported_without_a_step(gated):
     async with gated() as (running, made, gate):
         ticket = submit(running, prompt_of(4), 50)
         gate.allow(2)
-        await until(lambda: len(made.seen) >= 2)
+        await soon(lambda: len(made.seen) >= 2)
         assert running.awaited == 1
         running.abort(ticket)
         # The engine releases it after its pass, but a server that ends says that it waits for none.
@@ -189,9 +187,9 @@ async def test_prompts_are_scored_in_chunks_beside_other_requests(engine, tiny_m
     made = engine(blocks=17, token_budget=9)
     async with started(made) as running:
         stream = submit(running, prompt_of(4), 40)
-        groups = running.submit(prompts, [words(2)] * 2, wants=partial(ScoredRequest, top=2))
+        groups = running.submit(prompts, [words(2)] * 2, score=2)
         for prompt, (first, second) in zip(prompts, groups, strict=True):
-            start, *scores = await running.result(first)
+            start, *scores = await running.scores(first)
             _, *want = prompt_logprobs(tiny_model, prompt, 2)
             assert start is None and len(scores) == len(want) == 57
             for score, right in zip(scores, want, strict=True):
@@ -206,7 +204,7 @@ async def test_prompts_are_scored_in_chunks_beside_other_requests(engine, tiny_m
 
 async def test_newcomers_overtake_prompts_that_are_scored(gated):
     async with gated(max_sequences=2, policy="priority") as (running, made, gate):
-        groups = running.submit([prompt_of(9)] * 6, [words(1)], wants=ScoredRequest)
+        groups = running.submit([prompt_of(9)] * 6, [words(1)], score=0)
         late = submit(running, prompt_of(4), 2)
         gate.allow()
         for ticket in (late, *(ticket for (ticket,) in groups)):
@@ -217,13 +215,13 @@ async def test_newcomers_overtake_prompts_that_are_scored(gated):
 
 async def test_scoring_is_ended_by_an_abort_a_failure_and_the_shutdown(gated):
     async with gated(max_sequences=1) as (running, made, gate):
-        groups = running.submit([prompt_of(9)] * 3, [words(1)], wants=ScoredRequest)
+        groups = running.submit([prompt_of(9)] * 3, [words(1)], score=0)
         tickets = [ticket for (ticket,) in groups]
         running.abort(tickets[1])
         await running.drain(0.02)
         for ticket in tickets:
             with pytest.raises((EngineDead, Broken)):
-                await running.result(ticket)
+                await running.scores(ticket)
         gate.allow()
     assert len(made.seen) <= 1
 
@@ -241,7 +239,7 @@ async def test_a_call_is_made_on_the_thread_between_two_steps(gated, expected):
     async with gated() as (running, made, gate):
         made.runner.run = watched
         ticket = submit(running, prompt, 30)
-        await until(lambda: gate.count)  # a pass has begun
+        await soon(lambda: gate.count)  # a pass has begun
         with pytest.raises(TimeoutError):  # a caller that leaves disturbs nothing
             await asyncio.wait_for(running.call(lambda _: None), 0.05)
         gate.allow()
@@ -265,7 +263,7 @@ async def test_requests_that_outlast_the_grace_end_with_an_error(gated):
         running.listeners.append(lambda step, spoke, over: ended.extend(over))
         tickets = [submit(running, prompt_of(4), 50) for _ in range(3)]
         gate.allow(2)
-        await until(lambda: len(made.seen) >= 2)
+        await soon(lambda: len(made.seen) >= 2)
         await running.drain(0.02)
         assert ended == tickets  # as the metrics count them
         assert {ticket.reason for ticket in ended} == {"error"}
@@ -316,7 +314,7 @@ async def test_only_failures_in_a_row_count(engine, expected):
         for _ in range(3):
             assert await error_of(running, submit(running, prompt_of(4), 4)) == BROKEN
             # Until the probe has found that steps work.
-            await until(lambda: passes.count in (3, 6, 9) and is_empty(made))
+            await soon(lambda: passes.count in (3, 6, 9) and is_empty(made))
         assert await said(running, submit(running, prompt_of(4), 4)) == expected(prompt_of(4), 4)
 
 
@@ -327,7 +325,7 @@ async def test_the_probe_finds_out_when_no_request_is_left(engine, which, lives)
     Passes(made.runner, which)
     async with started(made) as running:
         assert await error_of(running, submit(running, prompt_of(4), 4)) == BROKEN
-        await until(lambda: not running.alive or made.seen and is_empty(made))
+        await soon(lambda: not running.alive or made.seen and is_empty(made))
         assert running.alive is lives
 
 
@@ -356,7 +354,7 @@ async def test_a_command_in_the_queue_of_a_dying_thread_is_answered(engine):
     async with started(made) as running:
         ticket = submit(running, prompt_of(4), 10)
         gate.allow(1)
-        await until(lambda: gate.count == 2)  # the thread is in the pass that ends it
+        await soon(lambda: gate.count == 2)  # the thread is in the pass that ends it
         asked = asyncio.create_task(running.call(lambda _: None))
         await asyncio.sleep(0)
         gate.allow(1)

@@ -14,7 +14,7 @@ from shared.tokenizer import Tokenizer
 from stage01_forward.model import load_model
 from stage01_forward.scoring import prompt_logprobs
 
-from .asking import OTHER, PROMPT, TOKENIZER, complete, counts, events, post
+from .tools import OTHER, PROMPT, TOKENIZER, complete, counts, events
 
 EOS = 256
 PROMPTS = [[*"né 😀".encode()[:-1], EOS, 0xFF], [7, 8, *"日本".encode()[1:]]]  # cut characters
@@ -59,7 +59,7 @@ def expected(bytes_server, tiny_folder):
     return Expected(bytes_server, tiny_folder)
 
 
-@pytest.mark.parametrize("more", [{}, {"echo": True}, {"echo": True, "max_tokens": 0, "n": 1}])
+@pytest.mark.parametrize("more", [{}, {"echo": True}, {"echo": True, "max_tokens": 0}])
 @pytest.mark.parametrize("top", [0, 1, 20])
 def test_logprobs_of_completions(expected, top, more):
     """A prompt's first token has none. Sampling options change none."""
@@ -72,7 +72,7 @@ def test_logprobs_of_completions(expected, top, more):
         **more,
     }
     body |= {**DRAWN, "return_token_ids": True, "logit_bias": {str(0xF0): 3, str(EOS): 3}}
-    whole = post(expected.server, json=body).json()
+    whole = expected.server.post(json=body).json()
     n, echo = body["n"], bool(more)
     for number, choice in enumerate(whole["choices"]):
         prompt, answer = PROMPTS[number // n], choice.get("token_ids", [])
@@ -93,7 +93,7 @@ def test_logprobs_of_completions(expected, top, more):
             assert logprob == approx(score.token, **CLOSE)
             assert others == approx({expected.name(id): score.token} | tops, **CLOSE)
     stream = {"stream": True, "stream_options": {"include_usage": True}}
-    *chunks, last = events(post(expected.server, json=body | stream).text)
+    *chunks, last = events(expected.server.post(json=body | stream).text)
     assert last["usage"] == whole["usage"] and last["choices"] == []
     prompts = sum(map(len, PROMPTS))
     assert whole["usage"]["prompt_tokens"] == prompts
@@ -112,12 +112,10 @@ def test_logprobs_of_completions(expected, top, more):
 def test_logprobs_of_a_chat(expected, top):
     body = {"messages": [{"role": "user", "content": "é"}], "max_tokens": 40, "ignore_eos": True}
     body |= {**DRAWN, "logprobs": True} | ({} if top is None else {"top_logprobs": top})
-    prompt = post(expected.server, "/tokenize", json={"messages": body["messages"]}).json()[
-        "tokens"
-    ]
+    prompt = expected.server.post("/tokenize", json={"messages": body["messages"]}).json()["tokens"]
 
     def asked(**fields):
-        return post(expected.server, "/v1/chat/completions", json=body | fields)
+        return expected.server.post("/v1/chat/completions", json=body | fields)
 
     def shown(id, logprob):
         token = {"token": expected.name(id), "bytes": [*expected.bytes_of(id)]}

@@ -13,7 +13,7 @@ from shared.catalog import STORIES
 from shared.tokenizer import Tokenizer
 from stage06_serving.text import TextStream, overlap
 
-from .asking import events, post
+from .tools import events
 
 REAL = Tokenizer.from_folder(STORIES)
 # Tokens of one, two and three letters, so that stop strings begin and end anywhere in them.
@@ -165,19 +165,19 @@ def test_streams_equal_whole_answers(bytes_server, tiny_folder):
     broken = stops = 0
     for number, text in enumerate(mixed_texts(40)):
         body: dict[str, Any] = {**fields, "prompt": f"Say {text}", "seed": number}
-        whole = post(bytes_server, json=body).json()["choices"][0]
+        whole = bytes_server.post(json=body).json()["choices"][0]
         decoded = tokenizer.decode(id for id in whole["token_ids"] if id != 256)
         assert whole["text"] == decoded  # so a U+FFFD in it is one of the full decode
         broken += "\ufffd" in decoded
         if number % 2 and len(decoded) > 4:
             stop, stops = decoded[3:5], stops + 1
             body["stop"] = [stop, "never"]
-            whole = post(bytes_server, json=body).json()["choices"][0]
+            whole = bytes_server.post(json=body).json()["choices"][0]
             assert whole["text"] == decoded[: decoded.index(stop)]
             assert (whole["finish_reason"], whole["stop_reason"]) == ("stop", stop)
         if number % 3 == 0:
             body["echo"], whole["text"] = True, body["prompt"] + whole["text"]
-        chunks = events(post(bytes_server, json=body | {"stream": True}).text)
+        chunks = events(bytes_server.post(json=body | {"stream": True}).text)
         assert len({(chunk["id"], chunk["created"], chunk["object"]) for chunk in chunks}) == 1
         assert not any("usage" in chunk for chunk in chunks)
         choices = [chunk["choices"][0] for chunk in chunks]

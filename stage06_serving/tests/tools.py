@@ -1,21 +1,145 @@
-"""Helpers for tests of engines: prompts, gates and faults before a pass, engines on a thread."""
+"""Helpers of the tests: a server in this process, requests to it, and engines on a thread."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import httpx2
+import openai
+from prometheus_client.parser import text_string_to_metric_families
+
+from shared.catalog import STORIES
+from shared.tokenizer import Tokenizer
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.generation import Token
 from stage01_forward.params import SamplingParams
 from stage04_continuous.plan import Plan
-from stage06_serving.async_engine import CLOSING, DEAD, AsyncEngine, Broken, EngineDead, Ticket
+from stage06_serving import __main__ as program
+from stage06_serving.app import create_app
+from stage06_serving.async_engine import (
+    CLOSING,
+    DEAD,
+    AsyncEngine,
+    Broken,
+    EngineDead,
+    EngineThread,
+    Ticket,
+)
+from stage06_serving.settings import parse
 
-from .asking import HANG
+HANG = 60.0  # seconds: on an idle machine nothing here takes a tenth of that
+PROMPT, OTHER = "Once upon a time", "The old fox looked at the river"
+CHAT = [{"role": "user", "content": "Tell me a story."}]
+TOKENIZER = Tokenizer.from_folder(STORIES)
+GREEDY: dict[str, Any] = {"model": "stories", "temperature": 0}
+TOKENS = 8  # of an answer by default: the sanitizer checks the memory after every step
+IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+
+
+class House:
+    """A server on a thread of this process, so quick to start. `served` has its engine; `loading`
+    is set by the test if it is `held`."""
+
+    def __init__(self, *arguments: str, held: bool = False) -> None:
+        self.settings = parse(["--sanitize", "--engine", "paged", "--grace", "0", *arguments])
+        self.thread = EngineThread()
+        make = partial(program.make_engine, self.settings)
+        self.loading: Future[Any] = Future() if held else self.thread.run(make)
+        self.app = create_app(self.loading, self.settings, self.thread)
+        place = program.listen("127.0.0.1", 0)
+        self.url, self.port = program.address_of(place), place.getsockname()[1]
+        self.server = program.Server(self.app, self.settings.grace, lambda: None)
+        serve = lambda: asyncio.run(self.server.serve(sockets=[place]))  # noqa: E731
+        self.work = threading.Thread(target=serve, daemon=True)
+        self.work.start()
+        if not held:
+            self.served = self.loading.result()
+            until(lambda: self.app.state.engine)
+
+    @property
+    def running(self) -> AsyncEngine:
+        engine: AsyncEngine = self.app.state.engine
+        return engine
+
+    def gate(self, **options: Any) -> Passes:
+        """The passes of its engine, below the scores."""
+        return Passes(self.served.engine.runner.runner, **options)
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.work.join(HANG)
+
+    def post(self, path: str = "/v1/completions", **options: Any) -> httpx2.Response:
+        return self.ask("POST", path, **options)
+
+    def get(self, path: str, **options: Any) -> httpx2.Response:
+        return self.ask("GET", path, **options)
+
+    def ask(self, method: str, path: str, **options: Any) -> httpx2.Response:
+        options = {"trust_env": False, "timeout": HANG} | options
+        return httpx2.request(method, self.url + path, **options)
+
+    def numbers(self) -> dict[str, float]:
+        """Metrics by name without "vllm:", and by the reason why a sequence ended."""
+        values = {}
+        for family in text_string_to_metric_families(self.get("/metrics").text):
+            for sample in family.samples:
+                if "le" not in sample.labels:
+                    name = sample.labels.get("finished_reason", sample.name.removeprefix("vllm:"))
+                    values[name] = sample.value
+        return values
+
+    def until_idle(self) -> dict[str, float]:
+        """The metrics once nothing runs or waits and no block is owned."""
+        until(lambda: not any(map(self.numbers().get, IDLE)))
+        return self.numbers()
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait until `condition` holds. Fails after HANG seconds."""
+    deadline = time.monotonic() + HANG
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not happen within {HANG:g} s"
+        time.sleep(0.01)
+
+
+def complete(client: openai.OpenAI, prompt: Any = PROMPT, **fields: Any) -> Any:
+    return client.completions.create(prompt=prompt, **{**GREEDY, "max_tokens": TOKENS, **fields})
+
+
+def first(client: openai.OpenAI, prompt: Any = PROMPT, **fields: Any) -> Any:
+    """The first choice of a completion."""
+    return complete(client, prompt, **fields).choices[0]
+
+
+def chat(client: openai.OpenAI, messages: Any = CHAT, **fields: Any) -> Any:
+    options = {**GREEDY, "max_completion_tokens": TOKENS, **fields}
+    return client.chat.completions.create(messages=messages, **options)
+
+
+def counts(answer: Any) -> tuple[int, int, int]:
+    """Tokens of prompts, of answers, and of both."""
+    usage = answer.usage
+    return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
+
+
+def events(text: str) -> list[Any]:
+    """The data of a stream, to its end: [DONE] must be last."""
+    *lines, done, end = text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+# ---- engines ------------------------------------------------------------------------------------
 
 
 class Passes:
@@ -69,8 +193,9 @@ class Plans:
         prefill = sum(work.prefill_tokens for work in plan.work)
         decode = sum(work.count for work in plan.work) - prefill
         ids = [work.request.id for work in plan.work]
-        self.seen += [SimpleNamespace(ids=ids, rows=len(ids), prefill_tokens=prefill,
-                                      decode_tokens=decode)] if ids else []  # fmt: skip
+        if ids:
+            pass_ = {"rows": len(ids), "prefill_tokens": prefill, "decode_tokens": decode}
+            self.seen.append(SimpleNamespace(ids=ids, **pass_))
 
 
 def is_empty(engine: Any) -> bool:
@@ -105,8 +230,9 @@ async def started(engine: Any, max_queue: int = 64) -> AsyncIterator[AsyncEngine
     assert is_empty(engine) or not running.alive
 
 
-async def until(condition: Callable[[], object], seconds: float = 20) -> None:
-    async with asyncio.timeout(seconds):
+async def soon(condition: Callable[[], object]) -> None:
+    """Wait until `condition` holds, while the event loop goes on."""
+    async with asyncio.timeout(HANG):
         while not condition():
             await asyncio.sleep(0.001)
 

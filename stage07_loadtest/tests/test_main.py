@@ -55,7 +55,7 @@ def loaded(capsys, arguments, **behaviour):
 def test_a_short_run_against_the_real_server(capsys, tmp_path):
     """The lengths are those that the server's usage counts, and the tokens those of its metrics."""
     load = "--users 2 --rates 40 --requests 6 --workload mixed --prompt-tokens 5 --answer-tokens 6"
-    out, own = tmp_path / "run", "--linear plain --engine paged --kv-memory 8MiB --threads 1"
+    out, own = tmp_path / "run", "--engine paged --kv-memory 8MiB --threads 1"
     status, printed, err = ended(capsys, f"{load} --out {out} -- {own}")
     assert status == 0, err
     names = ("2 users", "poisson, 40/s")

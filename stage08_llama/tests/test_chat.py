@@ -150,4 +150,4 @@ def test_the_server_does_not_start_with_an_invalid_template(folder, tmp_path):
     copied = shutil.copytree(folder, tmp_path / "model")
     (copied / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(UserError, match="chat template is invalid"):
-        serve(["--port", "0", "--linear", "plain", "--kv-memory", "1MiB", "--model", str(copied)])
+        serve(["--port", "0", "--kv-memory", "1MiB", "--model", str(copied)])

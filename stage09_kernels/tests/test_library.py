@@ -269,7 +269,7 @@ print("reason:", unsupported_reason(torch.float32))
 def test_a_model_that_the_kernels_do_not_support_gets_another_engine(tmp_path):
     """And the start says which, and why."""
     folder = checkpoint(tmp_path / "wide", n_embd=1040, n_head=1, n_layer=1)
-    settings = parse(["--model", str(folder), "--kv-memory", "1MiB", "--linear", "plain"])
+    settings = parse(["--model", str(folder), "--kv-memory", "1MiB"])
     served = make_engine(settings)
     assert type(served.engine.runner.cache) is PagedCache
     shown = plan(settings, served, "http://here")
