@@ -20,7 +20,6 @@ import matplotlib
 from cycler import cycler
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import LogLocator
 
 # From dark to light in even steps of lightness; the hues stay distinct under the three kinds of
 # colour-blindness (tested).
@@ -76,8 +75,6 @@ DARK = b"""<style>@media (prefers-color-scheme: dark) {
 svg { filter: invert(0.89) hue-rotate(180deg); background: #ffffff }
 }</style>"""
 
-Spread = Mapping[str, Sequence[tuple[float, float]]]
-
 
 def new_figure(
     title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (7.2, 4.2)
@@ -104,7 +101,6 @@ def lines(
     x: Sequence[float],
     series: Mapping[str, Sequence[float]],
     *,
-    spread: Spread | None = None,
     dashed: Sequence[str] = (),
     limits: Mapping[str, float] | None = None,
     log_x: bool = False,
@@ -112,13 +108,11 @@ def lines(
 ) -> Figure:
     """Lines over the common `x`, each with its name at its end.
 
-    series: name -> a value for each x, at most five names; NaN leaves a gap. spread: name -> (low,
-    high) for each x, as a band.
-    dashed: names of predictions, drawn thin, broken and without a marker, in the colours of the
-    other series, in their order. limits: name -> a value that nothing can exceed, as a horizontal
-    line. Raises ValueError if a length is wrong or there are too many series.
+    series: name -> a value for each x, at most five names; NaN leaves a gap. dashed: names of
+    predictions, drawn thin, broken and without a marker, in the colours of the other series, in
+    their order. limits: name -> a value that nothing can exceed, as a horizontal line.
     """
-    _check(series, len(x), spread)
+    _check(series, len(x))
     figure, axes = new_figure(title, xlabel, ylabel)
     with matplotlib.rc_context(style()):
         if log_x:
@@ -129,6 +123,7 @@ def lines(
             axes.set_yscale("log")
             # Powers of ten would set exponents too small to read.
             axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
         ends = []
         measured = [name for name in series if name not in dashed]
         for number, (name, values) in enumerate(series.items()):
@@ -145,9 +140,6 @@ def lines(
                     marker=MARKERS[number],
                     markeredgecolor="white",
                 )
-            if spread and name in spread:
-                low, high = zip(*spread[name], strict=True)
-                axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
             drawn = [(at, value) for at, value in zip(x, values, strict=True) if value == value]
             ends.append((*drawn[-1], name, colour))
         for name, value in (limits or {}).items():
@@ -165,7 +157,6 @@ def bars(
     groups: Sequence[str],
     series: Mapping[str, Sequence[float]],
     *,
-    spread: Spread | None = None,
     limits: Mapping[str, float] | None = None,
     others: Sequence[str] = (),
     digits: int = 1,
@@ -173,18 +164,15 @@ def bars(
     """Horizontal bars in `groups` from top to bottom. Each bar shows its value, and the first bar
     of a series its name.
 
-    series: name -> a value for each group, at most five names; NaN leaves a bar out. spread: name
-    -> (low, high) for each group, as a whisker. limits: name -> a value that nothing can exceed, as
-    a vertical line. others: groups drawn lighter, because they are not ours. Raises ValueError if a
-    length is wrong or there are too many series.
+    series: name -> a value for each group, at most five names; NaN leaves a bar out. limits: name
+    -> a value that nothing can exceed, as a vertical line. others: groups drawn lighter, because
+    they are not ours.
     """
-    _check(series, len(groups), spread)
+    _check(series, len(groups))
     thick = 0.8 / len(series)
     height = max(2.4, 1.4 + len(groups) * (0.25 + 0.27 * len(series)))
     figure, axes = new_figure(title, xlabel, "", size=(7.2, height))
     most = max(value for values in series.values() for value in values if value == value)
-    if spread:
-        most = max(most, *(high for pairs in spread.values() for _, high in pairs if high == high))
     with matplotlib.rc_context(style()):
         for number, (name, values) in enumerate(series.items()):
             light = number > 2  # the hatching must show on dark bars and on light ones
@@ -205,17 +193,10 @@ def bars(
             for group, value in enumerate(values):
                 if value != value:
                     continue
-                end = value
-                if spread and name in spread:
-                    low, high = spread[name][group]
-                    for colour, width in (("white", 3.2), (INK, 1.2)):
-                        look = {"color": colour, "linewidth": width, "solid_capstyle": "butt"}
-                        axes.plot([low, high], [at[group]] * 2, **look)
-                    end = max(end, high)
                 text = f"{value:,.{digits}f}" + (
                     f"  {name}" if group == first and len(series) > 1 else ""
                 )
-                _note(axes, text, (end, at[group]), (5, 0), va="center", zorder=5, bbox=CLEAR)
+                _note(axes, text, (value, at[group]), (5, 0), va="center", zorder=5, bbox=CLEAR)
         for name, value in (limits or {}).items():
             outlined = [withStroke(linewidth=3, foreground="white")]  # it crosses dark bars
             dashes: dict[str, Any] = {"linestyle": (0, (8, 3)), "path_effects": outlined}
@@ -229,56 +210,6 @@ def bars(
         axes.tick_params(axis="y", length=0)
         axes.grid(False, axis="y")
         axes.spines["left"].set_visible(False)
-    return figure
-
-
-def roofline(
-    title: str,
-    note: str,
-    bandwidth: float,
-    peaks: Mapping[str, float],
-    points: Mapping[str, Sequence[tuple[float, float, str]]],
-) -> Figure:
-    """GFLOP/s over operations per byte, both axes logarithmic: what the machine allows, and what
-    was measured below it.
-
-    note: follows the words below the chart and says what the labels mean. bandwidth: GB/s.
-    peaks: name, at most five -> GFLOP/s. points: a name of `peaks` -> (operations per byte,
-    GFLOP/s, label) each. The labels of every second name stand above its points, those of the
-    others below. ValueError if there are too many names, or points of a name without a peak.
-    """
-    _check({name: [peak] for name, peak in peaks.items()}, 1, None)
-    if unknown := set(points) - set(peaks):
-        raise ValueError(f"{min(unknown)!r} has points and no peak")
-    figure, axes = new_figure(title, f"operations per byte read ({note})", "GFLOP/s")
-    ridges = [peak / bandwidth for peak in peaks.values()]
-    places = ridges + [at for placed in points.values() for at, _, _ in placed]
-    left, right = min(places) / 3, max(places) * 1.5
-    with matplotlib.rc_context(style()):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter("{x:g}")
-        axes.minorticks_off()
-        ends = []
-        for number, (name, peak) in enumerate(peaks.items()):
-            colour, above = COLOURS[number], number % 2 == 1
-            roof = ([left, peak / bandwidth, right], [left * bandwidth, peak, peak])
-            axes.plot(*roof, color=colour, linestyle=LINES[number], linewidth=1.2)
-            ends.append((right, peak, f"{name}: {peak:,.0f} GFLOP/s", colour))
-            for at, rate, label in points.get(name, ()):
-                # Points of two names may coincide, so the later name's is larger and lies behind.
-                mark = {"marker": MARKERS[number], "markersize": 6 + 2 * number}
-                behind = {"markeredgecolor": "white", "zorder": 3 - 0.1 * number}
-                axes.plot(at, rate, color=colour, **mark, **behind)
-                side = {"ha": "right", "va": "bottom"} if above else {"ha": "left", "va": "top"}
-                offset = (-4, 6) if above else (4, -6)
-                _note(axes, label, (at, rate), offset, color=colour, bbox=CLEAR, **side)
-        words = f"memory: {bandwidth:,.0f} GB/s"
-        _note(axes, words, (left, left * bandwidth), (10, 0), va="top")
-        axes.set_xlim(left, right)
-        _label_ends(figure, axes, ends)
     return figure
 
 
@@ -325,18 +256,13 @@ def style() -> dict[str, Any]:
     } | STYLE
 
 
-def _check(series: Mapping[str, Sequence[float]], length: int, spread: Spread | None) -> None:
+def _check(series: Mapping[str, Sequence[float]], length: int) -> None:
+    """Raises ValueError where a chart would lie or fail: also where all rows were refused."""
     if not 1 <= len(series) <= len(COLOURS):
-        raise ValueError(
-            f"{len(series)} series: one to {len(COLOURS)} can be told apart in one chart"
-        )
-    for name, values in [*series.items(), *(spread or {}).items()]:
-        if len(values) != length:
-            raise ValueError(f"{name!r} has {len(values)} values for {length} places")
-        if name not in series:
-            raise ValueError(f"{name!r} has a spread and no values")
-    if any(all(value != value for value in values) for values in series.values()):
-        raise ValueError("a series without any value")
+        raise ValueError(f"{len(series)} series: one to {len(COLOURS)} can be told apart")
+    for name, values in series.items():
+        if len(values) != length or all(value != value for value in values):
+            raise ValueError(f"{name!r} has {len(values)} values for {length} places, or only NaN")
 
 
 def _label_ends(figure: Figure, axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:

@@ -48,20 +48,17 @@ def _phase(axes: Any, left: float, rows: int, title: str) -> None:
 
 def roofline() -> Figure:
     """Steps of GPT-2 124M at what the machine of round numbers allows them."""
-    config, peak = PRESETS["gpt2"], ROUND.gflops["float32"]
-    points = []
-    for tokens in (1, 8, 32, 512):
-        cost = forward_cost(config, torch.float32, tokens)
-        rate = min(peak, ROUND.bandwidth_gb_s * cost.intensity)
-        points.append((cost.intensity, rate, str(tokens)))
-    figure = charts.roofline(
+    peak, memory = ROUND.gflops["float32"], ROUND.bandwidth_gb_s
+    steps = [
+        forward_cost(PRESETS["gpt2"], torch.float32, n).intensity for n in (1, 2, 4, 8, 16, 512)
+    ]
+    return charts.lines(
         "Decode waits for memory, prefill for arithmetic",
-        "points are tokens in a step: 1 is decode",
-        ROUND.bandwidth_gb_s, {"float32": peak}, {"float32": points},
+        "operations per byte read, of steps with 1 (decode), 2, 4, 8, 16 and 512 tokens", "GFLOP/s",
+        [round(intensity, 1) for intensity in steps],
+        {"what the machine allows": [min(peak, memory * intensity) for intensity in steps]},
+        limits={f"arithmetic: {peak:.0f} GFLOP/s": peak}, log_x=True, log_y=True,
     )  # fmt: skip
-    name: Any = figure.axes[0].texts[-1]
-    name.arrow_patch.set_visible(False)  # the roof itself leads to its name
-    return figure
 
 
 DRAW = (phases, roofline)

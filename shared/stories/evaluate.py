@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from .. import cli
 from ..errors import UserError
-from . import chat_evaluation, grammar, train
+from . import grammar, train
 from .train import END_OF_TEXT
 
 TEMPERATURE = 0.8
@@ -167,8 +167,6 @@ def main(argv: list[str] | None = None) -> None:
             "sampled": sampled(model, tokenizer, 200, top_p=1.0),
             "sampled_top_p": sampled(model, tokenizer, 200, top_p=TOP_P),
         }
-        if model.config.model_type == "llama":
-            evaluation["chat"] = chat_evaluation.judge(model, tokenizer, 200, TEMPERATURE, TOP_P)
     evaluation["seconds"] = round(time.perf_counter() - started, 1)
     (folder / "evaluation.json").write_text(
         json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"

@@ -14,13 +14,11 @@ import torch
 import transformers
 
 from shared import chat_template, checkpoint, models, testing
-from shared.catalog import STORIES
 from shared.json_tokenizer import JsonTokenizer
-from shared.peers import transformers_greedy
 from shared.stories import conversations, grammar
 from shared.stories.conversations import KEPT, request, sequels
 from shared.stories.evaluate import write_card
-from shared.stories.train import COPY_WEIGHT, Chat, Draft, Stories, train
+from shared.stories.train import COPY_WEIGHT, Chat, Stories, train
 from shared.tokenizer import Tokenizer, load_tokenizer
 
 GRAMMAR = grammar.load()
@@ -32,14 +30,9 @@ def stories():
     return list(itertools.islice(grammar.stories("tests"), 400))
 
 
-def test_a_seed_repeats_and_another_does_not():
-    first, again, other = (list(itertools.islice(grammar.stories(seed), 20)) for seed in (7, 7, 8))
-    assert first == again
-    assert not {story.text for story in first} & {story.text for story in other}
+def test_every_story_reads_well_and_a_seed_repeats_it(stories):
+    assert list(itertools.islice(grammar.stories("tests"), 20)) == stories[:20]
     assert all(len(set(words)) == len(words) for words in GRAMMAR.words.values())
-
-
-def test_every_story_reads_well(stories):
     assert {story.plot for story in stories} == {plot.name for plot in GRAMMAR.plots}
     for story in stories:
         text = story.text
@@ -85,21 +78,6 @@ def test_every_answer_has_one_derivation_given_what_its_request_demands():
             else:
                 assert (first.answer, second.answer) == (text[: second.start], text[second.start :])
     assert min(kinds) > 10
-
-
-def test_a_slot_is_named_before_its_pronouns():
-    """In every plot `{friend.he}` follows `{friend}`, whichever variants were drawn before."""
-    for plot in GRAMMAR.plots:
-        sure = {"hero"}
-        for beat in plot.before + plot.after:
-            named = []
-            for template in beat:
-                known = set(sure)
-                for part in (part for part in template if isinstance(part, grammar.Slot)):
-                    assert part.name in known or not part.form, f"{plot.name}: {part}"
-                    known.add(part.name)
-                named.append(known)
-            sure = set.intersection(*named)
 
 
 @pytest.mark.parametrize("kind", ["girl", "boy", "animal", "place", "food", "colour", "home"])
@@ -152,47 +130,13 @@ def test_only_answers_are_learnt_and_copied_words_weigh_more():
     assert 0.05 < sum(learnt) / len(learnt) < 0.4
 
 
-def test_transformers_gives_the_same_tokens():
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(STORIES).double().eval()
-    ours = Tokenizer.from_folder(STORIES)
-    loaded = checkpoint.load("stories")
-    engine = testing.oracle(models.load_model(loaded, dtype=torch.float64))
-    ids = transformers.AutoTokenizer.from_pretrained(STORIES).encode("Once upon a time")
-    assert ours.encode("Once upon a time") == ids
-    (output,) = engine.generate([ids], testing.sampling_params()(max_tokens=30))
-    assert output.token_ids == transformers_greedy(theirs, ids, 30)
-
-
-@pytest.fixture(scope="module")
-def chat():
-    """The tokenizer of stories-chat, and its template."""
-    tokenizer = JsonTokenizer.from_folder(CHAT)
-    return tokenizer, chat_template.load(CHAT, tokenizer.control)
-
-
-def test_a_chat_has_the_tokens_of_transformers(chat):
-    tokenizer, template = chat
-    theirs = transformers.AutoTokenizer.from_pretrained(CHAT)
-    messages = [
-        {"role": "user", "content": " Tell me a story about <|im_end|> "},
-        {"role": "assistant", "content": "Once upon a time"},
-        {"role": "user", "content": "Go on"},
-    ]
-    assert "".join(piece for piece, _ in template.render(messages)) == theirs.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=False
-    )
-    plain = [message | {"content": message["content"].replace("|", "")} for message in messages]
-    assert tokenizer.encode_chat(template.render(plain)) == theirs.apply_chat_template(
-        plain, add_generation_prompt=True, return_dict=False
-    )
-
-
 @pytest.mark.parametrize("name", ["stories", "stories-chat"])
-def test_what_a_model_writes_keeps_to_the_grammar(chat, name):
+def test_what_a_model_writes_keeps_to_the_grammar(name):
     """8 texts; the model's card has the count of 200."""
     rng, folder = random.Random("answers"), checkpoint.EMBEDDED[name]
     assert sum(file.stat().st_size for file in folder.iterdir()) < 12_000_000
-    tokenizer, template = chat
+    tokenizer: Any = JsonTokenizer.from_folder(CHAT)
+    template = chat_template.load(CHAT, tokenizer.control)
     demands: list[Any] = [request(rng, full=True) for _ in range(8)]
     messages = [template.render([{"role": "user", "content": one.text}]) for one in demands]
     prompts, given = [tokenizer.encode_chat(one) for one in messages], {"top_p": 0.95}
@@ -224,14 +168,6 @@ def test_the_card_is_written_from_the_measurements(tmp_path, name):
     before = (tmp_path / "README.md").read_text(encoding="utf-8")
     write_card(tmp_path, evaluation, training, transformers.AutoConfig.from_pretrained(folder))
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == before
-
-
-@pytest.mark.slow
-def test_a_draft_model_has_the_tokens_of_stories_in_2_mb(tmp_path):
-    train(Draft, tmp_path, 1, 0, *Draft.size)
-    for name in ("vocab.json", "merges.txt"):
-        assert (tmp_path / name).read_bytes() == (Stories.folder / name).read_bytes()
-    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 2_000_000
 
 
 @pytest.mark.slow
