@@ -8,6 +8,7 @@ goes on where it ended. Nothing else should run meanwhile.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -21,11 +22,13 @@ from .peers.install import ENGINES
 
 FULL = 60.0  # minutes that a whole run takes, at most
 LAST = 180  # seconds before the end, in which nothing more is begun
+MOST = 900  # seconds for one benchmark
 
 
 def programs() -> dict[str, str]:
     """The modules to run, by the names of their results."""
     every = {name: module.__name__ for name, module in draw.modules().items()}
+    every = {"staircase": every.pop("staircase")} | every  # the first page shows it
     if not any(engine.packages and engine.is_installed for engine in ENGINES.values()):
         del every["peers"]  # no engine that does not come with this project
     return every
@@ -36,6 +39,17 @@ def measured(name: str) -> bool:
     path = kit.results_file(name)
     commit, _ = measure.git_state()
     return path.exists() and json.loads(path.read_bytes()).get("commit") == commit
+
+
+def run(module: str, effort: str) -> bool:
+    """Run a benchmark; whether it ended well, and in time."""
+    command = [sys.executable, "-m", module, "--effort", effort]
+    with subprocess.Popen(command, cwd=paths.ROOT, stdin=subprocess.DEVNULL) as program:
+        try:
+            program.wait(MOST)
+        except subprocess.TimeoutExpired:
+            program.send_signal(signal.SIGINT)  # it ends its own processes
+    return program.returncode == 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,8 +77,8 @@ def main(argv: list[str] | None = None) -> int:
             if time.time() - begun > 60 * options.budget - LAST:
                 tqdm.write(f"{name}: not begun, because the time is up; run this again to go on")
                 continue
-            run, started = [sys.executable, "-m", programs()[name], "--effort", effort], time.time()
-            if subprocess.run(run, cwd=paths.ROOT, stdin=subprocess.DEVNULL).returncode:
+            started = time.time()
+            if not run(programs()[name], effort):
                 failed.append(name)  # the others' results are still worth having
             tqdm.write(f"{name}: {(time.time() - started) / 60:.1f} minutes")
     for name in failed:

@@ -54,14 +54,19 @@ def drawn_with() -> dict[str, str]:
 
 class Report:
     """Every file below `root` as it should be, by its path from there, and the problems found.
-    default: the machine that the texts show; "": the one that reports/machines.json names."""
+
+    notes: what stays as it was. default: the machine that the texts show; "": the one that
+    reports/machines.json names.
+    """
 
     def __init__(self, root: Path, default: str = "", check: bool = False) -> None:
-        self.root, self.files, self.problems = root, dict[Path, bytes](), list[str]()
+        self.root, self.files = root, dict[Path, bytes]()
+        self.problems, self.notes = list[str](), list[str]()
         file = root / "reports" / "machines.json"
         known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         self.default = default or known.get("default", "")
         drawers = known.get("charts", drawn_with()) if check else drawn_with()
+        self.draws = drawers == drawn_with()
         settings = json.dumps({"default": self.default, "charts": drawers}, indent=1) + "\n"
         self.files[file.relative_to(root)] = settings.encode()
         self.tables: dict[str, dict[str, str]] = {}
@@ -72,19 +77,22 @@ class Report:
             content = json.loads(path.read_bytes()) if path.exists() else {}
             if content.get("schema") != kit.SCHEMA:
                 continue  # its tables stay as they are
-            results = Results(content)
-            drawn = {key: kit.table(lines) for key, lines in module.tables(results).items()}
-            self.tables[name] = drawn | {"machine": kit.machine(results)}
-            self.headlines[name] = module.headline(results)
-            if hasattr(module, "chart") and drawers == drawn_with():
-                picture = Path("reports/charts") / f"{name}.svg"
-                try:
-                    self.files[picture] = charts.render(module.chart(results))
-                except (ValueError, IndexError) as error:  # its rows were refused
-                    self.problems.append(f"{picture.as_posix()} stays as it was: {error}")
+            try:
+                self._stage(name, module, Results(content))
+            except (ArithmeticError, LookupError, ValueError) as error:
+                self.notes.append(f"{name}: its rows do not make all tables and charts ({error!r})")
         for pattern in TEXTS:
             for path in sorted(root.glob(pattern)):
                 self._text(path)
+
+    def _stage(self, name: str, module: ModuleType, results: Results) -> None:
+        """A stage's tables, its headline and its chart. Refused rows may be too few for them."""
+        drawn = {key: kit.table(lines) for key, lines in module.tables(results).items()}
+        self.headlines[name] = module.headline(results)
+        self.tables[name] = drawn | {"machine": kit.machine(results)}
+        if hasattr(module, "chart") and self.draws:
+            picture = Path("reports/charts") / f"{name}.svg"
+            self.files[picture] = charts.render(module.chart(results))
 
     @property
     def stale(self) -> list[Path]:
@@ -138,6 +146,8 @@ def report(root: Path, default: str = "", check: bool = False) -> int:
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_bytes(result.files[path])
         print(f"{'stale' if check else 'written'}: {path.as_posix()}")
+    for note in result.notes:
+        print(f"note: {note}")
     for problem in result.problems:
         print(f"problem: {problem}")
     if not stale and not result.problems:
