@@ -39,10 +39,7 @@ def reads(path: Path) -> bool:
     if path.is_dir():
         config = path / "config.json"
         return config.is_file() and OPTION in read_json(config)
-    if path.suffix == ".gguf" or not path.is_file():
-        return path.suffix == ".gguf"
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
+    return path.suffix == ".gguf"
 
 
 def open(path: Path) -> Opened:

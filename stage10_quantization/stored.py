@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -88,12 +86,6 @@ def change(checkpoint: Checkpoint, weights: str) -> None:
         checkpoint.conversion = Quantize(weights)
 
 
-@cache
-def notice(text: str) -> None:
-    """Print a line on standard error, once."""
-    print(f"[{text}]", file=sys.stderr, flush=True)
-
-
 def open_file(path: Path) -> Opened:
     """The model in a GGUF file, whose activations stay floats. Without a tokenizer in the file, one
     beside it counts. Raises UserError."""
@@ -103,9 +95,6 @@ def open_file(path: Path) -> Opened:
     model = GGUFModel(path)
     metadata = model.metadata
     folder = tokenizer_folder(metadata, model.error) or path.parent
-    if license := metadata.get("general.license"):
-        maker = metadata.get("general.organization")
-        notice(f"{path.name}{f', by {maker}' if maker else ''}: license {license}")
     for key in [key for key in metadata if key.startswith("tokenizer.")]:
         del metadata[key]  # megabytes, in the files now
     stored = Stored(model, "float")
