@@ -1,4 +1,4 @@
-"""GPTQ against least squares, and what it saves."""
+"""GPTQ against least squares, and what it saves, by figures that are tested by their definition."""
 
 from __future__ import annotations
 
@@ -120,17 +120,34 @@ def test_layers_are_calibrated_on_what_the_quantized_ones_before_them_make(stori
 
 def test_gptq_removes_a_third_of_the_divergence(stories):
     model, ids = stories
-    found = {}
-    for name in ("nearest", "gptq"):
-        quantized = copy.deepcopy(model)
-        if name == "gptq":
-            calibrate(quantized, windows_of(ids(8 * 512, "calibration"), 8), "int4")
-        else:
-            convert(quantized, Quantize("int4"), {})
-        found[name] = divergence(engine_of(model), engine_of(quantized), ids(8 * 512, "judged"))[
-            "kl"
-        ]
-    assert found["gptq"] < 0.7 * found["nearest"]
+    nearest, calibrated, judged = copy.deepcopy(model), copy.deepcopy(model), ids(8 * 512, "judged")
+    convert(nearest, Quantize("int4"), {})
+    calibrate(calibrated, windows_of(ids(8 * 512, "calibration"), 8), "int4")
+    lost = [divergence(*map(engine_of, (model, m)), judged)["kl"] for m in (nearest, calibrated)]
+    assert lost[1] < 0.7 * lost[0]
+
+
+@torch.inference_mode()
+def logprobs(model, ids):
+    hidden = model(torch.tensor(ids), torch.arange(len(ids)), Recompute().attend)
+    return model.logits(hidden).double().log_softmax(-1)
+
+
+def test_the_divergence_is_that_of_the_second_half_of_whole_windows(stories):
+    model, quantized = stories[0], copy.deepcopy(stories[0])
+    convert(quantized, Quantize("int4", "float"), {})  # kernels round less than a code
+    ids = stories[1](2 * 512 + 300, "judged")
+    got = divergence(engine_of(model), engine_of(quantized), ids)
+    kl, lost, same = 0.0, [], 0
+    for window in (ids[:512], ids[512:1024]):
+        p, q = (logprobs(m, window)[256:511] for m in (model, quantized))
+        kl += torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True).item()
+        lost.append((p - q).gather(1, torch.tensor(window)[257:, None]).mean().item())
+        same += int((p.argmax(-1) == q.argmax(-1)).sum())
+    assert (got["tokens"], got["top_1"]) == (510, same / 510)
+    assert got["kl"] == pytest.approx(kl / 510, rel=1e-3)
+    assert got["difference"] == pytest.approx(sum(lost) / 2, rel=1e-3)
+    assert min(lost) <= got["low"] + 1e-6 < got["high"] <= max(lost) + 1e-6
 
 
 def test_calibration_refuses_by_name():
