@@ -11,25 +11,22 @@ second.
 from __future__ import annotations
 
 import argparse
-import errno
 import math
 import os
 import re
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import catalog, models, registry
 from .catalog import AUTO
 from .config import Config
-from .errors import UserError, advised
-from .files import read_bytes
-from .tokenizer import AnyTokenizer, IdTokenizer, IncrementalDecoder, has_tokenizer, load_tokenizer
+from .errors import UserError
+from .files import read_text
+from .tokenizer import AnyTokenizer, IncrementalDecoder, load_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -45,17 +42,7 @@ LINEAR = ("auto", "plain")  # as in linear.py, which imports PyTorch
 PROMPT = "Once upon a time"  # where none is given
 MOST_TOKENS = 1_000_000
 MOST_THREADS = max(64, os.cpu_count() or 1)  # thousands of threads exhaust the system
-MOST_PROMPT_BYTES = 2**18  # twice what 1,024 of GPT-2's longest tokens (128 bytes) hold
-MOST_FILE_BYTES = 2**22  # of --prompts: thousands of prompts, but no disk image
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_PIPE = 2, 130, 141  # 130, 141: SIGINT, SIGPIPE in a shell
-
-
-class Streaming(Protocol):
-    """The part of an engine that the command line needs."""
-
-    def stream(self, prompt: Sequence[int], sampling: Any, /) -> Iterator[Any]:
-        """Yields tokens with `id` and `finish_reason`; only the last one has a reason."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -69,7 +56,6 @@ class Loaded:
     device: torch.device
     dtype: torch.dtype
     folder: Path | None = None  # of the tokenizer's files
-    files: Sequence[Path] = ()  # with the weights; none for random ones
     weights: str = "auto"  # --weights, or "quantized" for a file that has such
     kv: str = "auto"  # --kv-dtype
 
@@ -80,51 +66,40 @@ class Loaded:
         return dtype
 
     @property
-    def formats(self) -> str:
-        """The formats of the weights, keys and values, where they are not those of the dtype."""
-        words = [] if self.weights == "auto" else [f"{self.weights} weights"]
-        words += [] if self.kv == "auto" else [f"keys and values in {self.kv}"]
-        return "".join(f", {word}" for word in words)
-
-    @property
     def machine(self) -> str:
-        """Number format, device and threads, in words."""
+        """Number format, device and threads, in words, and the formats of weights, keys and values
+        that are not those of the dtype."""
         import torch
 
         count = torch.get_num_threads()
-        threads = f", {count} thread{'s' if count > 1 else ''}" if self.device.type == "cpu" else ""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype} on {self.device.type}{threads}{self.formats}"
+        words = f"{self.dtype} on {self.device.type}".removeprefix("torch.")
+        if self.device.type == "cpu":
+            words += f", {count} thread{'s' if count > 1 else ''}"
+        words += "" if self.weights == "auto" else f", {self.weights} weights"
+        return words + ("" if self.kv == "auto" else f", keys and values in {self.kv}")
 
     def __str__(self) -> str:
         return f"{self.config.name}, {self.machine}, {self.linear} linear layers"
 
 
+# ---- options ------------------------------------------------------------------------------------
+
+
 def with_default(text: str, default: object) -> str:
-    """An option's help with its default added, unless the help already names one."""
-    if "default" in text or default in (None, "", argparse.SUPPRESS):
-        return text
-    if isinstance(default, bool):
-        return f"{text}; {'on' if default else 'off'} by default"
-    value = f"{default:g}" if isinstance(default, float) else str(default)
-    return f"{text}; default: {value.replace('%', '%%')}"
+    """An option's help with its default added, unless there is none, or the help names one."""
+    absent = default is None or default is False or default in ("", argparse.SUPPRESS)
+    return text if absent or "default" in text else f"{text}; default: {default}"
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
     """Help that ends each option with its default."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        text, default = action.help or "", action.default
-        plain = action.option_strings and isinstance(default, (bool, int, float, str))
-        return with_default(text, default) if plain else text
+        return with_default(action.help or "", action.default)
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that reports a wrong option as a UserError: one sentence without the usage, and the
-    option that was probably meant. Of the options in `once` the last does not win: a second one is
-    refused."""
-
-    once: Sequence[str] = ()
+    """argparse that reports a wrong option as a UserError: one sentence without the usage."""
 
     def __init__(self, module: str, about: str, examples: str) -> None:
         """`module` follows `python -m`; `examples` are shown below the options unchanged."""
@@ -137,35 +112,17 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        known, word = list(self._option_string_actions), ""
-        if match := re.match(r"unrecognized arguments: .*?(--[^\s=]+)", message):
-            word = match[1]
-        elif match := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
-            word, known = match[1], re.findall(r"[\w.-]+", match[2])
-        advice = advised("--help lists every option.", word, known)
-        raise UserError(f"{message[:1].upper()}{message[1:]}; {advice}")
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        words = list(sys.argv[1:] if args is None else args)
-        names = [word.partition("=")[0] for word in words]
-        if twice := [name for name in self.once if names.count(name) > 1]:
-            raise UserError(f"{twice[0]} has several values, and only one counts: give it once.")
-        return super().parse_known_args(words, namespace)
+        raise UserError(f"{message[:1].upper()}{message[1:]}; --help lists every option.")
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:
     """An argparse type: a whole number from `low` to `high`."""
 
     def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or not low <= value <= high:
-            raise argparse.ArgumentTypeError(
-                f"'{text[:40]}' is not a whole number from {low} to {high}"
-            )
-        return value
+        if re.fullmatch(r"-?\d{1,30}", text) and low <= int(text) <= high:
+            return int(text)
+        message = f"'{text[:40]}' is not a whole number from {low} to {high}"
+        raise argparse.ArgumentTypeError(message)
 
     return parse
 
@@ -179,103 +136,55 @@ def number(low: float, high: float, above: bool = False) -> Callable[[str], floa
             value = float(text)
         except ValueError:
             value = math.nan
-        if not (low < value <= high if above else low <= value <= high):
-            raise argparse.ArgumentTypeError(
-                f"'{text[:40]}' is not a number {'above' if above else 'from'} {low:g} to {high:g}"
-            )
-        return value
-
-    return parse
-
-
-def checked(check: Callable[[str], object]) -> Callable[[str], str]:
-    """An argparse type: the text unchanged, unless `check` raises UserError for it."""
-
-    def parse(text: str) -> str:
-        try:
-            check(text)
-        except UserError as error:
-            raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
-        return text
+        if low < value <= high or (value == low and not above):
+            return value
+        words = f"{'above' if above else 'from'} {low:g} to {high:g}"
+        raise argparse.ArgumentTypeError(f"'{text[:40]}' is not a number {words}")
 
     return parse
 
 
 def address(text: str) -> str:
     """An argparse type: a server's address, without the path of the API."""
-    try:
-        parts = urlsplit(text)
-        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # invalid port or IPv6 address
-        good = False
-    if not good or parts.username is not None or parts.query or parts.fragment:
-        raise argparse.ArgumentTypeError(
-            f"invalid address '{text[:80]}': write it as http://127.0.0.1:8000"
-        )
+    if not re.fullmatch(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d{1,5})?(/[\w./-]*)?", text):
+        message = f"invalid address '{text[:80]}': write it as http://127.0.0.1:8000"
+        raise argparse.ArgumentTypeError(message)
     return text.rstrip("/").removesuffix("/v1")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """The options of a model and of the machine that runs it."""
-    group = parser.add_argument_group("model and machine")
-    group.add_argument(
-        "--model",
-        type=catalog.checked,
-        default="stories",
-        metavar="NAME",
-        help="stories or stories-chat (embedded, work offline), a folder with config.json and "
+    option = parser.add_argument_group("model and machine").add_argument
+    about = (
+        "stories or stories-chat (embedded, work offline), a folder with config.json and "
         f"safetensors{catalog.others()}, or a name on the Hugging Face hub such as gpt2 or "
-        "gpt2-medium, downloaded once",
+        "gpt2-medium, downloaded once"
     )
-    group.add_argument(
-        "--random-weights",
-        action="store_true",
-        help="random numbers in place of the weights: nothing is downloaded, the text is noise, "
-        "and the speed is real",
+    option("--model", type=catalog.checked, default="stories", metavar="NAME", help=about)
+    about = "random numbers in place of the weights: nothing is downloaded, the text is noise, and "
+    option("--random-weights", action="store_true", help=f"{about}the speed is real")
+    about = "most tokens of a prompt and its answer together; default: the model's own context"
+    option("--max-model-len", type=whole_number(2, MOST_TOKENS), metavar="N", help=about)
+    about = "where to compute; auto takes a CUDA GPU if there is one"
+    option("--device", choices=("auto", "cpu", "cuda"), default="auto", help=about)
+    about = (
+        "number format; auto is bfloat16 for weights stored so, if the processor has instructions "
+        "for it, else float32; bfloat16 and float16 halve the memory to read, but their rounding "
+        "may choose another token; float64 is slow and settles whether two engines agree"
     )
-    group.add_argument(
-        "--max-model-len",
-        type=whole_number(2, MOST_TOKENS),
-        metavar="N",
-        help="most tokens of a prompt and its answer together; default: the model's own context",
+    option("--dtype", choices=("auto", *DTYPES), default="auto", help=about)
+    about = (
+        "linear layers on a CPU; auto lays the weights out once for this processor (packed), or "
+        "computes 16 bits without instructions in float32 (widened)"
     )
-    group.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda", "mps"),
-        default="auto",
-        help="where to compute; auto takes a CUDA GPU if there is one, else the CPU, and never mps "
-        "(Apple)",
+    option("--linear", choices=LINEAR, default="auto", help=about)
+    about = "CPU threads; default: PyTorch's choice, one per core"
+    option("--threads", type=whole_number(1, MOST_THREADS), metavar="N", help=about)
+    about = (
+        "the same seed repeats the sampled text and the --random-weights; default: a new one for "
+        "each text, and 0 for the weights"
     )
-    group.add_argument(
-        "--dtype",
-        choices=("auto", *DTYPES),
-        default="auto",
-        help="number format; auto is bfloat16 for weights stored so, if the processor has "
-        "instructions for it, else float32; bfloat16 and float16 halve the memory to read, but "
-        "their rounding may choose another token; float64 is slow and settles whether two engines "
-        "agree",
-    )
-    group.add_argument(
-        "--linear",
-        choices=LINEAR,
-        default="auto",
-        help="linear layers on a CPU; auto lays the weights out once for this processor (packed), "
-        "or computes 16 bits without instructions in float32 (widened)",
-    )
-    group.add_argument(
-        "--threads",
-        type=whole_number(1, MOST_THREADS),
-        metavar="N",
-        help="CPU threads; default: PyTorch's choice, one per core; set it to leave cores free or "
-        "to compare two machines",
-    )
-    group.add_argument(
-        "--seed",
-        type=whole_number(0, 2**63 - 1),
-        metavar="N",
-        help="the same seed repeats the sampled text and the --random-weights; default: a new one "
-        "for each text, and 0 for the weights",
-    )
+    option("--seed", type=whole_number(0, 2**63 - 1), metavar="N", help=about)
 
 
 def weight_formats() -> list[str]:
@@ -297,88 +206,54 @@ def add_format_options(parser: argparse.ArgumentParser) -> None:
 
 def add_max_tokens(parser: argparse._ActionsContainer, default: int) -> None:
     """--max-tokens alone, for programs without sampling."""
-    parser.add_argument(
-        "--max-tokens",
-        type=whole_number(1, MOST_TOKENS),
-        default=default,
-        metavar="N",
-        help="stop after N new tokens, unless the text ends or fills the model's context first",
-    )
+    about = "stop after N new tokens, unless the text ends or fills the model's context first"
+    whole = whole_number(1, MOST_TOKENS)
+    parser.add_argument("--max-tokens", type=whole, default=default, metavar="N", help=about)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int = 400) -> None:
     """--max-tokens, --temperature, --top-k, --top-p."""
     group = parser.add_argument_group("text")
     add_max_tokens(group, max_tokens)
-    group.add_argument(
-        "--temperature",
-        type=number(0, 2),
-        default=0.0,
-        metavar="T",
-        help="0 always takes the likeliest token, so that every run gives the same text; 0.8 "
-        "varies the story; above 1 it gets wild",
+    option = group.add_argument
+    about = (
+        "0 always takes the likeliest token, so that every run gives the same text; 0.8 varies the "
+        "story; above 1 it gets wild"
     )
-    group.add_argument(
-        "--top-k",
-        type=whole_number(0, MOST_TOKENS),
-        default=0,
-        metavar="K",
-        help="sample among the K likeliest tokens only; 0 is all",
+    option("--temperature", type=number(0, 2), default=0.0, metavar="T", help=about)
+    about = "sample among the K likeliest tokens only; 0 is all"
+    option("--top-k", type=whole_number(0, MOST_TOKENS), default=0, metavar="K", help=about)
+    about = (
+        "sample among the fewest tokens that together have probability P, a cut that adapts to the "
+        "context; 1 is all"
     )
-    group.add_argument(
-        "--top-p",
-        type=number(0, 1, above=True),
-        default=1.0,
-        metavar="P",
-        help="sample among the fewest tokens that together have probability P, a cut that adapts "
-        "to the context; 1 is all",
-    )
+    option("--top-p", type=number(0, 1, above=True), default=1.0, metavar="P", help=about)
 
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:
     """The positional prompt, which `read_prompt` reads."""
-    parser.add_argument(
-        "prompt",
-        nargs="?",
-        help="the text to continue, in quotes; read from standard input if it is -, or if text is "
-        "piped in instead; default: a built-in one",
-    )
-
-
-def add_prompt_ids(parser: argparse.ArgumentParser) -> None:
-    """--prompt-ids, which `read_prompt` and `load_model_from` read."""
-    parser.add_argument(
-        "--prompt-ids",
-        type=checked(IdTokenizer(None).encode),
-        metavar="1,2,3",
-        help="the prompt as token ids; a model without a tokenizer answers in ids too",
-    )
+    about = "the text to continue, in quotes; read from standard input if text is piped in instead"
+    parser.add_argument("prompt", nargs="?", help=about)
 
 
 def add_prompts(parser: argparse._ActionsContainer) -> None:
     """--prompts, which `read_prompts` reads."""
-    parser.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="continue every line of a UTF-8 text file, all at once; without this and without a "
-        "prompt, built-in prompts",
+    about = (
+        "continue every line of a UTF-8 text file, all at once; without this and without a prompt, "
+        "built-in prompts"
     )
+    parser.add_argument("--prompts", metavar="FILE", help=about)
 
 
 def generation_parser(module: str, about: str, *examples: str) -> Parser:
     """The parser of `python -m <stage>`: a prompt, and all options. `examples` are arguments."""
-    parser = Parser(
-        module,
-        about,
-        f'  python -m {module} "Once upon a time"\n'
-        f'  python -m {module} "Once upon a time" --temperature 0.8 --seed 7\n'
-        f"  echo Long ago | python -m {module} --max-tokens 50\n"
-        f"  python -m {module} --prompt-ids 31,7,12 --model FOLDER\n"
-        f'  python -m {module} "The meaning of life is" --model gpt2 --top-k 40 --temperature 0.9'
-        + "".join(f"\n  python -m {module} {example}" for example in examples),
+    common = (
+        '"Once upon a time" --temperature 0.8 --seed 7',
+        '"The meaning of life is" --model gpt2 --top-k 40 --temperature 0.9',
     )
+    lines = (f"  python -m {module} {example}" for example in (*common, *examples))
+    parser = Parser(module, about, "\n".join(lines))
     add_prompt(parser)
-    add_prompt_ids(parser)
     add_sampling_options(parser)
     add_model_options(parser)
     return parser
@@ -386,10 +261,11 @@ def generation_parser(module: str, about: str, *examples: str) -> Parser:
 
 def sampling_fields(options: argparse.Namespace) -> dict[str, Any]:
     """The sampling options as fields of SamplingParams."""
-    return {
-        name: getattr(options, name)
-        for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")
-    }
+    names = ("max_tokens", "temperature", "top_k", "top_p", "seed")
+    return {name: getattr(options, name) for name in names}
+
+
+# ---- what is read and written -------------------------------------------------------------------
 
 
 def read_prompt(options: argparse.Namespace) -> str:
@@ -405,86 +281,37 @@ def read_prompts(options: argparse.Namespace) -> str | list[str] | None:
     prompt, which engines refuse. Raises UserError for a file that cannot be read as text or has no
     prompt, for --prompts together with a prompt, and when `_given` does.
     """
-    if options.prompts is None:
+    name = options.prompts
+    if name is None:
         return _given(options)
-    if options.prompt is not None or getattr(options, "prompt_ids", None) is not None:
+    if options.prompt is not None:
         raise UserError("Found both a prompt and --prompts: give one of them.")
-    return _lines(options.prompts)
-
-
-def _given(options: argparse.Namespace) -> str | None:
-    """The prompt of the command line, or of standard input if it is '-' or a text is piped in.
-
-    None if nothing was given: a terminal is read only for '-', or the program would wait in
-    silence. The newline that `echo` or an editor adds is dropped. --prompt-ids are returned as they
-    are, for the tokenizer of `load_model_from`. Raises UserError if the prompt is empty, too long
-    or not UTF-8.
-    """
-    ids: str | None = getattr(options, "prompt_ids", None)
-    if ids is not None:
-        if options.prompt is not None:
-            raise UserError("Found both a prompt and --prompt-ids: give one of them.")
-        return ids
-    terminal = sys.stdin is not None and sys.stdin.isatty()
-    if options.prompt not in (None, "-"):
-        data = options.prompt.encode("utf-8", "replace")
-    elif options.prompt is None and (terminal or sys.stdin is None or not _more(sys.stdin.buffer)):
-        return None
-    elif sys.stdin is None:
-        raise UserError(f'Standard input is closed: give the prompt in quotes, such as "{PROMPT}".')
-    else:
-        if terminal:
-            end = "Ctrl-Z and Enter" if sys.platform == "win32" else "Ctrl-D"
-            print(f"[type a text; end it with Enter and {end}]", file=sys.stderr, flush=True)
-        # Bytes, because the text layer of some systems is not UTF-8.
-        data = sys.stdin.buffer.read(MOST_PROMPT_BYTES + 1)
-    if len(data) > MOST_PROMPT_BYTES:
-        raise UserError(
-            f"The prompt is over {MOST_PROMPT_BYTES // 1024} KiB, more than any model here can "
-            "read: shorten it."
-        )
-    text = _decoded(data)
-    if text is None:
-        raise UserError(
-            "The prompt on standard input is not UTF-8 text: save or convert it as UTF-8."
-        )
-    if options.prompt in (None, "-"):
-        text = text.removesuffix("\n").removesuffix("\r")
-    if not text:
-        raise UserError(f'The prompt is empty: give some text, such as "{PROMPT}".')
-    return text
-
-
-def _decoded(data: bytes) -> str | None:
-    """UTF-8 as text, without the byte order mark that PowerShell puts first; None if it is not."""
     try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return None
-
-
-def _more(stream: Any) -> bool:
-    """Whether standard input has bytes; it consumes none."""
-    return bool(stream.peek(1))
-
-
-def _lines(name: str) -> list[str]:
-    try:
-        data = read_bytes(Path(name), MOST_FILE_BYTES)
-    except (OSError, ValueError) as error:  # ValueError: a name with a null character
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        lines = read_text(Path(name)).removesuffix("\n").split("\n")
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a name with a null character
         raise UserError(
-            f"--prompts {name} cannot be read ({why}): name a text file with one prompt a line."
+            f"--prompts {name} cannot be read ({error}): name a UTF-8 text file, one prompt a line."
         ) from None
-    text = _decoded(data)
-    if text is None or "\0" in text:
-        raise UserError(
-            f"--prompts {name} is not UTF-8 text: save or convert it as UTF-8, one prompt a line."
-        )
-    lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
     if not any(lines):
         raise UserError(f"--prompts {name} is empty: write one prompt a line.")
     return lines
+
+
+def _given(options: argparse.Namespace) -> str | None:
+    """The prompt of the command line, or the text that is piped in; None without either. The
+    newline that `echo` adds is dropped. Raises UserError if the prompt is empty or not UTF-8."""
+    text: str | None = options.prompt
+    if text is None and not sys.stdin.isatty():
+        data = sys.stdin.buffer.read()  # bytes: the text layer of some systems is not UTF-8
+        try:
+            text = data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r") if data else None
+        except UnicodeDecodeError:
+            raise UserError(
+                "The prompt on standard input is not UTF-8 text: save or convert it as UTF-8."
+            ) from None
+    if text == "":
+        raise UserError(f'The prompt is empty: give some text, such as "{PROMPT}".')
+    return text
 
 
 def sampling_of(sampling: Any, index: int) -> Any:
@@ -496,96 +323,53 @@ def sampling_of(sampling: Any, index: int) -> Any:
 
 
 def output_file(name: str, suffix: str) -> Path:
-    """The path of a file to be written at the end.
-
-    Raises UserError now if writing would fail, or if the name does not end in `suffix`.
-    """
+    """The path of a file to be written at the end. Raises UserError now if it cannot be written, or
+    if the name does not end in `suffix`."""
     path = Path(name)
-    if path.is_dir():
-        raise UserError(
-            f"{path} is a folder: name a file in it, such as {path / ('steps' + suffix)}."
-        )
     if path.suffix.lower() != suffix:
-        raise UserError(
-            f"{path} has the wrong ending for its content: give it a name that ends in {suffix}."
-        )
-    if not path.parent.is_dir():
-        raise UserError(
-            f"The folder {path.parent} does not exist: make it first, or name another one."
-        )
+        raise UserError(f"{path} has the wrong ending: give it a name that ends in {suffix}.")
     try:
-        if path.exists():
-            path.open("ab").close()
-        else:
-            tempfile.TemporaryFile(dir=path.parent).close()
+        path.open("ab").close()
     except OSError as error:
-        raise _unwritable(path, error) from None
+        raise UserError(f"{path} cannot be written ({error.strerror}): name another.") from None
     return path
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file of `output_file`, and report it on standard error. Raises UserError."""
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise _unwritable(path, error) from None
+    """Write a file of `output_file`, and report it on standard error."""
+    path.write_bytes(data)
     print(f"[written: {path}]", file=sys.stderr)
 
 
-def _unwritable(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path} cannot be written ({error.strerror}): name another place.")
+# ---- the model ----------------------------------------------------------------------------------
 
 
-def choose_device(name: str) -> torch.device:
-    """The device for --device. Raises UserError if this machine lacks it."""
-    import torch
-
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        built = torch.version.cuda or torch.version.hip
-        why = "finds no GPU that it can use" if built else "is a build without CUDA"
-        raise UserError(
-            f"--device cuda is impossible because this PyTorch {why}: use --device cpu, or install "
-            "what is missing."
-        )
-    if name == "mps" and not torch.backends.mps.is_available():
-        raise UserError(
-            "--device mps is impossible because PyTorch finds no Apple GPU: use --device cpu."
-        )
-    return torch.device(name)
-
-
-def choose_dtype(
-    name: str, device: torch.device, model: str | None = None, weights: str = "auto"
-) -> torch.dtype:
-    """The dtype for --dtype and --weights, which may name one, too. "auto" is bfloat16 where the
-    weights of `model` are stored so and the device has instructions for it, else float32. Raises
-    UserError if `device` lacks such numbers, or if the options name two dtypes.
-    """
+def device_and_dtype(options: Any) -> tuple[torch.device, torch.dtype]:
+    """For --device, --dtype, --weights and the model. --weights may name a dtype, too; "auto" is
+    bfloat16 where the model's weights are stored so and the device has instructions for it, else
+    float32. Raises UserError for a missing GPU, and if the options name two dtypes."""
+    name, weights = options.dtype, getattr(options, "weights", AUTO)
     if weights in DTYPES:
-        if name not in ("auto", weights):
+        if name not in (AUTO, weights):
             raise UserError(
                 f"--dtype {name} and --weights {weights} are two formats for one model: leave one "
                 "of them out."
             )
         name = weights
-    if name == "float64" and device.type == "mps":
-        raise UserError("Apple GPUs have no float64: use --dtype float32, or --device cpu.")
     import torch
 
-    if name != "auto":
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
-    stored = model is not None and weights == "auto" and catalog.stored_dtype(model) == "BF16"
-    return torch.bfloat16 if stored and has_bfloat16(device) else torch.float32
-
-
-def cache_options(kv_dtype: str) -> dict[str, Any]:
-    """--kv-dtype as an option of stage 05's `make`, or of a later one; none for "auto"."""
-    import torch
-
-    return {} if kv_dtype == "auto" else {"dtype": getattr(torch, kv_dtype)}
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "--device cuda is impossible because PyTorch finds no GPU that it can use: use "
+            "--device cpu, or install what is missing."
+        )
+    gpu = options.device == "cuda" or options.device == AUTO and torch.cuda.is_available()
+    device = torch.device("cuda" if gpu else "cpu")
+    if name == AUTO:
+        stored = weights == AUTO and not options.random_weights
+        stored = stored and catalog.stored_dtype(options.model) == "BF16"
+        name = "bfloat16" if stored and has_bfloat16(device) else "float32"
+    return device, getattr(torch, name)
 
 
 def has_bfloat16(device: torch.device) -> bool:
@@ -595,72 +379,54 @@ def has_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     known: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
-    return device.type == "cpu" and any(map(known.get, ("avx512_bf16", "amx_bf16", "bf16")))
+    return any(map(known.get, ("avx512_bf16", "amx_bf16", "bf16")))
 
 
-def device_and_dtype(options: Any) -> tuple[torch.device, torch.dtype]:
-    """For --device, --dtype, --weights and the model. Raises UserError."""
-    device = choose_device(options.device)
-    stored = None if options.random_weights else options.model
-    weights = getattr(options, "weights", "auto")
-    return device, choose_dtype(options.dtype, device, stored, weights)
+def cache_options(kv_dtype: str) -> dict[str, Any]:
+    """--kv-dtype as an option of stage 05's `make`, or of a later one; none for "auto"."""
+    import torch
+
+    return {} if kv_dtype == AUTO else {"dtype": getattr(torch, kv_dtype)}
 
 
 def load_model_from(options: argparse.Namespace) -> Loaded:
-    """Load the model of the options.
-
-    With --prompt-ids the tokenizer reads ids, and a folder needs no tokenizer of its own. Raises
-    UserError for a missing device, for a context longer than the model's, and for anything wrong
-    with the checkpoint.
-    """
+    """Load the model of the options. Raises UserError for a missing device, for a context longer
+    than the model's, and for anything wrong with the checkpoint."""
     import torch
 
     from . import checkpoint, linear
 
     device, dtype = device_and_dtype(options)
+    weights, kv = (getattr(options, name, AUTO) for name in ("weights", "kv_dtype"))
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    loaded = models.load(
-        options.model,
-        random_weights=options.random_weights,
-        seed=options.seed or 0,
-        weights=getattr(options, "weights", "auto"),
-    )
-    longest = getattr(options, "max_model_len", None) or loaded.config.n_positions
-    if longest > loaded.config.n_positions:
+    seed = options.seed or 0
+    loaded = models.load(options.model, options.random_weights, seed=seed, weights=weights)
+    config = loaded.config
+    longest = getattr(options, "max_model_len", None) or config.n_positions
+    if longest > config.n_positions:
         raise UserError(
-            f"--max-model-len {longest} is more than the {loaded.config.n_positions} positions of "
-            f"{loaded.config.name}: give at most that, or leave the option out."
+            f"--max-model-len {longest} is more than the {config.n_positions} positions of "
+            f"{config.name}: give at most that, or leave the option out."
         )
-    tokenizer = _tokenizer(options, loaded.folder)
-    checkpoint.check_vocabulary(tokenizer, loaded.config)
+    tokenizer = load_tokenizer(loaded.folder)
+    checkpoint.check_vocabulary(tokenizer, config)
     if hasattr(tokenizer, "unused"):  # a JsonTokenizer
-        loaded.unused = tokenizer.unused(loaded.config.vocab_size)
+        loaded.unused = tokenizer.unused(config.vocab_size)
     model = models.load_model(loaded, device=device, dtype=dtype)
     for tensors in (loaded.tensors, loaded.declared):
         tensors.clear()  # a second reference to the weights would keep them after packing
     kind = linear.optimize(model, options.linear)
-    model.config = config = replace(loaded.config, n_positions=longest)
-    weights, kv = (getattr(options, name, "auto") for name in ("weights", "kv_dtype"))
-    if weights == "auto" and loaded.conversion is not None:
+    model.config = config = replace(config, n_positions=longest)
+    if weights == AUTO and loaded.conversion is not None:
         weights = "quantized"
-    origin = loaded.folder, loaded.files
-    return Loaded(model, tokenizer, config, kind, device, dtype, *origin, weights, kv)
+    return Loaded(model, tokenizer, config, kind, device, dtype, loaded.folder, weights, kv)
 
 
-def _tokenizer(options: argparse.Namespace, folder: Path | None) -> AnyTokenizer:
-    if getattr(options, "prompt_ids", None) is not None:
-        return IdTokenizer(load_tokenizer(folder) if has_tokenizer(folder) else None)
-    try:
-        return load_tokenizer(folder)
-    except UserError as error:
-        if has_tokenizer(folder) or not hasattr(options, "prompt_ids"):
-            raise
-        advice = "or give the prompt as token ids, with --prompt-ids 1,2,3."
-        raise UserError(f"{str(error).removesuffix('.')}; {advice}") from None
+# ---- text ---------------------------------------------------------------------------------------
 
 
-def speak(engine: Streaming, loaded: Loaded, prompt: str, sampling: Any) -> None:
+def speak(engine: Any, loaded: Loaded, prompt: str, sampling: Any) -> None:
     """Print the prompt and its continuation, each token as soon as it is sampled.
 
     Then one line on standard error: tokens, seconds, tokens per second, finish reason, machine.
@@ -709,13 +475,11 @@ def run(main: Callable[[list[str] | None], int | None], argv: list[str] | None =
     """Run a program's `main` and exit with its status.
 
     A UserError becomes `error: ...` on standard error and status 2; Ctrl-C is status 130; a closed
-    pipe, as in `... | head`, ends the program without a message, and what is written to a closed
-    output, as by `>&-`, is lost.
-
+    pipe, as in `... | head`, ends the program without a message.
     """
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # it is closed
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # it is closed, as by `>&-`
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a system's pipes may not be UTF-8
             stream.reconfigure(encoding="utf-8", errors="replace")
@@ -735,14 +499,8 @@ def run(main: Callable[[list[str] | None], int | None], argv: list[str] | None =
     except KeyboardInterrupt:
         print(file=sys.stderr)
         status = EXIT_INTERRUPTED
-    except OSError as error:
-        full = error.errno == errno.ENOSPC
-        windows = sys.platform == "win32" and error.errno == errno.EINVAL
-        if not (isinstance(error, BrokenPipeError) or windows or full):
-            raise
-        if full:
-            print(f"error: {error.strerror}.", file=sys.stderr)
+    except BrokenPipeError:
         # The rest of the buffer would fail again, with a message, when Python closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = EXIT_ERROR if full else EXIT_PIPE
+        status = EXIT_PIPE
     sys.exit(status)

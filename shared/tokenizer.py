@@ -111,36 +111,6 @@ class ByteTokenizer:
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
 
-class IdTokenizer:
-    """Reads prompts as token ids: "1,2,3". Answers are text, or ids where `inner` is None."""
-
-    def __init__(self, inner: AnyTokenizer | None) -> None:
-        self._inner = inner
-        self.vocab_size: int = 0 if inner is None else inner.vocab_size
-        self.eos_id: int | None = None if inner is None else inner.eos_id
-
-    @staticmethod
-    def join(ids: Iterable[int]) -> str:
-        """The text that `encode` reads."""
-        return ",".join(map(str, ids))
-
-    def encode(self, text: str) -> list[int]:
-        """Raises UserError if the text is not a list of whole numbers from 0 on."""
-        parts = [part.strip() for part in text.split(",")]
-        if not all(part.isascii() and part.isdigit() for part in parts):
-            shown = text if len(text) <= 40 else text[:40] + "..."
-            raise UserError(f"'{shown}' is not a list of token ids: write numbers, such as 1,2,3.")
-        return [int(part) for part in parts]
-
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        if self._inner is not None:
-            return self._inner.decode_bytes(ids)
-        return b"".join(b"%d " % token_id for token_id in ids)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self.decode_bytes(ids).decode("utf-8", "replace")
-
-
 class AnyTokenizer(Protocol):
     """What every tokenizer offers. `eos_id`: the token that ends a text, or None."""
 

@@ -45,7 +45,6 @@ ABOUT = (
 MOST_SEQUENCES = 4096
 MOST_SAMPLES = 256
 SHOWN = 640  # tokens in the pool for the built-in prompts: too few for all, to show preemption
-MEMORY = cli.checked(lambda text: parse_memory(text, sys.maxsize))  # the free memory is read later
 MOST_CELLS = 4_000_000  # blocks times steps in a picture; viewers cannot open a larger one
 BEGINNING = (
     "In a house on the hill lived Hugo, a merry boy with muddy shoes. Hugo collected feathers and "
@@ -69,6 +68,12 @@ PROMPTS = (
     ("Long ago, in a", 25),
     (BEGINNING + ' "That is sad," said Hugo', 80),
 )
+
+
+def memory(text: str) -> str:
+    """An argparse type: a size, which is read again when the free memory is known."""
+    parse_memory(text, sys.maxsize)
+    return text
 
 
 def make_parser() -> cli.Parser:
@@ -100,7 +105,7 @@ def make_parser() -> cli.Parser:
     group = parser.add_argument_group("memory")
     group.add_argument(
         "--kv-memory",
-        type=MEMORY,
+        type=memory,
         metavar="SIZE",
         help="memory for keys and values: 512MiB, 2GB, or 25%% for a share of the free memory; "
         "default: enough for --max-num-seqs whole contexts, but at most half of the free memory, "
@@ -131,7 +136,7 @@ def make_parser() -> cli.Parser:
     )
     group.add_argument(
         "--swap-memory",
-        type=MEMORY,
+        type=memory,
         metavar="SIZE",
         help="CPU memory to swap to, in the units of --kv-memory; 0 for none; default: the size "
         "of the cache, but at most half of the free memory, and none for one prompt, which is "

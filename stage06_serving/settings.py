@@ -49,7 +49,7 @@ class Settings(BaseSettings):
         ge=0,
         le=MOST_TOKENS,
     )
-    device: Literal["auto", "cpu", "cuda", "mps"] = described("auto", "device to compute on")
+    device: Literal["auto", "cpu", "cuda"] = described("auto", "device to compute on")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = described(
         "auto", "number format of the weights"
     )
@@ -174,7 +174,6 @@ def parse(argv: list[str] | None) -> Settings:
         "  python -m stage06_serving --port 8080 --max-num-seqs 8 --kv-memory 256MiB\n"
         f"  {PREFIX}API_KEY=secret python -m stage06_serving --host 0.0.0.0",
     )
-    parser.once = ("--speculate",)
     for name, field in Settings.model_fields.items():
         about = (
             f"{with_default(str(field.description), field.default)}; also {PREFIX}{name.upper()}"

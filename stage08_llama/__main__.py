@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.chat:
         parser.set_defaults(temperature=0.8, top_p=0.95, max_tokens=600)
         options = parser.parse_args(argv)
-    if options.chat and (options.prompt is not None or options.prompt_ids is not None):
+    if options.chat and options.prompt is not None:
         raise UserError("--chat reads your messages as you type them: leave the prompt out.")
     if options.system and not options.chat:
         raise UserError("--system is for a chat: add --chat, or leave it out.")

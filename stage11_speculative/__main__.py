@@ -30,7 +30,6 @@ EXAMPLES = (
 
 def make_parser() -> cli.Parser:
     parser = cli.generation_parser("stage11_speculative", ABOUT, *EXAMPLES)
-    parser.once = ("--speculate",)
     cli.add_format_options(parser)
     group = parser.add_argument_group("drafts")
     known = list(registry.DRAFTS)

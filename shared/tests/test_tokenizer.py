@@ -19,7 +19,6 @@ from shared.spelling import byte_alphabet
 from shared.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
-    IdTokenizer,
     IncrementalDecoder,
     Tokenizer,
     load_tokenizer,
@@ -127,17 +126,6 @@ def test_lone_surrogates_are_replaced_and_pairs_joined(ours):
     given, valid = "a\ud83d b \ude00\ud83d \ud83d\ude00", "a\ufffd b \ufffd\ufffd 😀"
     for tokenizer in (ours, ByteTokenizer()):
         assert tokenizer.decode(tokenizer.encode(given)) == valid
-
-
-def test_prompts_as_ids_are_answered_in_text_or_in_ids(ours):
-    named, bare = IdTokenizer(ours), IdTokenizer(None)
-    for tokenizer in (named, bare):
-        assert tokenizer.encode(" 3,0, 12") == [3, 0, 12]
-        for text in ("", "a", "1,,2", "-1", "1.5", "1 2", "²"):
-            pytest.raises(UserError, tokenizer.encode, text).match("not a list of token ids")
-    assert named.decode([3, 50_000]) == ours.decode([3, 50_000])
-    assert (named.vocab_size, named.eos_id) == (ours.vocab_size, ours.eos_id)
-    assert bare.decode([3, 50_000]) == "3 50000 " and bare.eos_id is None
 
 
 def test_bytes_where_there_are_no_files():
