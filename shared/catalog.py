@@ -3,8 +3,7 @@ later stage reads. Imports no torch before it opens one: a misspelt name is refu
 
 from __future__ import annotations
 
-import contextlib
-import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from .conversion import Conversion
 
 AUTO = "auto"  # of --weights: as the checkpoint stores them
-MOST_HEADER = 2**26  # bytes of a safetensors file
 STORIES = Path(__file__).parent / "stories" / "model"
 EMBEDDED = {
     "stories": STORIES,
@@ -34,21 +32,14 @@ def _gpt2(name: str, width: int, layers: int, heads: int) -> Config:
     return Config(50257, 1024, width, layers, heads, eos_ids=(50256,), name=name)
 
 
-def _presets() -> dict[str, Config]:
-    presets = {
-        "gpt2": _gpt2("gpt2", 768, 12, 12),
-        "gpt2-medium": _gpt2("gpt2-medium", 1024, 24, 16),
-        "gpt2-large": _gpt2("gpt2-large", 1280, 36, 20),
-        "gpt2-xl": _gpt2("gpt2-xl", 1600, 48, 25),
-        "tiny": Config(vocab_size=101, n_positions=64, n_embd=24, n_layer=3, n_head=2, name="tiny"),
-    }
-    try:
-        return {"stories": read_config(STORIES, "stories"), **presets}
-    except UserError:  # an import must not fail: loading "stories" says what is wrong with it
-        return presets
-
-
-PRESETS: dict[str, Config] = _presets()  # "tiny" is for tests: it has no weights
+PRESETS = {
+    "stories": read_config(STORIES, "stories"),
+    "gpt2": _gpt2("gpt2", 768, 12, 12),
+    "gpt2-medium": _gpt2("gpt2-medium", 1024, 24, 16),
+    "gpt2-large": _gpt2("gpt2-large", 1280, 36, 20),
+    "gpt2-xl": _gpt2("gpt2-xl", 1600, 48, 25),
+    "tiny": Config(101, 64, 24, 3, 2, name="tiny"),  # for tests: it has no weights
+}
 
 
 @dataclass(frozen=True)
@@ -112,11 +103,8 @@ def find(name: str) -> Found | None:
     for format in formats():
         if name in format.NAMES:
             return Found(format.NAMES[name](), format)
-    try:
-        path = Path(name).expanduser()
-        if not path.exists():
-            return None
-    except (OSError, RuntimeError, ValueError):  # too long, no such home, a NUL character
+    path = Path(os.path.expanduser(name))
+    if not os.path.exists(path):  # unlike Path.exists, it raises for no name
         return None
     for format in formats():
         if format.reads(path):
@@ -128,11 +116,6 @@ def find(name: str) -> Found | None:
             "model.safetensors."
         )
     return Found(path)
-
-
-def is_known(name: str) -> bool:
-    """Whether the name is a model's own, and not a path's or the hub's."""
-    return name in EMBEDDED or name in PRESETS or any(name in format.NAMES for format in formats())
 
 
 def checked(name: str) -> str:
@@ -147,16 +130,16 @@ def checked(name: str) -> str:
 def stored_dtype(name: str) -> str:
     """The number format of a plain folder's first tensor as safetensors names it, such as "BF16";
     "" for another format, or if it is not known without a download."""
+    from safetensors import SafetensorError, safe_open
+
     location = find(name)
     plain = location is not None and location.format is None
-    paths = sorted(location.path.glob("model*.safetensors")) if location and plain else []
-    wrong = (LookupError, ValueError, TypeError, AttributeError, StopIteration)  # of a broken file
-    with contextlib.suppress(OSError, *wrong):
-        first = next(path for path in paths if path.is_file())  # to open a pipe, it would wait
-        with first.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, MOST_HEADER)))
-        return str(next(entry["dtype"] for key, entry in header.items() if key[:2] != "__"))
+    for path in sorted(location.path.glob("model*.safetensors")) if location and plain else []:
+        try:
+            with safe_open(str(path), framework="np") as file:
+                return str(file.get_slice(next(iter(file.keys()))).get_dtype())
+        except (SafetensorError, OSError):  # loading says what is wrong
+            break
     return ""
 
 

@@ -76,7 +76,7 @@ class FolderTemplate:
         environment.globals["strftime_now"] = (today or date.today()).strftime
         try:
             self._template = environment.from_string(source)
-        except (TemplateError, RecursionError) as error:
+        except TemplateError as error:
             raise UserError(
                 f"The model's chat template is invalid ({error}): correct it in the model's "
                 "folder."
@@ -132,14 +132,8 @@ def load(folder: Path | None, control: Collection[str] = ()) -> FolderTemplate |
     path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     fields = read_json(config) if config.exists() else {}
     source = fields.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        named = {entry["name"]: entry["template"] for entry in source}
-        source = named.get("default")
     if path.exists():
-        try:
-            source = read_text(path)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read as text ({error}): copy it again.") from None
+        source = read_text(path)
     if not isinstance(source, str):
         return None
     tokens = {}

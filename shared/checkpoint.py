@@ -7,9 +7,7 @@ not checked: NaN passes.
 
 from __future__ import annotations
 
-import logging
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,11 +30,8 @@ if TYPE_CHECKING:
     from .conversion import Conversion
     from .tokenizer import AnyTokenizer
 
-log = logging.getLogger(__name__)
-
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
 
 
 @dataclass
@@ -111,24 +106,12 @@ def without_weights() -> Iterator[None]:
 
 
 def check_vocabulary(tokenizer: AnyTokenizer, config: Config) -> None:
-    """Raise UserError unless every id is a row of the model's embedding; warn unless both end a
-    text with the same token. The model's counts, as in transformers.
-
-    A model may have more rows than the tokenizer has tokens: some are padded to a round number.
-    """
+    """Raise UserError unless every id is a row of the model's embedding. A model may have more
+    rows than the tokenizer has tokens: some are padded to a round number."""
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
             f"The tokenizer has {tokenizer.vocab_size} tokens and the model {config.name} only "
             f"{config.vocab_size}: use the vocabulary of the checkpoint that the weights come from."
-        )
-    ours, theirs = tokenizer.eos_id, config.eos_ids
-    if ours is not None and theirs and ours not in theirs:
-        listed = " or ".join(map(str, theirs))
-        log.warning(
-            "The tokenizer ends a text with token %d and the model %s with %s: the model's counts.",
-            ours,
-            config.name,
-            listed,
         )
 
 
@@ -144,18 +127,17 @@ def _find(name: str) -> Found:
             "The model tiny exists only with random weights: add --random-weights, or choose "
             "another model."
         )
-    if name in PRESETS:
-        return Found(_download(name, f"openai-community/{name}"))
-    return Found(_download(name, catalog.checked(name)))
+    repository = f"openai-community/{name}" if name in PRESETS else catalog.checked(name)
+    return Found(_download(name, repository))
 
 
 def _open(name: str, location: Found, weights: bool = True) -> Opened:
     """The files. weights: of a plain folder, too."""
-    known = name if catalog.is_known(name) else None
     if location.format:
         opened = location.format.open(location.path)
-        return replace(opened, config=replace(opened.config, name=known or opened.config.name))
-    config = read_config(location.path, known)
+        known = name if name in location.format.NAMES else opened.config.name
+        return replace(opened, config=replace(opened.config, name=known))
+    config = read_config(location.path, name if name in (*EMBEDDED, *PRESETS) else None)
     tensors = read_tensors(location.path) if weights else {}
     return Opened(config, tensors, location.path, sorted(location.path.glob("*.safetensors")))
 
@@ -163,26 +145,17 @@ def _open(name: str, location: Found, weights: bool = True) -> Opened:
 def _download(name: str, repository: str) -> Path:
     """The folder with the files in this machine's hub cache. Cached files need no network."""
     import huggingface_hub as hub  # here, because offline users should not pay for its import
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     wanted = ["config.json", "model*.safetensors", INDEX]
     wanted += ["vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"]
     wanted += ["generation_config.json", "chat_template.jinja"]
     try:
         return Path(hub.snapshot_download(repository, allow_patterns=wanted))
-    except GatedRepoError:  # a kind of RepositoryNotFoundError
+    except Exception as error:  # no such name, gated, timed out, disk full
         raise UserError(
-            f"The model {name} is gated: accept its licence on its page of the hub and log in "
-            "with `hf auth login`, or give a local folder."
-        ) from None
-    except (HFValidationError, RepositoryNotFoundError):
-        raise UserError(
-            f"Neither a folder nor a public model on the hub is called {name}: check the name."
-        ) from None
-    except Exception as error:  # refused, gated, timed out, disk full
-        raise UserError(
-            f"{name} cannot be downloaded from the hub ({type(error).__name__}): connect to the "
-            "network, give a local folder, or use the embedded model with --model stories."
+            f"{name} cannot be downloaded from the hub ({type(error).__name__}): check the name "
+            "and the network, log in with `hf auth login` if the model is gated, or use the "
+            "embedded one with --model stories."
         ) from None
 
 
@@ -191,47 +164,23 @@ def _download(name: str, repository: str) -> Path:
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors under the file's names, from one file or from the shards of an index."""
-    if (folder / WEIGHTS).is_file():
-        return read_file(folder / WEIGHTS)
-    if (folder / INDEX).is_file():
-        return _read_shards(folder)
-    paths = folder.iterdir() if folder.is_dir() else ()
-    if others := sorted(path.name for path in paths if path.suffix in OTHER_FORMATS):
-        raise UserError(
-            f"{folder} has {others[0]} but no {WEIGHTS}, and pickles and other formats are not "
-            "opened because they can run code or hide their shapes: if you trust it, convert it "
-            "with transformers (from_pretrained, then save_pretrained)."
-        )
-    if shards := sorted(path.name for path in folder.glob("*.safetensors")):
-        raise UserError(
-            f"{folder} has {shards[0]}, but neither {WEIGHTS} nor {INDEX}, which names the shards: "
-            "copy or download it again."
-        )
-    raise UserError(
-        f"{folder} has no {WEIGHTS}: give a folder with weights, or add --random-weights."
-    )
-
-
-def _read_shards(folder: Path) -> dict[str, torch.Tensor]:
-    weight_map = read_json(folder / INDEX).get("weight_map")
-    names = weight_map.values() if isinstance(weight_map, dict) else [None]
-    if not all(isinstance(name, str) for name in names):
-        raise UserError(
-            f"{folder / INDEX} has no weight_map from tensors to files: copy or download it again."
-        )
-    tensors: dict[str, torch.Tensor] = {}
-    for name in sorted(set(names)):
-        if Path(name).name != name or "\\" in name:  # an index must not reach out of its folder
+    names = [WEIGHTS]
+    if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():
+        names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+        absent = [n for n in names if Path(n).name != n or not (folder / n).is_file()]
+        if absent or not names:  # an index must not reach out of its folder
             raise UserError(
-                f"{folder / INDEX} names {name!r}, which is not a file of its own folder: copy or "
-                "download it again."
+                f"{folder / INDEX} names {_some(absent) or 'no file'}, which is not in its folder: "
+                "copy or download it again."
             )
-        if not (folder / name).is_file():
-            raise UserError(
-                f"{folder / name} is missing although {INDEX} names it: copy or download it again."
-            )
-        tensors |= read_file(folder / name)
-    return tensors
+    elif not (folder / WEIGHTS).is_file():
+        present = sorted(path.name for path in folder.iterdir())
+        raise UserError(
+            f"{folder} has no {WEIGHTS} and no {INDEX}, only {_some(present)}: other formats may "
+            "run code and are not opened; convert them with transformers (from_pretrained, then "
+            "save_pretrained), or add --random-weights."
+        )
+    return {key: tensor for name in names for key, tensor in read_file(folder / name).items()}
 
 
 def read_file(path: Path) -> dict[str, torch.Tensor]:
@@ -240,21 +189,10 @@ def read_file(path: Path) -> dict[str, torch.Tensor]:
         with safe_open(str(path), framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
-        remedy = "copy or download it again."
-        if _is_pointer(path):
-            remedy = "it is a Git LFS pointer, so run git lfs pull."
         raise UserError(
-            f"{path} is truncated, corrupt or not safetensors ({error}): {remedy}"
+            f"{path} is truncated, corrupt or not safetensors ({error}): copy or download it "
+            "again, or run git lfs pull if it is a Git LFS pointer."
         ) from None
-
-
-def _is_pointer(path: Path) -> bool:
-    """Whether the file is a Git LFS pointer, the usual reason for a corrupt clone."""
-    try:
-        with path.open("rb") as file:
-            return file.read(20).startswith(b"version https://git")
-    except OSError:
-        return False
 
 
 def _checked(
@@ -265,20 +203,10 @@ def _checked(
 
     Raises UserError if they are not exactly the model's and the declared ones.
     """
-    raw, config = opened.tensors, opened.config
+    config = opened.config
     folder = opened.files[0].parent if opened.files else opened.folder
-    names = {old: new for old in raw if (new := config.tensor_name(old)) is not None}
-    doubled = [new for new, count in Counter(names.values()).items() if count > 1]
-    if doubled:
-        raise UserError(
-            f"The weights in {folder} hold {_some(doubled)} under two names: keep one of them."
-        )
-    tensors = {new: raw[old] for old, new in names.items()}
-    for old, new in names.items():
-        openai = old.startswith("model/") and old.endswith("/w")
-        if openai and tensors[new].ndim == 3 and len(tensors[new]) == 1:
-            tensors[new] = tensors[new][0]  # (1, in, out), a convolution of width 1
-
+    names = {old: new for old in opened.tensors if (new := config.tensor_name(old)) is not None}
+    tensors = {new: opened.tensors[old] for old, new in names.items()}
     shapes, layers = config.shapes(), dict[str, str]()  # layers of declared tensors
     for name, shape in list(shapes.items()) if conversion else ():
         layer, _, kind = name.rpartition(".")
@@ -290,28 +218,26 @@ def _checked(
                 shapes |= stored
                 layers |= dict.fromkeys(stored, layer)
     head = tensors.pop("lm_head.weight", None) if config.tied else None
-    problems = []
-    if missing := [name for name in shapes if name not in tensors]:
-        problems.append(f"missing {_some(missing)}")
-    if unexpected := [name for name in tensors if name not in shapes]:
-        problems.append(f"unexpected {_some(unexpected)}")
     present = {name: tensors[name] for name in shapes if name in tensors}
-    if misshapen := [
-        f"{name} {tuple(tensor.shape)} instead of {shapes[name]}"
-        for name, tensor in present.items()
-        if tuple(tensor.shape) != shapes[name]
-    ]:
-        problems.append(f"misshapen {_some(misshapen)}")
-    if odd := [
-        f"{name} ({tensor.dtype})"
-        for name, tensor in present.items()
-        if name not in layers and tensor.dtype not in DTYPES
-    ]:
-        problems.append(f"not of a floating-point type {_some(odd)}")
-    if problems:
+    problems = {
+        "missing": [name for name in shapes if name not in tensors],
+        "unexpected": [name for name in tensors if name not in shapes],
+        "misshapen": [
+            f"{name} {tuple(tensor.shape)} instead of {shapes[name]}"
+            for name, tensor in present.items()
+            if tuple(tensor.shape) != shapes[name]
+        ],
+        "not of a floating-point type": [
+            f"{name} ({tensor.dtype})"
+            for name, tensor in present.items()
+            if name not in layers and tensor.dtype not in DTYPES
+        ],
+    }
+    if any(problems.values()):
+        listed = "; ".join(f"{what} {_some(names)}" for what, names in problems.items() if names)
         raise UserError(
-            f"The weights in {folder} do not fit its config.json: {'; '.join(problems)}; get both "
-            "from the same checkpoint."
+            f"The weights in {folder} do not fit its config.json: {listed}; get both from the same "
+            "checkpoint."
         )
     embedding = next(iter(shapes))
     if head is not None and not torch.equal(head, tensors[embedding]):

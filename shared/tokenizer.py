@@ -52,22 +52,18 @@ class Tokenizer:
         silently get other ids than the model was trained on.
         """
         folder = Path(folder)
-        for name in FILES[:2]:
-            if not (folder / name).exists():
-                raise UserError(
-                    f"{folder / name} is missing, and the tokenizer needs tokenizer.json, or "
-                    "vocab.json and merges.txt: copy them from where the weights come from."
-                )
+        vocabulary = read_json(folder / "vocab.json")
         try:
             lines = read_text(folder / "merges.txt").split("\n")
         except (OSError, ValueError) as error:
             raise UserError(
-                f"{folder / 'merges.txt'} cannot be read as text ({error}): copy it again."
+                f"{folder / 'merges.txt'} cannot be read ({error}): copy it from where vocab.json "
+                "comes from."
             ) from None
         # Some copies lack the version line; "# #" is a merge, so a bare "#" does not mark it.
         lines = lines[1:] if lines[0].startswith("#version") else lines
         merged = [line.replace(" ", "") for line in lines if line.strip()]
-        ranks, special = _ranks(read_json(folder / "vocab.json"), merged, folder)
+        ranks, special = _ranks(vocabulary, merged, folder)
         return cls(ranks, special, special.get(end_of_text(folder) or END_OF_TEXT), folder.name)
 
     def encode(self, text: str) -> list[int]:
@@ -172,21 +168,19 @@ def _ranks(
     alphabet = byte_alphabet()
     ordinary = dict.fromkeys([*alphabet, *merged])
     special = {token: token_id for token, token_id in vocabulary.items() if token not in ordinary}
-    lacking = [token for token in ordinary if token not in vocabulary]
-    orphans = [token for token in special if not SPECIAL.fullmatch(token)]
-    odd = [token for token in merged if not alphabet.keys() >= set(token)]
-    ids = list(vocabulary.values())
-    valid = all(type(id) is int and id >= 0 for id in ids) and len(set(ids)) == len(ids)
-    rising = all(a < b for a, b in pairwise(vocabulary.get(token, -1) for token in merged))
-    if lacking or orphans or odd or not valid or not rising:
-        what = [f"{len(lacking)} tokens have no id, such as {lacking[0]!r}"] if lacking else []
-        what += [f"no merge makes {len(orphans)} tokens, such as {orphans[0]!r}"] if orphans else []
-        what += [f"{odd[0]!r} is not in GPT-2's byte alphabet"] if odd else []
-        what += [] if valid else ["the ids are not whole numbers, one for each token"]
-        raise UserError(
-            f"vocab.json and merges.txt in {folder} are not a byte-level BPE of one checkpoint "
-            f"({'; '.join(what) or 'the ids do not rise in the order of the merges'}): copy both "
-            "from where the weights come from."
-        )
-    spelled = {token: bytes(alphabet[letter] for letter in token) for token in ordinary}
-    return {spelled[token]: vocabulary[token] for token in ordinary}, special
+    ids = dict.fromkeys(ordinary, -1) | vocabulary
+    faults = {
+        "have no id": [token for token in ordinary if ids[token] < 0],
+        "are made by no merge": [token for token in special if not SPECIAL.fullmatch(token)],
+        "do not rise in the order of the merges": [
+            token for before, token in pairwise(merged) if ids[before] >= ids[token]
+        ],
+    }
+    for fault, tokens in faults.items():
+        if tokens:
+            raise UserError(
+                f"vocab.json and merges.txt in {folder} are not a byte-level BPE of one checkpoint "
+                f"({len(tokens)} tokens {fault}, such as {tokens[0]!r}): copy both from where the "
+                "weights come from."
+            )
+    return {bytes(alphabet[c] for c in token): vocabulary[token] for token in ordinary}, special

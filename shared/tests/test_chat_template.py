@@ -96,8 +96,7 @@ def test_bad_templates_end_in_one_sentence(source, why):
 
 def test_what_a_folder_holds(tmp_path):
     assert load(None) is None and load(tmp_path) is None
-    named = [{"name": name, "template": f"{{{{ bos_token }}}}{name}"} for name in ("T", "default")]
-    fields = {"chat_template": named, "bos_token": {"content": "<s>"}}
+    fields = {"chat_template": "{{ bos_token }}default", "bos_token": {"content": "<s>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
     assert text_of(load(tmp_path), CHAT) == "<s>default"
     (tmp_path / "chat_template.jinja").write_text("file")

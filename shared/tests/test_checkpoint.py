@@ -4,18 +4,15 @@ folders and names."""
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from shared import catalog, checkpoint, models, testing
@@ -87,16 +84,6 @@ def test_a_folder_of_transformers(original, model, expected, tmp_path):
     assert (original / WEIGHTS).read_bytes() == before
 
 
-def to_openai(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """As in OpenAI's release: model/h0/attn/c_attn/w of shape (1, in, out)."""
-    *path, last = name.removeprefix("transformer.").replace("h.", "h").split(".")
-    if path in (["wte"], ["wpe"]):
-        return f"model/{path[0]}", tensor
-    if tensor.ndim == 2:
-        return "/".join(["model", *path, "w"]), tensor[None]
-    return "/".join(["model", *path, "b" if last == "bias" else "g"]), tensor
-
-
 MASK = torch.tril(torch.ones(1, 1, 32, 32)).to(torch.uint8)
 MASKS = {f"h.{layer}.attn.bias": MASK for layer in range(2)}  # in checkpoints of 2019
 MASKS["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
@@ -104,7 +91,6 @@ SPELLINGS: dict[str, Callable[[Tensors], Tensors]] = {
     "without prefix": lambda ts: {name.removeprefix("transformer."): ts[name] for name in ts},
     "old buffers": lambda ts: ts | MASKS,
     "lm_head": lambda ts: ts | {"lm_head.weight": ts["transformer.wte.weight"]},
-    "OpenAI": lambda ts: dict(to_openai(*item) for item in ts.items()),
 }
 
 
@@ -153,16 +139,11 @@ def test_an_end_outside_the_vocabulary_ends_nothing(tmp_path, caplog):
     """transformers saves GPT-2's 50256 for any small model made with default settings."""
     save(tmp_path)
     assert load(str(tmp_path)).config.eos_ids == ()
-    assert "50256" in caplog.text and "only 101 tokens" in caplog.text
+    assert "50256" in caplog.text and "of 101 tokens" in caplog.text
 
 
-@pytest.mark.parametrize("equal", [False, True])
-def test_an_output_layer_of_its_own(tmp_path, equal):
+def test_an_output_layer_of_its_own(tmp_path):
     model = save(tmp_path, eos_token_id=None, tie_word_embeddings=False)
-    if equal:
-        model.lm_head.weight.data.copy_(model.transformer.wte.weight)
-        model.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
     assert answer(tmp_path) == transformers_greedy(model, PROMPT, 40)
     loaded = load(str(tmp_path))
     assert loaded.config.parameter_count == sum(p.numel() for p in model.parameters())
@@ -188,10 +169,8 @@ TENSOR_FAULTS: list[tuple[Callable[[Tensors], Tensors], str]] = [
     (add("h.2.ln_1.bias", 2), "unexpected h.2.ln_1.bias;"),
     (lambda ts: add("extra", 2)(drop("ln_f.bias")(ts)), "missing ln_f.bias; unexpected extra"),
     (change("h.0.attn.c_attn.weight", torch.t), "misshapen h.0.attn.c_attn.weight (72, 24) inste"),
-    (change("h.0.mlp.c_fc.weight", lambda tensor: tensor[None]), "h.0.mlp.c_fc.weight (1, 24, 96)"),
     (change("h.0.ln_1.bias", torch.Tensor.char), "h.0.ln_1.bias (torch.int8)"),
-    (add("wpe.weight", 32, 24), "hold wpe.weight under two names"),
-    *((add("lm_head.weight", *shape), "differs from wte.weight") for shape in ((101, 24), (2,))),
+    (add("lm_head.weight", 101, 24), "differs from wte.weight"),
 ]
 
 
@@ -208,27 +187,19 @@ def config(**fields: int) -> dict[str, Any]:
     return {"config.json": json.dumps(SIZES | fields).encode()}
 
 
-POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
-CORRUPT, UNREADABLE = "truncated, corrupt or not safetensors", "cannot be read as JSON"
-OUTSIDE, UNMAPPED = "not a file of its own folder", "no weight_map"
+CORRUPT, ELSEWHERE = "truncated, corrupt or not safetensors", "which is not in its folder"
 FILE_FAULTS: list[tuple[dict[str, Any], str]] = [  # None removes a file
     ({"config.json": None}, "config.json is missing"),
-    *(({"config.json": text}, UNREADABLE) for text in (b'{"n_', b"\x80\x04", b"[" * 100_000)),
+    *(({"config.json": text}, "cannot be read as JSON") for text in (b'{"n_', b"\x80\x04")),
     ({"config.json": b"[]"}, "is not a JSON object"),
-    ({"config.json": None, "config.json/a": b""}, UNREADABLE),
-    ({WEIGHTS: None}, "has no model.safetensors: give"),
-    ({WEIGHTS: None, "model-00001-of-00002.safetensors": b""}, "neither model.safetensors nor"),
-    ({WEIGHTS: None, "pytorch_model.bin": b""}, "pytorch_model.bin but no model.safetensors, and"),
-    ({WEIGHTS: None, "tf_model.h5": b""}, "convert it with transformers"),
-    *(({WEIGHTS: data}, CORRUPT) for data in (b"", b"PK" * 99)),
-    ({WEIGHTS: POINTER}, "run git lfs pull"),
-    *((config(n_layer=count), "n_layer in ") for count in (0, 10**9)),  # endless memory
+    ({WEIGHTS: None, "pytorch_model.bin": b""}, "pytorch_model.bin: other formats may run code"),
+    *(({WEIGHTS: data}, CORRUPT) for data in (b"", b"version https://git-lfs.github.com")),
+    (config(n_layer=10**9), "n_layer in "),  # endless memory
     (config(n_embd=2**62), "must be a whole number from 1 to 16777216, not 46116860184273"),
     (config(n_layer=5), "missing h.2.ln_1.weight, h.2.ln_1.bias, h.2.attn.c_attn.weight and 33"),
     (config(vocab_size=200), "misshapen wte.weight (101, 24) instead of (200,"),
-    *((index([]), "is not a JSON object"), (index({}), UNMAPPED), (shard(1), UNMAPPED)),
-    *((shard(f"..{slash}a.safetensors"), OUTSIDE) for slash in "/\\"),
-    (shard("a.safetensors"), "a.safetensors is missing although"),
+    (index({}), ELSEWHERE),
+    *((shard(name), f"names {name}, {ELSEWHERE}") for name in ("../model.safetensors", "absent")),
 ]
 
 
@@ -259,50 +230,32 @@ def test_an_unknown_name_raises_with_the_known_ones():
         assert catalog.checked(name) == name
 
 
-def test_names_that_the_hub_refuses_and_no_network(monkeypatch, tmp_path):
+def test_no_network_and_names_that_the_hub_refuses(monkeypatch, tmp_path):
     constants = huggingface_hub.constants
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    for offline in (False, True):
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-        message = refusal(lambda: load("gpt2"))
-        assert "gpt2 cannot be downloaded" in message and "--model stories" in message
-    neither = "Neither a folder nor a public model on the hub is called "
-    assert f"{neither}a..b/c" in refusal(lambda: load("a..b/c"))  # not allowed
-    missing = Mock(side_effect=RepositoryNotFoundError("404", response=Mock()))
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", missing)
-    assert f"{neither}a/nothing" in refusal(lambda: load("a/nothing"))
-    missing.side_effect = GatedRepoError("403", response=Mock())
-    assert "a/gated is gated: accept its licence" in refusal(lambda: load("a/gated"))
+    for name in ("gpt2", "a..b/c"):
+        message = refusal(lambda: load(name))  # noqa: B023
+        assert f"{name} cannot be downloaded" in message and "--model stories" in message
 
 
 # ---- configs and random weights ------------------------------------------------------------------
 
-BAD: dict[str, list[tuple[Any, str]]] = {
-    **{field: [(value, "must be") for value in (None, 0, -1, 2.0, "24", True)] for field in SIZES},
-    "n_head": [(0, "must be"), (5, "n_embd in config.json must be a multiple of n_head, which is")],
-    "n_inner": [(100, "n_inner to 100")],
-    "layer_norm_epsilon": [(value, "epsilon") for value in (0, math.nan, "1e-5")],
-    "eos_token_id": [
-        ("1", "eos_token_id in config.json must be a token id or a list, not '1'."),
-        (True, "not True."),
-        ([1, None], "not [1, None]."),
-    ],
-    "activation_function": [("relu", "only gelu_new"), (["gelu_new"], "to ['gelu_new']")],
-    "scale_attn_weights": [(False, "scale_attn_weights to False")],
-    "scale_attn_by_inverse_layer_idx": [(True, "scale_attn_by_inverse_layer_idx")],
-    "reorder_and_upcast_attn": [(True, "reorder_and_upcast_attn")],
-    "add_cross_attention": [(True, "add_cross_attention")],
-    "tie_word_embeddings": [("no", "tie_word_embeddings in config.json must be true or false")],
+BAD: dict[str, tuple[Any, str]] = {
+    **dict(zip(SIZES, ((size, "must be") for size in (None, 0, 2.0, "24", 5)), strict=True)),
+    "n_inner": (100, "n_inner to 100"),
+    "activation_function": ("relu", "only gelu_new"),
+    "scale_attn_weights": (False, "scale_attn_weights to False"),
+    "add_cross_attention": (True, "add_cross_attention to True; only False works"),
 }
 
 
 @pytest.mark.parametrize("field", BAD)
 def test_configs_that_are_refused(field):
-    for value, words in BAD[field]:
-        with pytest.raises(UserError) as caught:
-            Config.from_dict({"model_type": "gpt2", **SIZES, field: value})
-        assert words in str(caught.value) and field in str(caught.value)
+    value, words = BAD[field]
+    with pytest.raises(UserError) as caught:
+        Config.from_dict({"model_type": "gpt2", **SIZES, field: value})
+    assert words in str(caught.value) and field in str(caught.value)
 
 
 def test_random_weights_are_those_of_the_seed_in_every_dtype():
@@ -331,16 +284,8 @@ def test_random_weights_need_a_config_alone(tmp_path):
     assert load(str(tmp_path), random_weights=True).folder == tmp_path
 
 
-def test_vocabularies_that_fit_and_others(caplog):
-    def check(eos_id: int | None, size: int, eos_ids: tuple[int, ...]) -> None:
-        """A tokenizer of 256 bytes and 4 special tokens, and a model of `size` tokens."""
-        special = {f"<{i}>": i for i in range(256, 260)}
-        tokenizer = Tokenizer({bytes([i]): i for i in range(256)}, special, eos_id)
-        check_vocabulary(tokenizer, Config(size, 8, 4, 1, 1, eos_ids=eos_ids, name="m"))
-
-    for fits in ((259, 260, (259,)), (259, 300, (0, 259)), (None, 260, (259,)), (259, 260, ())):
-        check(*fits)
-    assert caplog.text == ""
-    check(259, 260, (7,))  # the model's end counts
-    assert "with token 259 and the model" in caplog.text and "with 7" in caplog.text
-    pytest.raises(UserError, check, None, 259, ()).match("has 260 tokens and the model m only 259")
+def test_a_vocabulary_that_does_not_fit():
+    tokenizer = Tokenizer({bytes([i]): i for i in range(256)}, {"<256>": 256}, 256)
+    check_vocabulary(tokenizer, Config(300, 8, 4, 1, 1))
+    with pytest.raises(UserError, match="has 257 tokens and the model m only 256"):
+        check_vocabulary(tokenizer, Config(256, 8, 4, 1, 1, name="m"))

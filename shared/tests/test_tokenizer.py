@@ -175,18 +175,17 @@ VOCABULARY, MERGES = "vocab.json", "merges.txt"
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        *((name, None, f"{name} is missing") for name in (VOCABULARY, MERGES)),
+        (VOCABULARY, None, "vocab.json is missing"),
+        (MERGES, None, "merges.txt cannot be read"),
         (VOCABULARY, '{"a": 0', "cannot be read as JSON"),
-        (VOCABULARY, "[1, 2]", "is not a JSON object"),
-        (VOCABULARY, lambda v: v.update(a=v["b"]), "not whole numbers, one for each token"),
-        (VOCABULARY, lambda v: v.update(a=-1), "not whole numbers, one for each token"),
         (VOCABULARY, lambda v: v.pop("a"), "1 tokens have no id, such as 'a'"),
-        (VOCABULARY, lambda v: v.update(fox=len(v)), "no merge makes 1 tokens, such as 'fox'"),
-        (MERGES, b"\xff\xfe", "cannot be read as text"),
+        (
+            VOCABULARY,
+            lambda v: v.update(fox=len(v)),
+            "1 tokens are made by no merge, such as 'fox'",
+        ),
         (MERGES, "Q Q", "1 tokens have no id, such as 'QQ'"),
-        (MERGES, lambda lines: lines[:-1], "no merge makes 1 tokens"),
-        (MERGES, lambda lines: [lines[0], *lines[:0:-1]], "the ids do not rise"),
-        ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read as JSON"),
+        (MERGES, lambda lines: [lines[0], *lines[:0:-1]], "do not rise in the order"),
     ],
 )
 def test_each_fault_of_the_files_is_one_sentence(folder, name, content, words):
