@@ -115,33 +115,29 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message[:1].upper()}{message[1:]}; --help lists every option.")
 
 
-def whole_number(low: int, high: int) -> Callable[[str], int]:
-    """An argparse type: a whole number from `low` to `high`."""
-
-    def parse(text: str) -> int:
-        if re.fullmatch(r"-?\d{1,30}", text) and low <= int(text) <= high:
-            return int(text)
-        message = f"'{text[:40]}' is not a whole number from {low} to {high}"
-        raise argparse.ArgumentTypeError(message)
-
-    return parse
-
-
-def number(low: float, high: float, above: bool = False) -> Callable[[str], float]:
+def number(
+    low: float, high: float, above: bool = False, kind: Callable[[str], Any] = float
+) -> Callable[[str], Any]:
     """An argparse type: a number from `low` to `high`, or above `low` and up to `high`. NaN is
     refused."""
 
-    def parse(text: str) -> float:
+    def parse(text: str) -> Any:
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
             value = math.nan
         if low < value <= high or (value == low and not above):
             return value
-        words = f"{'above' if above else 'from'} {low:g} to {high:g}"
-        raise argparse.ArgumentTypeError(f"'{text[:40]}' is not a number {words}")
+        what = "a whole number" if kind is int else "a number"
+        words = f"{what} {'above' if above else 'from'} {low} to {high}"
+        raise argparse.ArgumentTypeError(f"'{text[:40]}' is not {words}")
 
     return parse
+
+
+def whole_number(low: int, high: int) -> Callable[[str], int]:
+    """An argparse type: a whole number from `low` to `high`."""
+    return number(low, high, kind=int)
 
 
 def address(text: str) -> str:

@@ -7,17 +7,15 @@ library at first, because it must run where nothing is installed yet.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from .paths import ROOT
 
 INSTALL = "python -m pip install -r requirements.txt"
-GIB = 2**30
 PROMPT, TOKENS = "Once upon a time", 21
 # Greedy, in float32. The second-best logit is always more than 0.01 behind.
 STORY = " there lived a gentle girl. Her name was Mira, and her home was a village under the "
@@ -46,33 +44,18 @@ def packages() -> Check:
 
 
 def machine() -> Check:
-    import psutil
+    """How many threads there are and how they wait; and what stage 09 needs."""
     import torch
 
     from . import measure, openmp
 
     cpus, threads = measure.cpus(), torch.get_num_threads()
-    yield "ok", f"{measure.processor()}, PyTorch uses {torch.backends.cpu.get_cpu_capability()}"
     waits = "asleep" if openmp.choose() == "PASSIVE" else "by spinning"
+    words = f"{threads} threads on {cpus} CPUs ({measure.processor()}) wait {waits}"
     fits = threads <= cpus
-    advice = "" if fits else f": set OMP_NUM_THREADS={cpus}"
-    yield "ok" if fits else "note", f"{threads} threads on {cpus} CPUs wait {waits}{advice}"
-    free = psutil.virtual_memory().available / GIB
-    enough = "" if free >= 4 else ": close programs before you measure the shape of GPT-2 (4 GiB)"
-    yield "note" if enough else "ok", f"{free:.1f} GiB of memory are free{enough}"
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none, and none is needed"
-    yield "ok", f"GPU: {gpu}"
-
-
-def kernels() -> Check:
-    """The instructions for which stage 09 compiles its kernels here."""
-    from . import registry
-
+    yield ("ok", words) if fits else ("note", f"{words}: set OMP_NUM_THREADS={cpus}")
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):
         yield "note", "no C compiler (cc, gcc, clang): stage 09's kernels need one"
-    else:
-        level = registry.load("stage09_kernels.library:levels")()[0]
-        yield "ok", f"the kernels are compiled for {level}"
 
 
 def model() -> Check:
@@ -90,10 +73,8 @@ def model() -> Check:
     yield ("ok", PROMPT + text) if right else ("WRONG", f"{text!r}: restore the files (git status)")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    about = "Checks whether this machine is ready, and says what to do."
-    argparse.ArgumentParser(prog="python -m shared.doctor", description=about).parse_args(argv)
-    checks: list[Callable[[], Check]] = [python, packages, machine, kernels, model]
+def main() -> int:
+    checks: list[Callable[[], Check]] = [python, packages, machine, model]
     wrong = False
     for check in checks:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING
 
 from shared import cli
@@ -20,41 +21,27 @@ ABOUT = (
 )
 
 
-def make_parser() -> cli.Parser:
+def main(argv: list[str] | None = None) -> int:
     parser = cli.generation_parser("stage08_llama", ABOUT, "--chat")
     parser.set_defaults(model="stories-chat")
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="chat instead of continuing one prompt, by default at temperature 0.8, top-p 0.95 and "
-        "600 tokens per answer; the model's folder must have a chat template; off by default",
+    about = (
+        "chat instead of continuing one prompt, by default at temperature 0.8, top-p 0.95 and 600 "
+        "tokens per answer; the model's folder must have a chat template"
     )
-    parser.add_argument(
-        "--system", default="", metavar="TEXT", help="system prompt of the chat; default: none"
-    )
-    parser.add_argument(
-        "--engine",
-        choices=("auto", "paged", "kernels"),
-        default="auto",
-        help="paged is stage 05's engine, kernels stage 09's; auto takes the kernels where they "
-        "are right",
-    )
+    parser.add_argument("--chat", action="store_true", help=about)
+    about = "system prompt of the chat; default: none"
+    parser.add_argument("--system", default="", metavar="TEXT", help=about)
+    about = "stage 05's engine or stage 09's; auto takes the kernels where they are right"
+    names = ("auto", "paged", "kernels")
+    parser.add_argument("--engine", choices=names, default="auto", help=about)
     cli.add_format_options(parser)
-    return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = make_parser()
     options = parser.parse_args(argv)
-    if options.chat:
-        parser.set_defaults(temperature=0.8, top_p=0.95, max_tokens=600)
-        options = parser.parse_args(argv)
-    if options.chat and options.prompt is not None:
+    if not options.chat:
+        return speak(options, cli.read_prompt(options))
+    if options.prompt is not None:
         raise UserError("--chat reads your messages as you type them: leave the prompt out.")
-    if options.system and not options.chat:
-        raise UserError("--system is for a chat: add --chat, or leave it out.")
-    prompt = "" if options.chat else cli.read_prompt(options)
-    return talk(options) if options.chat else speak(options, prompt)
+    parser.set_defaults(temperature=0.8, top_p=0.95, max_tokens=600)
+    return talk(parser.parse_args(argv))
 
 
 def load(options: argparse.Namespace) -> tuple[cli.Loaded, Engine, SamplingParams, Choice]:
@@ -80,30 +67,27 @@ def speak(options: argparse.Namespace, prompt: str) -> int:
 
 def talk(options: argparse.Namespace) -> int:
     from shared import chat_template
-    from shared.json_tokenizer import JsonTokenizer
     from stage05_paged.memory import size
-    from stage06_serving.choice import faster
 
     from .chat import Chat
 
     loaded, engine, sampling, chosen = load(options)
-    tokenizer, template = loaded.tokenizer, None
-    if isinstance(tokenizer, JsonTokenizer):
-        template = chat_template.load(loaded.folder, tokenizer.control)
+    config, control = loaded.config, getattr(loaded.tokenizer, "control", None)
+    template = chat_template.load(loaded.folder, control) if control else None
     if template is None:
         raise UserError(
-            f"{loaded.config.name} has no chat template and was not trained to chat: give it a "
-            "prompt, or choose a model with one."
+            f"{config.name} has no chat template and was not trained to chat: give it a prompt, or "
+            "choose a model with one."
         )
-    config = loaded.config
     memory = size(config.n_positions * config.kv_bytes_per_token(loaded.kv_dtype))
-    about = [
-        f"{config.name}, engine {chosen.name}, {loaded.machine}",
-        f"context of {config.n_positions:,} tokens, whose keys and values take {memory}",
-    ]
-    if hint := faster(chosen, loaded):
-        about.append(f"faster: {hint}")
-    return Chat(engine, loaded, template, sampling, options.system, about).run()
+    print(
+        f"[{config.name}, engine {chosen.name}, {loaded.machine}]\n[context of "
+        f"{config.n_positions:,} tokens, whose keys and values take {memory}]",
+        file=sys.stderr,
+    )
+    if config.name == "stories-chat":
+        print("[this small model knows only its own stories: ask it for one]", file=sys.stderr)
+    return Chat(engine, loaded, template, sampling, options.system).run()
 
 
 if __name__ == "__main__":

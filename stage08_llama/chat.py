@@ -1,23 +1,20 @@
-"""A conversation at the terminal: history, streaming, /reset, /regenerate.
+"""A conversation at the terminal: history, streaming, /reset.
 
 A conversation that no longer fits into the context loses its oldest turns, each as a whole.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from shared.chat_template import FolderTemplate
-from shared.cli import Loaded, Streaming, with_text
+from shared.cli import Loaded, with_text
 from shared.errors import UserError
 
 ROOM = 0.25  # share of the context that is kept free for an answer
-HELP = (
-    "/reset forgets the conversation, /regenerate answers again, Ctrl-C stops an answer, /quit ends"
-)
+HELP = "/reset forgets the conversation, Ctrl-C stops an answer, /quit ends"
 
 
 class Chat:
@@ -26,21 +23,15 @@ class Chat:
     Every answer's prompt is the whole conversation; an engine with a prefix cache computes only the
     new part. `ask` raises UserError if the template or the engine refuses.
 
-    system: a message that begins every conversation; "" for none. about: lines for the start.
+    system: a message that begins every conversation; "" for none.
     """
 
     def __init__(
-        self,
-        engine: Streaming,
-        loaded: Loaded,
-        template: FolderTemplate,
-        sampling: Any,
-        system: str = "",
-        about: Sequence[str] = (),
+        self, engine: Any, loaded: Loaded, template: FolderTemplate, sampling: Any, system: str = ""
     ) -> None:
         self.engine, self.loaded, self.template = engine, loaded, template
         self.tokenizer: Any = loaded.tokenizer  # with control tokens, as every chat's
-        self.sampling, self.about = sampling, about
+        self.sampling = sampling
         self.system = [{"role": "system", "content": system}] if system else []
         self.messages: list[dict[str, str]] = []
 
@@ -72,47 +63,31 @@ class Chat:
             ids: list[int] = self.tokenizer.encode_chat(rendered)
             if len(ids) + room <= context or start == turns[-1]:
                 break
-        if count := turns.index(start):
+        if start:
             del self.messages[:start]
-            oldest = "turn is" if count == 1 else f"{count} turns are"
-            note = f"[the context is full: the oldest {oldest} left out; /reset begins anew]"
+            note = "[the context is full: the oldest turns are left out; /reset begins anew]"
             print(note, file=sys.stderr, flush=True)
         return ids
 
-    def regenerate(self) -> Iterator[str]:
-        """Another answer to the last question. Raises UserError if there is none."""
-        while self.messages and self.messages[-1]["role"] == "assistant":
-            self.messages.pop()
-        if not self.messages:
-            raise UserError("There is no question to answer again: ask one first.")
-        return self.ask(self.messages.pop()["content"])
-
-    def run(self, read: Callable[[str], str] | None = None) -> int:
+    def run(self, read: Callable[[str], str] = input) -> int:
         """Read questions until the end of the input, /quit, or Ctrl-C at the prompt."""
-        lines = [f"[{line}]" for line in (*self.about, HELP)]
-        if self.loaded.config.name == "stories-chat":
-            lines.append("[this small model knows only its own stories: ask it for one]")
-        print("\n".join(lines), file=sys.stderr, flush=True)
-        with contextlib.suppress(ImportError):  # Windows has its own
-            import readline  # noqa: F401  lets the user edit what is typed
+        print(f"[{HELP}]", file=sys.stderr, flush=True)
         while True:
             try:
-                line = (read or input)("> ").strip()
+                line = read("> ").strip()
             except (EOFError, KeyboardInterrupt):
-                print()
-                return 0
+                line = "/quit"
             if line == "/quit":
+                print()
                 return 0
             if line == "/reset":
                 self.messages.clear()
-            elif line.startswith("/") and line != "/regenerate":
-                print(f"[{HELP}]", file=sys.stderr, flush=True)
             elif line:
                 self._show(line)
 
     def _show(self, line: str) -> None:
         try:
-            for piece in self.regenerate() if line == "/regenerate" else self.ask(line):
+            for piece in self.ask(line):
                 print(piece, end="", flush=True)
             print()
         except KeyboardInterrupt:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from shared.config import Config, check_size, end_ids
 from shared.errors import UserError
 
-from .rope import KINDS, Rope, yarn_scale
+from .rope import KINDS, Rope
 
 log = logging.getLogger(__name__)
 
@@ -135,17 +135,16 @@ class Options:
 
 
 def read(
-    values: Mapping[str, Any], name: str, source: str, known: set[str], kv_heads: int = 0
+    values: Mapping[str, Any], name: str, source: str, known: set[str]
 ) -> tuple[Options, LlamaConfig]:
-    """What all readers share. kv_heads: heads of keys and values if the file does not name their
-    number; 0, or a number that is null, means as many as heads of queries."""
+    """What all readers share. A number of heads or their width that the file lacks, and that is not
+    the usual one, shows in the shapes of the weights."""
     options = Options(values, source, COMMON | known)
     if options.get("hidden_act", "silu") != "silu":
         raise options.refuse("hidden_act", "'silu'")
     sizes: dict[str, Any] = {ours: options.size(theirs) for theirs, ours in SIZES.items()}
     heads, width = sizes["n_head"], sizes["n_embd"]
-    default = heads if "num_key_value_heads" in values else kv_heads or heads
-    kv = options.size("num_key_value_heads", default)
+    kv = options.size("num_key_value_heads", heads)
     if heads % kv:
         raise UserError(
             f"num_attention_heads in {source} must be a multiple of num_key_value_heads, which is "
@@ -189,8 +188,6 @@ def read_rope(options: Options, context: int) -> Rope:
             f"{options.source} sets rope_type to {kind!r:.60}; only {', '.join(KINDS)} work: "
             "choose another model."
         )
-    if spec.get("partial_rotary_factor") == 1:
-        del spec["partial_rotary_factor"]
     spec = Options(spec, f"{options.source}, rotary positions,", {"rope_theta", *KINDS[kind]})
     rope = Rope(spec.number("rope_theta", options.get("rope_theta", 10_000.0), least=1.0), kind)
     if kind == "default":
@@ -205,16 +202,12 @@ def read_rope(options: Options, context: int) -> Rope:
         return replace(rope, low_factor=low, high_factor=high)
     if kind != "yarn":
         return rope
-    scale = yarn_scale(factor)
-    if spec.get("mscale") and spec.get("mscale_all_dim"):
-        scale = yarn_scale(factor, spec.number("mscale"))
-        scale /= yarn_scale(factor, spec.number("mscale_all_dim"))
+    warmer = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0  # YaRN's attention temperature
     return replace(
         rope,
         slow=spec.number("beta_slow", 1.0),
         fast=spec.number("beta_fast", 32.0),
-        truncate=spec.flag("truncate", True),
-        scale=spec.number("attention_factor", scale),
+        scale=spec.number("attention_factor", warmer),
     )
 
 
@@ -254,22 +247,21 @@ def llama(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
 
 def mistral(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
     """Mistral: a window, if any, is in every layer."""
-    options, config = read(values, name, source, {"sliding_window"}, 8)
+    options, config = read(values, name, source, {"sliding_window"})
     return within_window(config, options)
 
 
 def qwen2(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
     """Qwen2 and 2.5: biases of queries, keys and values, which no option names."""
-    options, config = read(values, name, source, QWEN_WINDOW, 32)
+    options, config = read(values, name, source, QWEN_WINDOW)
     return replace(qwen_window(config, options), qkv_bias=True)
 
 
 def qwen3(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
     """Qwen3: queries and keys are normed, head by head."""
-    options, config = read(values, name, source, QWEN_WINDOW | {"attention_bias"}, 32)
+    options, config = read(values, name, source, QWEN_WINDOW | {"attention_bias"})
     bias = options.flag("attention_bias")
-    config = replace(qwen_window(config, options), qkv_bias=bias, o_bias=bias, qk_norm=True)
-    return config if options.get("head_dim") else replace(config, head_dim=128)
+    return replace(qwen_window(config, options), qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
 def qwen_window(config: LlamaConfig, options: Options) -> LlamaConfig:

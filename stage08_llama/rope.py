@@ -25,8 +25,7 @@ KINDS = {  # rope_type, and the options of each
     "linear": ("factor",),
     "dynamic": ("factor", LENGTH),
     "llama3": ("factor", LENGTH, "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", LENGTH, "attention_factor", "beta_fast", "beta_slow", "mscale")
-    + ("mscale_all_dim", "truncate"),
+    "yarn": ("factor", LENGTH, "attention_factor", "beta_fast", "beta_slow"),
 }
 
 
@@ -42,13 +41,7 @@ class Rope:
     high_factor: float = 4.0  # those below trained / high_factor are kept
     slow: float = 1.0  # yarn: pairs that turn less often within `trained` are stretched,
     fast: float = 32.0  # those that turn more often than `fast` are kept
-    truncate: bool = True  # yarn: between the two, from a whole pair to a whole pair
     scale: float = 1.0  # yarn: cosines and sines are multiplied by it
-
-
-def yarn_scale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's correction of the attention temperature for a context `factor` times as long."""
-    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def frequencies(rope: Rope, head_dim: int) -> Tensor:
@@ -74,10 +67,8 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
             length = rope.trained / (turns * 2 * math.pi)
             return head_dim * math.log(length) / (2 * math.log(rope.theta))
 
-        first, last = pair(rope.fast), pair(rope.slow)
-        if rope.truncate:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, head_dim - 1)
+        first, last = max(math.floor(pair(rope.fast)), 0), math.ceil(pair(rope.slow))
+        last = min(last, head_dim - 1)
         places = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
         kept = 1 - (places - first) / (last - first if last > first else 0.001)
     kept = kept.clamp(0, 1)

@@ -32,7 +32,6 @@ def rope(kind: str, **options: Any) -> dict[str, Any]:
 
 TIED = {"tie_word_embeddings": True}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-MSCALE = {"mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": 8.0, "beta_slow": 2.0}
 THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 6}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 9}
 OF_CONFIG: dict[str, dict[str, dict[str, Any]]] = {
@@ -54,8 +53,7 @@ OF_CONFIG: dict[str, dict[str, dict[str, Any]]] = {
         "llama3": rope("llama3", **LLAMA3) | {"head_dim": 32},
         "llama3, factor 32": rope("llama3", **LLAMA3, rope_theta=5e5) | {"head_dim": 64},
         "yarn": rope("yarn") | {"head_dim": 32},
-        "yarn, its factor": rope("yarn", attention_factor=1.3, truncate=False),
-        "yarn, mscale": rope("yarn", **MSCALE),
+        "yarn, its factor": rope("yarn", attention_factor=1.3, beta_fast=8.0, beta_slow=2.0),
     },
     "MistralConfig": {
         "mistral": {"sliding_window": None},

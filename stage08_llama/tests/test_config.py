@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -23,30 +22,21 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 9}
 SCALED = rope("llama3", **LLAMA3)["rope_parameters"]
 REFUSED = [
     ({"quantization_config": {"bits": 4}}, "the option quantization_config"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor, set to 0.5"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor, set to 0.5"),
-    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping, set to 50.0"),
-    ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar"),
     ({"hidden_act": "gelu"}, "hidden_act to 'gelu'; only 'silu'"),
     ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type to 'longrope'"),
     ({"rope_parameters": {"rope_type": "linear"}}, "factor in"),
-    ({"rope_parameters": {"rope_type": "linear", "factor": "4"}}, "factor in"),
     ({"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "the option factor"),
     ({"rope_parameters": SCALED | {"low_freq_factor": 4.0}}, "low_freq_factor to 4.0"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one set of rotary positions"),
-    ({"rope_parameters": rope("yarn")["rope_parameters"] | {"attention_factor": "1"}}, "not '1'"),
-    ({"rope_parameters": rope("yarn", mscale="1", mscale_all_dim=1)["rope_parameters"]}, "mscale"),
-    ({"rope_theta": -1}, "rope_theta in"),
+    ({"rope_parameters": rope("yarn", mscale=1)["rope_parameters"]}, "the option mscale"),
     ({"max_window_layers": 2}, "the option max_window_layers"),
-    ({"model_type": "qwen2", **WINDOW, "max_window_layers": "2"}, "max_window_layers in config"),
     ({"num_key_value_heads": 4}, "multiple of num_key_value_heads, which is 4, not 6"),
     ({"hidden_size": 50}, "hidden_size in config.json must be a multiple"),
     ({"head_dim": 7}, "head_dim in config.json is 7"),
-    ({"intermediate_size": 0}, "intermediate_size in config.json must be"),
     ({"rms_norm_eps": math.nan}, "rms_norm_eps in config.json must be"),
     ({"tie_word_embeddings": 1}, "tie_word_embeddings in config.json must be true or false"),
     ({"model_type": "mistral", "attention_bias": True}, "the option attention_bias, set to True"),
-    ({"model_type": "mistral", "sliding_window": 0}, "sliding_window in config.json must be"),
     ({"model_type": "qwen2", "mlp_bias": True}, "the option mlp_bias, set to True"),
 ]
 
@@ -58,11 +48,9 @@ def test_what_is_not_implemented_is_refused_by_name(fields, words):
         READERS[fields["model_type"]](fields, "m", "config.json")
 
 
-MANY = {"num_key_value_heads": ..., "num_attention_heads": 64, "head_dim": 2}  # ...: not there
 FULL = ["full_attention"] * 3
 QWEN = [  # fields of config.json, and what the reader makes of them
     ({}, {"qkv_bias": True, "o_bias": False, "qk_norm": False, "head_dim": 8, "n_positions": 96}),
-    (MANY, {"n_kv_head": 32}),
     (WINDOW | {"use_sliding_window": False, "max_window_layers": 0}, {"n_positions": 96}),
     (WINDOW | {"max_window_layers": 1}, {"n_positions": 9}),
     (WINDOW | {"max_window_layers": 3}, {"n_positions": 96}),  # and 28, where it is not given
@@ -71,8 +59,6 @@ QWEN = [  # fields of config.json, and what the reader makes of them
     (WINDOW | {"max_window_layers": 0, "layer_types": FULL}, {"n_positions": 96}),
     (WINDOW | {"layer_types": [*FULL[1:], "sliding_attention"]}, {"n_positions": 9}),
     ({"model_type": "qwen3"}, {"qkv_bias": False, "o_bias": False, "qk_norm": True}),
-    ({"model_type": "qwen3", **MANY}, {"n_kv_head": 32}),
-    ({"model_type": "qwen3"}, {"head_dim": 128, "n_embd": 48, "n_head": 6}),
     ({"model_type": "qwen3", "head_dim": 20, "attention_bias": True}, {"head_dim": 20}),
     ({"model_type": "qwen3", "attention_bias": True}, {"qkv_bias": True, "o_bias": True}),
 ]
@@ -81,7 +67,6 @@ QWEN = [  # fields of config.json, and what the reader makes of them
 @pytest.mark.parametrize("fields, wanted", QWEN)
 def test_a_qwen_is_read_from_its_options(fields, wanted):
     fields = SIZES | {"model_type": "qwen2"} | fields
-    fields = {name: value for name, value in fields.items() if value is not ...}
     config = READERS[fields["model_type"]](fields, "m", "config.json")
     assert {name: getattr(config, name) for name in wanted} == wanted
 
@@ -94,35 +79,6 @@ def test_a_window_is_the_context_and_is_announced_once(caplog):
         "windy has a sliding window of 31 tokens, which the engines do not implement: its context "
         "is 31 tokens here, not 96."
     ]
-
-
-LONG = SIZES | {"max_position_embeddings": 8192, "hidden_size": 64, "num_attention_heads": 64}
-LONG |= {"head_dim": 2}
-
-
-@pytest.mark.parametrize("window", [..., None, 9], ids=str)
-@pytest.mark.parametrize("heads", [..., None, 4], ids=str)
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen2 on", "qwen3", "qwen3 on"])
-def test_what_is_absent_or_null_is_what_transformers_makes_of_it(kind, heads, window):
-    """Heads of keys and values, and windows, which Qwens must switch on."""
-    import transformers
-
-    model_type, _, on = kind.partition(" ")
-    fields = LONG | {"num_key_value_heads": heads}
-    if model_type != "llama":
-        fields |= {"sliding_window": window}
-    if on:
-        fields |= {"use_sliding_window": True, "max_window_layers": 1}
-    fields = {name: value for name, value in fields.items() if value is not ...}
-    filled = {}
-    if (kind, heads) == ("mistral", None):  # transformers' code fills it in, but its check refuses
-        filled = {"num_key_value_heads": 64}
-    theirs: Any = transformers.AutoConfig.for_model(model_type, **fields | filled)
-    config: Any = READERS[model_type](fields | {"model_type": model_type}, "m", "config.json")
-    window = getattr(theirs, "sliding_window", None) or 8192
-    sliding = [kind != "full_attention" for kind in getattr(theirs, "layer_types", ["sliding"])]
-    context = window if any(sliding) else 8192
-    assert (config.n_kv_head, config.n_positions) == (theirs.num_key_value_heads, context)
 
 
 def test_folders_that_are_refused(tmp_path):

@@ -64,7 +64,7 @@ def test_a_stretched_context_slows_the_slow_pairs():
     kept = ((turned - 1) / 3).clamp(0, 1)
     assert 0 < int(((kept > 0) & (kept < 1)).sum()) < 8
     same(frequencies(blend, 16), plain * kept + plain / 4 * (1 - kept), "llama3")
-    yarn = frequencies(Rope(10_000.0, "yarn", 4.0, 512, truncate=False), 16)
+    yarn = frequencies(Rope(10_000.0, "yarn", 4.0, 512), 16)
     fast, slow, inner = turned > 32, turned < 1, (turned < 32) & (turned > 1)
     same(yarn[fast], plain[fast], "yarn, pairs that turn over 32 times")
     same(yarn[slow], plain[slow] / 4, "yarn, pairs that turn less than once")
