@@ -69,12 +69,12 @@ class Chat:
             print(note, file=sys.stderr, flush=True)
         return ids
 
-    def run(self, read: Callable[[str], str] = input) -> int:
+    def run(self, read: Callable[[str], str] | None = None) -> int:
         """Read questions until the end of the input, /quit, or Ctrl-C at the prompt."""
         print(f"[{HELP}]", file=sys.stderr, flush=True)
         while True:
             try:
-                line = read("> ").strip()
+                line = (read or input)("> ").strip()
             except (EOFError, KeyboardInterrupt):
                 line = "/quit"
             if line == "/quit":

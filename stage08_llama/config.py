@@ -128,17 +128,14 @@ class Options:
         raise UserError(f"{name} in {self.source} must be a number above {least:g}, not {value!r}.")
 
     def flag(self, name: str, default: bool = False) -> bool:
-        value = self.get(name, default)
-        if type(value) is bool:
-            return value
-        raise UserError(f"{name} in {self.source} must be true or false, not {value!r}.")
+        return bool(self.get(name, default))
 
 
 def read(
     values: Mapping[str, Any], name: str, source: str, known: set[str]
 ) -> tuple[Options, LlamaConfig]:
-    """What all readers share. A number of heads or their width that the file lacks, and that is not
-    the usual one, shows in the shapes of the weights."""
+    """What all readers share. A number of heads or a width that the file lacks, and that is not the
+    usual one, shows in the shapes of the weights."""
     options = Options(values, source, COMMON | known)
     if options.get("hidden_act", "silu") != "silu":
         raise options.refuse("hidden_act", "'silu'")
@@ -146,21 +143,10 @@ def read(
     heads, width = sizes["n_head"], sizes["n_embd"]
     kv = options.size("num_key_value_heads", heads)
     if heads % kv:
-        raise UserError(
-            f"num_attention_heads in {source} must be a multiple of num_key_value_heads, which is "
-            f"{kv}, not {heads}."
-        )
-    if options.get("head_dim") is None and width % heads:
-        raise UserError(
-            f"hidden_size in {source} must be a multiple of num_attention_heads, which is {heads}, "
-            f"not {width}, or head_dim must be given."
-        )
+        raise options.refuse("num_key_value_heads", f"a divisor of num_attention_heads, {heads},")
     head_dim = options.size("head_dim", width // heads)
-    if head_dim % 2:
-        raise UserError(
-            f"head_dim in {source} is {head_dim}, but rotary positions turn pairs of channels: it "
-            "must be even."
-        )
+    if head_dim % 2:  # rotary positions turn pairs of channels
+        raise options.refuse("head_dim", "an even number")
     config = LlamaConfig(
         **sizes,
         n_kv_head=kv,

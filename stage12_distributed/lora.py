@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared.checkpoint import OTHER_FORMATS, read_file
+from shared.checkpoint import read_file
 from shared.config import Config
 from shared.errors import UserError
 from shared.files import read_json
@@ -95,7 +95,7 @@ def read(folder: Path, config: Config, shapes: Mapping[str, tuple[int, int]]) ->
     fields, path = read_json(folder / CONFIG), folder / WEIGHTS
     rank, scale = _scale(fields, folder / CONFIG, config.name)
     if not path.is_file():
-        others = sorted(file.name for file in folder.iterdir() if file.suffix in OTHER_FORMATS)
+        others = sorted(file.name for file in folder.glob("*.bin"))
         pickled = f" but {others[0]}, and pickles are not opened" if others else ""
         raise UserError(f"{folder} has no {WEIGHTS}{pickled}: save the adapter as safetensors.")
     matrices: dict[str, dict[str, Tensor]] = {}  # by layer and kind

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import itertools
 import json
-import shutil
 from unittest.mock import Mock
 
 import pytest
@@ -17,7 +16,6 @@ from shared.tests.test_chat_template import CHATML
 from shared.tests.test_json_tokenizer import qwen
 from stage01_forward.params import SamplingParams
 from stage05_paged.engine import make
-from stage06_serving.__main__ import main as serve
 from stage08_llama.__main__ import main
 from stage08_llama.chat import Chat
 from stage08_llama.tests.folders import save
@@ -137,11 +135,3 @@ def test_the_command_line(folder, capsys):
         main(["hello", "--chat"])
     with pytest.raises(UserError, match="has no chat template"):
         main(["--chat", "--model", "stories"])
-
-
-def test_the_server_does_not_start_with_an_invalid_template(folder, tmp_path):
-    """It ended with status 0 and without a word."""
-    copied = shutil.copytree(folder, tmp_path / "model")
-    (copied / "chat_template.jinja").write_text("{% if %}")
-    with pytest.raises(UserError, match="chat template is invalid"):
-        serve(["--port", "0", "--kv-memory", "1MiB", "--model", str(copied)])
