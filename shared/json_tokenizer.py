@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as Encoder
 
 from .errors import UserError
 from .files import read_json
-from .spelling import byte_alphabet, end_of_text, number_of, well_formed
+from .tokenizer import AnyTokenizer, byte_alphabet, end_of_text, well_formed
 
 FILE = "tokenizer.json"
 SPACE = "\u2581"  # sentencepiece's
@@ -30,7 +30,7 @@ LONG = 2_000  # characters
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-class JsonTokenizer:
+class JsonTokenizer(AnyTokenizer):
     """The tokenizer of a folder with tokenizer.json.
 
     eos_id: the token that tokenizer_config.json ends a text with, or None.
@@ -42,18 +42,16 @@ class JsonTokenizer:
         encoder.encode_special_tokens = True  # control tokens in a text are text
         tokens = encoder.get_added_tokens_decoder()
         added = {token_id: token.content for token_id, token in tokens.items()}
-        self._special = {token_id for token_id, token in tokens.items() if token.special}
-        self.control = frozenset(added[token_id] for token_id in self._special)
+        self.control = frozenset(token.content for token in tokens.values() if token.special)
         steps = _steps(decoder)
         to_bytes = _to_bytes(steps, source)
         # Sentencepiece puts a space before a text, which its decoder takes away.
         self._strips = any(step.get("type") in ("Metaspace", "Strip") for step in steps)
-        self._tokens = {
+        spelled = {
             token_id: added[token_id].encode() if token_id in added else to_bytes(token)
             for token, token_id in encoder.get_vocab(with_added_tokens=True).items()
         }
-        self.vocab_size = max(self._tokens) + 1
-        self.eos_id: int | None = None if eos is None else encoder.token_to_id(eos)
+        super().__init__(spelled, None if eos is None else encoder.token_to_id(eos))
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> JsonTokenizer:
@@ -100,11 +98,6 @@ class JsonTokenizer:
         encoders = (self._encoder, self._chat_encoder)
         pieces = (_ids(encoders[own], text, add_special_tokens=False) for text, own in parts)
         return list(chain.from_iterable(pieces))
-
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The exact bytes; a token may be part of a character."""
-        known = self._tokens
-        return b"".join([known[id] if id in known else number_of(id) for id in ids])
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""

@@ -12,13 +12,11 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
 
 import tiktoken
 
 from .errors import UserError
 from .files import read_json, read_text
-from .spelling import byte_alphabet, end_of_text, number_of, well_formed
 
 # Where GPT-2 cuts a text before BPE: contractions, words, numbers, signs (each with the space
 # before it), and white space up to the last one before a word, which belongs to the word.
@@ -28,7 +26,27 @@ FILES = ("vocab.json", "merges.txt", "tokenizer.json")
 SPECIAL = re.compile(r"<.+>|\[.+\]", re.DOTALL)  # what a token that no merge makes must look like
 
 
-class Tokenizer:
+class AnyTokenizer:
+    """What every tokenizer offers. `eos_id`: the token that ends a text, or None."""
+
+    def __init__(self, tokens: dict[int, bytes], eos_id: int | None) -> None:
+        self._tokens, self.vocab_size, self.eos_id = tokens, max(tokens) + 1, eos_id
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of the text; special tokens in it are plain text."""
+        raise NotImplementedError
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The exact bytes; a token may be part of a character."""
+        known = self._tokens
+        return b"".join([known[id] if id in known else f"<{id}>".encode() for id in ids])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text; bytes that are not UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+
+class Tokenizer(AnyTokenizer):
     """GPT-2's tokenizer with the vocabulary of one checkpoint."""
 
     def __init__(
@@ -39,10 +57,8 @@ class Tokenizer:
         self._encoding = tiktoken.Encoding(
             name, pat_str=CUT, mergeable_ranks=ranks, special_tokens=special
         )
-        self._tokens = {token_id: token for token, token_id in ranks.items()}
-        self._tokens |= {token_id: token.encode() for token, token_id in special.items()}
-        self.vocab_size = max(self._tokens) + 1
-        self.eos_id = eos_id
+        tokens = {token_id: token for token, token_id in ranks.items()}
+        super().__init__(tokens | {id: token.encode() for token, id in special.items()}, eos_id)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -67,10 +83,7 @@ class Tokenizer:
         return cls(ranks, special, special.get(end_of_text(folder) or END_OF_TEXT), folder.name)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of the text; special tokens in it are plain text.
-
-        Raises UserError if a run of white space is too long for tiktoken: about a million.
-        """
+        """Raises UserError if a run of white space is too long for tiktoken: about a million."""
         try:
             return self._encoding.encode(well_formed(text), disallowed_special=())
         except ValueError as error:
@@ -79,45 +92,16 @@ class Tokenizer:
                 "space."
             ) from None
 
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The exact bytes; a token may be part of a character."""
-        return b"".join([self._tokens.get(token_id) or number_of(token_id) for token_id in ids])
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text; bytes that are not UTF-8 become U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", "replace")
-
-
-class ByteTokenizer:
+class ByteTokenizer(AnyTokenizer):
     """For random weights without a tokenizer: ids 0 to 255 are bytes, others show as numbers."""
 
-    vocab_size = 256
-    eos_id: int | None = None
+    def __init__(self) -> None:
+        super().__init__({byte: bytes([byte]) for byte in range(256)}, None)
 
     def encode(self, text: str) -> list[int]:
         """The text's UTF-8 bytes."""
         return list(well_formed(text).encode())
-
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        return b"".join(
-            bytes([token_id]) if 0 <= token_id < 256 else number_of(token_id) for token_id in ids
-        )
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self.decode_bytes(ids).decode("utf-8", "replace")
-
-
-class AnyTokenizer(Protocol):
-    """What every tokenizer offers. `eos_id`: the token that ends a text, or None."""
-
-    vocab_size: int
-    eos_id: int | None
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode_bytes(self, ids: Iterable[int]) -> bytes: ...
-
-    def decode(self, ids: Iterable[int]) -> str: ...
 
 
 class IncrementalDecoder:
@@ -155,6 +139,33 @@ def load_tokenizer(folder: str | Path | None) -> AnyTokenizer:
 
         return JsonTokenizer.from_folder(folder)
     return Tokenizer.from_folder(folder)
+
+
+# ---- how the files spell bytes and ends of text --------------------------------------------------
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Character -> byte, as in GPT-2's vocab.json: printable bytes are themselves, the other 68
+    begin at U+0100."""
+    ranges = [range(ord(first), ord(last) + 1) for first, last in ("!~", "¡¬", "®ÿ")]
+    printable = [byte for part in ranges for byte in part]
+    rest = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(rest)}
+
+
+def well_formed(text: str) -> str:
+    """The text without surrogates, which UTF-8 lacks: pairs are joined, all others replaced."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def end_of_text(folder: Path) -> str | None:
+    """The end-of-text token that tokenizer_config.json names, if it names one."""
+    path = folder / "tokenizer_config.json"
+    token = read_json(path).get("eos_token") if path.exists() else None
+    if isinstance(token, dict):  # older files write {"content": "<|endoftext|>", ...}
+        token = token.get("content")
+    return token if isinstance(token, str) else None
 
 
 def _ranks(

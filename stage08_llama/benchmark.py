@@ -77,9 +77,6 @@ def pieces(bench: kit.Bench, subject: Subject) -> None:
     bench.row("pieces", ways, 50, **subject.about)
 
 
-# ---- tables and chart ---------------------------------------------------------------------------
-
-
 def least(row: Row, variant: str) -> float:
     """Least seconds of a decode step: weights, keys and values, or arithmetic."""
     cost = forward_cost(row.config, row.kind, 1, 0, rows=row["rows"])

@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shared.checkpoint import Checkpoint
-
 
 class Int8Linear(nn.Module):
     weight: Tensor
@@ -56,28 +54,18 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Int8:
-    """Converts layers whose name contains one of `kinds`: all, if there are none. stored: the
-    checkpoint has the int8 tensors."""
+    """Converts layers whose name contains one of `kinds`: all, if there are none."""
 
-    def __init__(self, *kinds: str, stored: bool = False) -> None:
-        self.kinds, self.stored = kinds or ("",), stored
-
-    def _has(self, name: str) -> bool:
-        return any(kind in name for kind in self.kinds)
+    def __init__(self, *kinds: str) -> None:
+        self.kinds = kinds or ("",)
 
     def declares(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        if not self.stored or name in ("wte", "wpe") or not self._has(name):
-            return {}
-        return {"weight": shape, "scale": (shape[1],)}  # GPT-2 stores (in, out)
+        return {}
 
     def layer(self, name: str, plain: nn.Linear, tensors: Any) -> nn.Module:
-        if not self._has(name):
+        if not any(kind in name for kind in self.kinds):
             return plain
-        if tensors:
-            weight, scale = tensors["weight"].t(), tensors["scale"]
-        else:
-            weight, scale = quantize(plain.weight.detach())
-        return Int8Linear(weight, scale, plain.bias)
+        return Int8Linear(*quantize(plain.weight.detach()), plain.bias)
 
     def embedding(self, name: str, plain: nn.Embedding, tensors: Any) -> nn.Embedding:
         return plain
@@ -91,15 +79,3 @@ class Dequantized(Int8):
         if isinstance(layer, Int8Linear):
             plain.weight = nn.Parameter(layer.dequantized(plain.weight.dtype), requires_grad=False)
         return plain
-
-
-def stored(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """A GPT-2's tensors with int8 weights, as a file holds them."""
-    tensors = {}
-    for name, tensor in checkpoint.tensors.items():
-        tensors[name] = tensor
-        if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
-            weight, scale = quantize(tensor.t())
-            tensors[name] = weight.t().contiguous()
-            tensors[name.replace("weight", "scale")] = scale
-    return tensors

@@ -15,12 +15,12 @@ from tokenizers import Tokenizer as TokenizersTokenizer
 from tokenizers import models, pre_tokenizers, trainers
 
 from shared.errors import UserError
-from shared.spelling import byte_alphabet
 from shared.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
     IncrementalDecoder,
     Tokenizer,
+    byte_alphabet,
     load_tokenizer,
 )
 
