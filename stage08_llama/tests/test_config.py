@@ -86,7 +86,6 @@ def test_folders_that_are_refused(tmp_path):
     families_read = "only gpt2, llama, mistral, qwen2, qwen3"
     for change, words in (
         ({"model_type": "gemma2"}, f"model_type to 'gemma2'; {families_read}"),
-        ({"model_type": ["llama"]}, "model_type to ['llama']"),
         ({"tie_word_embeddings": False}, "missing lm_head.weight"),
         ({"attention_bias": True}, "missing layers.0.self_attn.q_proj.bias"),
         ({"num_key_value_heads": 3}, "misshapen layers.0.self_attn.k_proj.weight (16, 48)"),
