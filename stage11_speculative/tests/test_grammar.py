@@ -220,7 +220,10 @@ def test_a_mask_leaves_what_the_grammar_allows():
 def test_control_tokens_and_ids_without_a_token_are_never_allowed():
     class Chatty(ByteTokenizer):
         control = frozenset({"<|end|>"})
-        vocab_size = 300
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.vocab_size = 300
 
         def decode_bytes(self, ids: Any) -> bytes:
             (id,) = ids
