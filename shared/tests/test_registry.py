@@ -19,7 +19,7 @@ TABLES = {
 ENTRIES = [(name, key) for name, table in TABLES.items() for key in table]
 
 
-ARGUMENTS = {  # the first ones, of what a table's entries name
+ARGUMENTS: dict[str, list[Any]] = {  # the first ones, of what a table's entries name
     "ENGINES": ["model", "contexts"],
     "CONFIGS": [..., "name", "source"],
     "MODELS": ["checkpoint", "device", "dtype"],
