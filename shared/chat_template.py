@@ -78,8 +78,7 @@ class FolderTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise UserError(
-                f"The model's chat template is invalid ({error}): correct it in the model's "
-                "folder."
+                f"The model's chat template is invalid ({error}): correct it in the model's folder."
             ) from None
         self.source, self._tokens = source, dict(tokens or {})
         longest_first = sorted(control, key=len, reverse=True)  # "|" takes the first match

@@ -5,22 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-
 from shared import openmp, paths
 from shared.testing import python
 
 
-@pytest.mark.parametrize(
-    ("minute", "now", "policy"),
-    [(0.1, 9, ""), (2.0, 1, ""), (2.0, 3, "PASSIVE")],
-    ids=["a moment", "over", "busy"],
-)
-def test_only_a_busy_machine_changes_the_environment(monkeypatch, minute, now, policy):
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    monkeypatch.setattr(os, "getloadavg", lambda: (minute, 0, 0))
-    monkeypatch.setattr(Path, "read_text", lambda self: f"{minute} 0 0 {now}/99 1")
-    assert openmp.choose() == policy
+def test_only_a_busy_machine_changes_the_environment(monkeypatch):
+    for minute, now, policy in ((0.1, 9, ""), (2.0, 1, ""), (2.0, 3, "PASSIVE")):
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        monkeypatch.setattr(os, "getloadavg", lambda minute=minute: (minute, 0, 0))
+        monkeypatch.setattr(Path, "read_text", lambda self, now=now: f"0 0 0 {now}/99 1")
+        assert openmp.choose() == policy
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     assert openmp.choose() == "ACTIVE"
 
