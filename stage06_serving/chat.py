@@ -52,7 +52,8 @@ class OwnTemplate:
             if message["role"] == "system" and message["content"].strip() not in text:
                 raise UserError(
                     "The model's chat template leaves out messages of the system, so the model "
-                    "would not see yours: put its text into a message of the user."
+                    "would see neither yours nor your tools: put the text into a message of the "
+                    "user, and leave 'tools' out."
                 )
         ids: list[int] = self.tokenizer.encode_chat(parts)
         return ids
