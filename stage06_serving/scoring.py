@@ -47,13 +47,12 @@ class ScoredRequest(Request):
 
     def take(self, logits: Tensor) -> None:
         """Take the next wanted rows: logits (R, V)."""
-        import torch  # here: a server checks its options before this takes seconds
-
-        from stage01_forward.scoring import score_rows
+        from stage01_forward.sampling import logprobs_of  # here: it loads PyTorch, for seconds
 
         first = len(self.scores)
         targets = self.output.prompt_ids[first : first + len(logits)]
-        self.scores += score_rows(logits, torch.tensor(targets, device=logits.device), self.top)
+        pairs = zip(logits, targets, strict=True)
+        self.scores += [logprobs_of(row, target, self.top) for row, target in pairs]
         if not self.wanted:
             self.done(self.scores)
 

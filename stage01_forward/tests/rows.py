@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from stage01_forward.attention import Recompute
 from stage01_forward.generation import Logprobs, Row
+from stage01_forward.model import GPT2
 from stage01_forward.params import SamplingParams
-from stage01_forward.sampling import distribution
+from stage01_forward.sampling import distribution, logprobs_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -99,3 +101,12 @@ def close(one: Logprobs | None, other: Logprobs | None, most: float = 1e-5) -> b
     pairs = zip([(-1, one.token), *one.top], [(-1, other.token), *other.top], strict=True)
     same = (a == b or a[0] == b[0] and abs(a[1] - b[1]) <= most for a, b in pairs)
     return all(same)  # -inf is equal to itself, and its difference is not a number
+
+
+@torch.inference_mode()
+def prompt_logprobs(model: GPT2, ids: Sequence[int], top: int) -> list[Logprobs | None]:
+    """The log probability of each prompt token, and of the `top` likeliest tokens in its place.
+    None for the first token, which has no context."""
+    hidden = model(torch.tensor(ids), torch.arange(len(ids)), Recompute().attend)  # (T, C)
+    rows = zip(model.logits(hidden[:-1]), ids[1:], strict=True)
+    return [None, *(logprobs_of(row, id, top) for row, id in rows)]

@@ -11,7 +11,7 @@ from pytest import approx
 
 from shared.errors import UserError
 from stage01_forward.params import SamplingParams
-from stage01_forward.scoring import prompt_logprobs
+from stage01_forward.tests.rows import prompt_logprobs
 from stage06_serving.async_engine import (
     BROKEN,
     CLOSING,

@@ -12,7 +12,7 @@ from pytest import approx
 from shared.checkpoint import load
 from shared.tokenizer import Tokenizer
 from stage01_forward.model import load_model
-from stage01_forward.scoring import prompt_logprobs
+from stage01_forward.tests.rows import prompt_logprobs
 
 from .tools import OTHER, PROMPT, TOKENIZER, complete, counts, events
 
