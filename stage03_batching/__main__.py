@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.text import Text
-
 from shared import cli, live
 from shared.records import StepRecord
 from stage01_forward.generation import Output
@@ -52,37 +50,22 @@ def main(argv: list[str] | None = None) -> int:
 def answer_all(
     engine: Engine, loaded: cli.Loaded, prompts: Sequence[str], sampling: SamplingParams
 ) -> int:
-    """Continue all `prompts`, show and print the texts, and print how much was wasted.
-
-    Returns the exit status: 2 if a prompt was invalid, 130 after Ctrl-C.
-    """
+    """Continue all `prompts`, print the texts in their order, and how much was wasted. Returns the
+    exit status: 2 if a prompt was invalid."""
     answers = [live.Answer(number, prompt, loaded) for number, prompt in enumerate(prompts, 1)]
-    params = []
-    for index, answer in enumerate(answers):
-        if not answer.error:
-            answer.output = Output(answer.ids)
-            params.append(cli.sampling_of(sampling, index))
+    valid, params = [answer for answer in answers if not answer.error], []
+    for answer in valid:
+        answer.output = Output(answer.ids)
+        params.append(cli.sampling_of(sampling, answer.number - 1))
     unprinted = deque(answers)
-
-    def print_ended() -> None:
+    for _ in engine.run([answer.output for answer in valid], params) if valid else ():
         while unprinted and unprinted[0].finish_reason:
             unprinted.popleft().print()
-
-    with live.Screen(lambda width, height: view(engine, answers, width, height)) as screen:
-        if params:
-            tokens = engine.run([answer.output for answer in answers if answer.output], params)
-            for _ in tokens:
-                for _ in range(engine.steps[-1].rows - 1):  # the other tokens of the same step
-                    next(tokens)
-                screen.refresh()
-                if not screen.shown:
-                    print_ended()
-    print_ended()
+    for answer in unprinted:
+        answer.print()
     seconds = sum(step.seconds for step in engine.steps)
     print(live.summary(answers, len(engine.steps), seconds, loaded), file=sys.stderr)
     print(waste(engine.steps), file=sys.stderr)
-    if screen.interrupted:
-        return cli.EXIT_INTERRUPTED
     return cli.EXIT_ERROR if any(answer.error for answer in answers) else 0
 
 
@@ -96,21 +79,6 @@ def waste(steps: Sequence[StepRecord]) -> str:
         f"[wasted: {padded} padded tokens in prefill and {idle} idle row-steps in decode, "
         f"{share:.1f} % of all {total} tokens computed]"
     )
-
-
-def view(engine: Engine, answers: Sequence[live.Answer], width: int, height: int) -> list[Text]:
-    """The terminal's lines; none before the first step."""
-    if not engine.steps:
-        return []
-    newest, seconds = engine.steps[-1], sum(step.seconds for step in engine.steps)
-    idle = 0 if newest.prefill_tokens else newest.wasted_tokens  # rows that have ended
-    tokens = sum(answer.tokens for answer in answers)
-    head = (
-        f"step {len(engine.steps)}: {newest.rows} of {newest.rows + idle} rows alive, "
-        f"{tokens} tokens, {tokens / seconds:.1f} tok/s"
-    )
-    states = {answer.number: ("decode", "green") for answer in answers if answer.tokens}
-    return live.view(width, height, head, answers, states)
 
 
 if __name__ == "__main__":

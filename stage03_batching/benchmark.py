@@ -108,28 +108,19 @@ def tables(results: Results) -> kit.Tables:
         {
             "dtype": row["dtype"], "rows": len(row.lengths), "decode, tok/s": f"{decode(row):,.1f}",
             "limit": f"{limit(row):,.0f}", "step, ms": f"{1e3 * row.median(BATCH, 'decode'):.1f}",
-            "bound by": cost(row).bound(row.limits, row.kind), "same tokens": row.proof,
+            "bound by": cost(row).bound(row.limits, row.kind),
         }
         for row in results.rows("scaling")
-    ]  # fmt: skip
-    single = [
-        {
-            "dtype": row["dtype"], "sequences": len(row.lengths),
-            "one by one (stage 02), ms": row.ms(SINGLE), "as a batch, ms": row.ms(BATCH),
-            "gain": f"{row.gain(SINGLE, BATCH):.2f}x", "predicted": f"{predicted(row):.2f}x",
-            "same tokens": row.proof,
-        }
-        for row in results.rows("single")
     ]  # fmt: skip
     waste = [
         {
             "rows": f"{ROWS}, {row['kind']} {row['what']}", "tokens computed (wasted)": wasted(row),
             "tok/s": row.rate(BATCH), "over equal rows": f"{over:.2f}x",
-            "predicted": f"{least:.2f}x", "same tokens": row.proof,
+            "predicted": f"{least:.2f}x",
         }
         for row, over, least in uneven(results)
     ]  # fmt: skip
-    return {"scaling": scaling, "single": single, "waste": waste, "claims": claims(results)}
+    return {"scaling": scaling, "waste": waste, "claims": claims(results)}
 
 
 def claims(results: Results) -> Iterator[dict[str, str]]:

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shared.attention import attention
 from shared.config import Config
-
-from .attention import masked_attention
 
 
 class PaddedCache:
@@ -80,4 +79,4 @@ class PaddedAttention:
         self.new[layer, 0] = k.transpose(1, 2)  # (B, T, H_kv, D) -> (B, H_kv, T, D)
         self.new[layer, 1] = v.transpose(1, 2)
         keys, values = self.seen[layer]  # each (B, H_kv, end, D)
-        return masked_attention(q.transpose(1, 2), keys, values, self.mask).transpose(1, 2)
+        return attention(q.transpose(1, 2), keys, values, self.mask).transpose(1, 2)

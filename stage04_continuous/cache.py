@@ -15,9 +15,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from shared.attention import attention
 from shared.config import Config
 from shared.errors import UserError
-from stage03_batching.attention import masked_attention
 
 from .plan import Wipe
 
@@ -166,7 +166,7 @@ class PackedAttention:
             queries = (
                 q[group.rows].unflatten(0, (-1, group.new)).transpose(1, 2)
             )  # (B, heads, T, D)
-            mixed = masked_attention(
+            mixed = attention(
                 queries,
                 keys[group.slots, :, : group.end],
                 values[group.slots, :, : group.end],

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shared.attention import attention
 from shared.config import Config
 from shared.paths import ROOT
-from stage03_batching.attention import masked_attention
 from stage05_paged.blocks import Move
 from stage05_paged.cache import Share, check_places
-from stage05_paged.planes import Allocate, Device, Planes, zeros
+from stage05_paged.planes import Planes
 from stage09_kernels.cache import KernelCache
 
 FOLDER = ROOT / "stage10_quantization"  # students' copies of this file have no C files beside them
@@ -59,18 +59,16 @@ class Int8Cache:
         block_size: int = 16,
         swap_blocks: int = 0,
         dtype: torch.dtype = torch.int8,
-        device: Device = "cpu",
-        allocate: Allocate = zeros,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.blocks, self.block_size, self.dtype = blocks, block_size, dtype
 
-        def planes(count: int, allocate: Allocate, device: Device) -> list[Tensor]:
+        def planes(count: int, device: torch.device | str) -> list[Tensor]:
             shape = (count, config.n_layer, 2, config.n_kv_head, block_size)
-            codes = allocate((*shape, config.head_dim), torch.int8, device)
-            return [codes, allocate(shape, SCALE, device)]
+            codes = torch.zeros((*shape, config.head_dim), dtype=torch.int8, device=device)
+            return [codes, torch.zeros(shape, dtype=SCALE, device=device)]
 
-        swapped = planes(swap_blocks, zeros, "cpu")
-        self.memory = Planes(planes(blocks, allocate, device), swapped)
+        self.memory = Planes(planes(blocks, device), planes(swap_blocks, "cpu"))
 
     @property
     def bytes(self) -> int:
@@ -120,7 +118,7 @@ class Int8Attention:
             keys, values = whole.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :end]
             mask = torch.arange(end, device=q.device) <= positions[:, None]  # (T, S)
             queries = q[rows].to(real).transpose(0, 1)[None]  # (1, heads, T, D)
-            mixed = masked_attention(queries, keys[None], values[None], mask[None, None])
+            mixed = attention(queries, keys[None], values[None], mask[None, None])
             output[rows] = mixed[0].transpose(0, 1).to(q.dtype)
         return output
 
@@ -142,7 +140,7 @@ class Int8KernelCache(KernelCache):
         block_size: int = 16,
         swap_blocks: int = 0,
         dtype: torch.dtype = torch.int8,
-        device: Device = "cpu",
+        device: torch.device | str = "cpu",
         level: str = "",
         source: Path | None = None,
         real: torch.dtype = torch.float32,

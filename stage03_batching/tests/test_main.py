@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-from shared import cli, live
-from stage01_forward.generation import Output
-from stage01_forward.params import SamplingParams
 from stage03_batching import __main__ as stage
-from stage03_batching.engine import Engine
 
 from .commands import CommandContract, answers
 
@@ -42,21 +36,3 @@ class TestCommand(CommandContract):
         # With the next seed, each prompt has that of the next one.
         assert [answers(other)[1], answers(other)[2]] == [answers(one)[2], answers(one)[3]]
         assert call(["hello"] * 2, *options, str(2**63 - 1))[0] == 0
-
-
-def test_the_view_has_a_line_for_each_prompt(tiny_model):
-    loaded = SimpleNamespace(tokenizer=cli.load_tokenizer(None), config=tiny_model.config)
-    engine = Engine(tiny_model, eos_ids=(), max_batch=4)
-    texts = [live.Answer(number, "ab", loaded) for number in range(1, 7)]  # type: ignore[arg-type]
-    for text in texts:
-        text.output = Output([1, 2, 3])
-    assert stage.view(engine, texts, 70, 24) == []
-    params = [SamplingParams(max_tokens=2 + n) for n in range(6)]
-    for _ in engine.run([text.output for text in texts], params):
-        newest = engine.steps[-1]
-        rows = newest.rows + (newest.wasted_tokens if newest.decode_tokens else 0)
-        lines = [line.plain for line in stage.view(engine, texts, 70, 24)]
-        assert lines[0].startswith(f"step {len(engine.steps)}: {newest.rows} of {rows} rows alive")
-        for text, line in zip(texts, lines[1:], strict=True):
-            state = "ended: length" if text.finish_reason else "decode" if text.tokens else "waits"
-            assert line.split()[0] == str(text.number) and f" {state} " in line

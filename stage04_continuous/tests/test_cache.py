@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from shared.config import Config
 from shared.errors import UserError
 from stage01_forward.attention import explicit_attention
-from stage03_batching.attention import masked_attention
 from stage04_continuous import cache as module
 from stage04_continuous.cache import CALL, SlotCache, neighbours
 from stage04_continuous.plan import Wipe
@@ -173,14 +172,14 @@ def test_the_cache_has_a_dtype_of_its_own():
 
 
 def test_keys_and_values_are_read_in_place(monkeypatch):
-    """Views, not copies: where `masked_attention` is called, it gets the cache's own memory."""
-    seen = []
+    """Views, not copies: where `attention` is called, it gets the cache's own memory."""
+    kernel, seen = module.attention, []
 
     def spy(q, keys, values, mask, causal=False):
         seen.append((keys, values))
-        return masked_attention(q, keys, values, mask, causal)
+        return kernel(q, keys, values, mask, causal)
 
-    monkeypatch.setattr(module, "masked_attention", spy)
+    monkeypatch.setattr(module, "attention", spy)
     cache = SlotCache(CONFIG, 6, 20)
     attention = cache.extend([(0, 3, 1), (1, 5, 1), (3, 5, 1), (4, 0, 4), (5, 2, 4)])
     attention.attend(1, *torch.randn(3, len(attention.positions), 3, 4))
