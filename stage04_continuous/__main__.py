@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,7 +54,7 @@ def make_parser() -> cli.Parser:
         "--max-num-seqs 2 --gantt slots.svg",
         "--prompts prompts.txt --every 1",
     )
-    group = live.add_options(parser, "slot", POLICIES)
+    group = live.add_options(parser, "slot", tuple(POLICIES))
     group.add_argument(
         "--max-num-seqs",
         type=cli.whole_number(1, MOST_SLOTS),
@@ -66,18 +65,12 @@ def make_parser() -> cli.Parser:
     group.add_argument(
         "--gantt", metavar="FILE.svg", help="draw the slots step by step, as a chart"
     )
-    group.add_argument(
-        "--trace",
-        metavar="FILE.json",
-        help="write every step, for ui.perfetto.dev or chrome://tracing",
-    )
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
     gantt = cli.output_file(options.gantt, ".svg") if options.gantt is not None else None
-    trace = cli.output_file(options.trace, ".json") if options.trace is not None else None
     prompts = cli.read_prompts(options)
     sampling = SamplingParams(**cli.sampling_fields(options))
     slots = options.max_num_seqs or (1 if isinstance(prompts, str) else SLOTS)
@@ -93,7 +86,8 @@ def main(argv: list[str] | None = None) -> int:
         texts = [(text, sampling.max_tokens) for text in prompts] if prompts else PROMPTS
         show = Show(engine, loaded, texts, sampling)
         status = show.run(options, built_in=not prompts)
-    write(engine, gantt, trace, slots)
+    if gantt:
+        write(engine, gantt, slots)
     return status
 
 
@@ -150,29 +144,25 @@ class Show(live.Show):
     def states(self) -> dict[str, live.State]:
         running = self.engine.scheduler.running
         states = {request.id: (request.slot, live.UNPLANNED) for request in running}
-        records = self.engine.steps[-1].slots
-        states |= {record.request_id: (record.slot, live.state(record)) for record in records}
+        newest = self.engine.steps[-1]
+        for slot, share in zip(newest.slots, newest.shares, strict=True):
+            states[share.request_id] = slot, live.state(share)
         return {id: (f"slot {slot}: {words}", look) for id, (slot, (words, look)) in states.items()}
 
 
-def write(engine: Engine, gantt: Path | None, trace: Path | None, slots: int) -> None:
-    """Write the chart and the trace, where given. Raises UserError if a file cannot be written."""
-    if gantt is None and trace is None:
-        return
+def write(engine: Engine, path: Path, slots: int) -> None:
+    """Write the chart. Raises UserError if the file cannot be written."""
     if not engine.steps:
-        print("[no step ran, so no chart or trace is written]", file=sys.stderr)
+        print("[no step ran, so no chart is written]", file=sys.stderr)
         return
     from shared import charts  # matplotlib takes a second to load
 
     from . import timeline
 
     steps = list(engine.steps)
-    if gantt:
-        used = 100 * sum(step.rows for step in steps) / (slots * len(steps))
-        title = f"{len(steps)} steps, slots {used:.0f} % in use"
-        cli.write_file(gantt, charts.render(timeline.gantt(steps, title, slots)))
-    if trace:
-        cli.write_file(trace, json.dumps(timeline.perfetto(steps)).encode())
+    used = 100 * sum(step.rows for step in steps) / (slots * len(steps))
+    title = f"{len(steps)} steps, slots {used:.0f} % in use"
+    cli.write_file(path, charts.render(timeline.gantt(steps, title, slots)))
 
 
 if __name__ == "__main__":

@@ -22,39 +22,31 @@ from shared.roofline import Cost, static_costs
 from stage03_batching.engine import Engine as StaticEngine
 
 from . import timeline
-from .cache import SlotCache
-from .engine import Engine
+from .engine import Engine, make
 from .request import Request
-from .runner import Runner
 from .scheduler import Scheduler
 
 STAGE = "stage04_continuous"
 STATIC, OURS = "stage 03, static", "stage 04, continuous"
 SLOTS, BUDGET = 24, 256  # of the crowd; tokens a pass
-NEIGHBOURS, NEIGHBOUR, BEFORE, AFTER = 8, 64, 24, 64  # requests; tokens of prompts and answers
-LONG, LONG_ANSWER, WHOLE = 900, 8, "whole"  # tokens; WHOLE: a prompt that is not cut into chunks
+NEIGHBOURS, NEIGHBOUR, AFTER = 8, 64, 64  # requests; tokens of their prompts and answers
+LONG, LONG_ANSWER, WHOLE = 900, 8, "whole"  # tokens; WHOLE: in one chunk
 DRAWN = (16, 200)  # slots and steps of the crowd on the chart
-
-
-def engine_of(
-    subject: Subject, scheduler: Scheduler, slots: int, tokens: int
-) -> tuple[Engine, kit.Passes]:
-    passes = kit.Passes(subject)
-    cache = SlotCache(subject.config, slots, tokens, subject.dtype)
-    return Engine(Runner(subject.model, cache), scheduler, observers=[passes]), passes
 
 
 def measure(bench: kit.Bench) -> None:
     for subject in bench.subjects(("gpt2", "float32"), ("gpt2", "bfloat16")):
         together(bench, subject, "equal", [(16, 32)] * 8, 8, 128, 3)
         if subject.about["dtype"] == "float32":
-            requests = 12 if bench.quick else 72
-            together(bench, subject, "crowd", kit.crowd(requests), SLOTS, BUDGET, 1)
+            together(
+                bench, subject, "crowd", kit.crowd(12 if bench.quick else 72), SLOTS, BUDGET, 1
+            )
         ways = {}
         for chunk in bench.sizes("64", "256", WHOLE):
-            sizes = {"chunked": False} if chunk == WHOLE else {"max_chunk": int(chunk)}
-            scheduler = Scheduler(NEIGHBOURS + 1, NEIGHBOURS + LONG, **sizes)
-            engine, passes = engine_of(subject, scheduler, NEIGHBOURS + 1, LONG + LONG_ANSWER)
+            size = LONG if chunk == WHOLE else int(chunk)
+            scheduler = Scheduler(NEIGHBOURS + 1, NEIGHBOURS + LONG, max_chunk=size)
+            passes = kit.Passes(subject)
+            engine = make(subject.model, scheduler=scheduler, observers=[passes])
             ways[chunk] = partial(arrive, subject, engine, passes)
         bench.row("chunking", ways, 2, 0, **subject.about)
 
@@ -63,44 +55,40 @@ def together(
     bench: kit.Bench, subject: Subject, case: str, lengths: Any, slots: int, budget: int, times: int
 ) -> None:
     """One workload on stage 03 and on this stage, with the same slots."""
-    ours, passes = engine_of(subject, Scheduler(slots, budget), slots, max(map(sum, lengths)))
+    passes = kit.Passes(subject)
+    ours = make(subject.model, slots, token_budget=budget, observers=[passes])
 
     def keep(engine: Any) -> dict[str, Any]:
-        busy = sum(step.rows for step in engine.steps)
+        busy = {"busy": sum(step.rows for step in engine.steps)}
         if engine is not ours:
-            return {"busy": busy}
-        bars = [bar for bar in timeline.bars([*ours.steps][: DRAWN[1]]) if bar.slot < DRAWN[0]]
-        bars = bars if case == "crowd" else []
-        costs = passes.costs[-len(ours.steps) :]
-        return {"busy": busy, "costs": costs, "bars": [[*asdict(bar).values()] for bar in bars]}
+            return busy
+        bars = timeline.bars([*ours.steps][: DRAWN[1]] if case == "crowd" else [])
+        drawn = [[*asdict(bar).values()] for bar in bars if bar.slot < DRAWN[0]]
+        return busy | {"costs": passes.costs[-len(ours.steps) :], "bars": drawn}
 
     engines = {STATIC: StaticEngine(subject.model, max_batch=slots), OURS: ours}
     bench.answers(case, subject, engines, lengths, times, keep, slots=slots)
 
 
 def arrive(subject: Subject, engine: Engine, passes: kit.Passes) -> dict[str, Any]:
-    """A long prompt arrives while its neighbours decode: milliseconds between their tokens before
-    and after that, and seconds to its own first token. Every neighbour has a token in each pass."""
+    """A long prompt arrives while its neighbours decode: milliseconds between their tokens after
+    that, and seconds to its own first token. Every neighbour has a token in each pass."""
     prompts = subject.prompts([NEIGHBOUR] * NEIGHBOURS, "neighbour")
     (long,) = subject.prompts([LONG], "long")
-    sampling = kit.greedy(1 + BEFORE + AFTER)
-    requests = [engine.add(Request(prompt, sampling)) for prompt in prompts]
+    requests = [engine.add(Request(prompt, kit.greedy(1 + AFTER))) for prompt in prompts]
     while not all(request.output.token_ids for request in requests):
         engine.step()
-    before = [1e3 * watch.seconds(engine.step) for _ in range(BEFORE)]
-    newcomer, first, after = engine.add(Request(long, kit.greedy(LONG_ANSWER))), 0.0, list[float]()
+    newcomer, first, gaps = engine.add(Request(long, kit.greedy(LONG_ANSWER))), 0.0, list[float]()
     passes.costs.clear()
-    for _ in range(AFTER):
+    while any(request.output.finish_reason is None for request in requests):
         silent = not newcomer.output.token_ids
-        after.append(1e3 * watch.seconds(engine.step))
-        first += after[-1] / 1e3 if silent else 0.0
-    if any(request.output.finish_reason is None for request in requests):
+        gaps.append(1e3 * watch.seconds(engine.step))
+        first += gaps[-1] / 1e3 if silent else 0.0
+    if len(gaps) > AFTER:
         raise AssertionError("a neighbour went without a token in some pass")
-    costs = passes.costs[: -(-LONG // (engine.scheduler.max_chunk or LONG))]
-    for _ in engine.run():
-        pass
     subject.prove([*prompts, long], [r.output.token_ids for r in [*requests, newcomer]])
-    return {"seconds": first, "before": before, "after": after, "costs": costs}
+    prefill = passes.costs[: -(-LONG // engine.scheduler.max_chunk)]
+    return {"seconds": first, "gaps": gaps, "costs": prefill}
 
 
 # ---- tables and chart ---------------------------------------------------------------------------
@@ -127,24 +115,21 @@ def predicted(row: Row) -> float:
 def tables(results: Results) -> kit.Tables:
     win = [
         {
-            "requests": f"{len(row.lengths)}, {case}", "dtype": row["dtype"], "engine": variant,
+            "requests": f"{len(row.lengths)}, {case}, {row['dtype']}", "engine": variant,
             "tok/s": row.rate(variant), "slots in use": f"{used(row, variant):.0%}",
             "steps": f"{row.median(variant, 'passes'):,.0f}",
             "over stage 03": f"{row.gain(STATIC, variant):.2f}x",
-            "predicted": f"{predicted(row) if variant == OURS else 1:.2f}x",
         }
         for case in ("crowd", "equal") for row in results.rows(case) for variant in (STATIC, OURS)
     ]  # fmt: skip
     chunking = []
     for row in results.rows("chunking"):
-        for chunk in row["after"]:
-            p50, p99, most = np.percentile(np.concatenate(row["after"][chunk]), (50, 99, 100))
+        for chunk, runs in row["gaps"].items():
             chunking.append({
                 "dtype": row["dtype"], "chunks of the long prompt": chunk,
-                "ITL p50, ms": f"{p50:.1f}", "p99, ms": f"{p99:.1f}", "most, ms": f"{most:.1f}",
+                "median gap, ms": f"{np.median(runs):.1f}", "longest, ms": f"{np.max(runs):.1f}",
                 "limit, ms": f"{1e3 * max(passes(row, chunk)):.1f}",
                 "its first token, s": kit.spread(row["seconds"][chunk], 2),
-                "limit, s": f"{sum(passes(row, chunk)):.2f}",
             })  # fmt: skip
     return {"win": win, "chunking": chunking, "claims": claims(results)}
 
@@ -163,7 +148,7 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
         yield kit.claim(what, 1.0, predicted(row), row.gain(STATIC, OURS), "x", why)
     for row in results.rows("chunking", model="gpt2", dtype="float32"):
         for chunk, what, hand in ((WHOLE, "run whole", 850), ("64", "chunks of 64", 74.6)):
-            here, most = 1e3 * max(passes(row, chunk)), float(np.max(row["after"][chunk]))
+            here, most = 1e3 * max(passes(row, chunk)), float(np.max(row["gaps"][chunk]))
             yield kit.claim(f"longest gap of a neighbour, {what}", hand, here, most, "ms")
         here, first = 1e3 * sum(passes(row, "64")), 1e3 * row.median("64")
         yield kit.claim("first token of the long prompt, chunks of 64", 991, here, first, "ms")

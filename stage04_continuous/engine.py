@@ -7,7 +7,7 @@ no padding), sample, postprocess (who has ended).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -18,14 +18,15 @@ from stage01_forward.generation import (
     Logprobs,
     Output,
     Row,
+    Sampling,
     Token,
     check_request,
     finish_reason,
+    sampling_per_prompt,
 )
 from stage01_forward.model import Model
 from stage01_forward.params import SamplingParams
 
-from . import drive
 from .cache import SlotCache
 from .fast_sampling import choose, sample
 from .plan import AnyScheduler, Observer, Plan
@@ -81,7 +82,52 @@ class Engine(Generic[SchedulerT]):
         self.plan = Plan()  # of the pass being run
         self._named = 0
 
-    generate, stream, run = drive.generate, drive.stream, drive.run
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Output]:
+        """Continue every prompt (token ids) to its end. An invalid one ends with the reason
+        "error".
+
+        Raises UserError if there is no prompt.
+        """
+        params = sampling_per_prompt(prompts, sampling)
+        if not prompts:
+            raise UserError("There are no prompts: give at least one.")
+        self.steps.clear()
+        requests = [Request(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
+        for request in requests:
+            try:
+                self.add(request)
+            except UserError as error:
+                request.output.fail(error)
+        for _ in self.run():
+            pass
+        return [request.output for request in requests]
+
+    def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Token]:
+        """Continue one prompt. Yields each token as soon as it is sampled; the last one carries the
+        finish reason.
+
+        Other requests advance too, so several streams may be read in turn. Closing the stream early
+        aborts its request.
+        """
+        request = self.add(Request(prompt, sampling))
+        output, sent = request.output, 0
+        try:
+            while output.finish_reason is None or sent < len(output.tokens):
+                if sent == len(output.tokens):
+                    self.step()
+                for token in output.tokens[sent:]:
+                    sent += 1
+                    yield token
+        finally:
+            if self.requests.get(request.id) is request:  # not a later one with the same id
+                self.abort(request.id)
+        if output.error is not None:
+            raise UserError(output.error)
+
+    def run(self) -> Iterator[tuple[str, Token]]:
+        """Step until no request waits or runs. Yields each token with the id of its request."""
+        while self.requests:
+            yield from self.step()
 
     def add(self, request: Request) -> Request:
         """Queue a request. Raises UserError if it is invalid, or if its id is taken."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 from shared.records import StepRecord, Stopwatch
 
@@ -14,10 +15,9 @@ STEPS_KEPT = 100_000
 
 
 @dataclass(frozen=True)
-class SlotRecord:
-    """One slot's share of a pass, and why its request ended if it did."""
+class ShareRecord:
+    """One request's share of a pass, and why its request ended if it did."""
 
-    slot: int
     request_id: str
     prefill_tokens: int
     decode_tokens: int
@@ -25,13 +25,38 @@ class SlotRecord:
 
 
 @dataclass(frozen=True)
-class SlotsRecord(StepRecord):
-    """A StepRecord by slot; `started` is `time.perf_counter()`."""
+class SharesRecord(StepRecord):
+    """A StepRecord by request; `started` is `time.perf_counter()`."""
 
     started: float = 0.0
-    slots: tuple[SlotRecord, ...] = ()
-    waiting: int = 0  # requests without a slot
-    bookkeeping_seconds: float = 0.0  # part of `seconds`: scheduling, sampling, postprocessing
+    shares: tuple[ShareRecord, ...] = ()
+    waiting: int = 0  # requests that do not run
+    bookkeeping_seconds: float = 0.0  # part of `seconds`: all but the pass
+
+
+@dataclass(frozen=True)
+class SlotsRecord(SharesRecord):
+    slots: tuple[int, ...] = ()  # of each share
+
+
+def fields(plan: Plan, scheduler: AnyScheduler, model_seconds: float) -> dict[str, Any]:
+    """The fields of a SharesRecord, at the end of a step whose pass took `model_seconds`."""
+    seconds = time.perf_counter() - plan.started  # excludes writing this record
+    shares = []
+    for work in plan.work:
+        prefill, request = work.prefill_tokens, work.request
+        reason = request.output.finish_reason
+        shares.append(ShareRecord(request.id, prefill, work.count - prefill, reason))
+    return {
+        "rows": len(shares),
+        "prefill_tokens": sum(share.prefill_tokens for share in shares),
+        "decode_tokens": sum(share.decode_tokens for share in shares),
+        "seconds": seconds,
+        "started": plan.started,
+        "shares": tuple(shares),
+        "waiting": len(scheduler.waiting),
+        "bookkeeping_seconds": seconds - model_seconds,
+    }
 
 
 class Recorder:
@@ -46,26 +71,7 @@ class Recorder:
 
     def after(self, plan: Plan) -> None:
         """Append the record of a step that had work."""
-        if not plan:
-            return
-        seconds = time.perf_counter() - plan.started  # excludes writing this record
-        slots = []
-        for work in plan.work:
-            prefill, output = work.prefill_tokens, work.request.output
-            slots.append(
-                SlotRecord(
-                    work.table, work.request.id, prefill, work.count - prefill, output.finish_reason
-                )
-            )
-        self.steps.append(
-            SlotsRecord(
-                rows=len(slots),
-                prefill_tokens=sum(slot.prefill_tokens for slot in slots),
-                decode_tokens=sum(slot.decode_tokens for slot in slots),
-                seconds=seconds,
-                started=plan.started,
-                slots=tuple(slots),
-                waiting=len(self.scheduler.waiting),
-                bookkeeping_seconds=seconds - self.model_time.seconds,
-            )
-        )
+        if plan:
+            known = fields(plan, self.scheduler, self.model_time.seconds)
+            slots = tuple(work.table for work in plan.work)
+            self.steps.append(SlotsRecord(**known, slots=slots))

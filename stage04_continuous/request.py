@@ -40,8 +40,6 @@ class Request:
     sampling: SamplingParams
     id: str = ""  # "": the engine gives it one
     priority: int = 0  # the lowest goes first; only the scheduler's "priority" policy reads it
-    salt: bytes = b""  # only requests with equal salts find each other's cached blocks (stage 05)
-    parent: Request | None = None  # begins with the same tokens: share its memory (stage 05)
 
     output: Output = field(init=False)
     state: State = field(init=False, default=State.NEW)

@@ -8,13 +8,18 @@ the budget goes to prompts, long ones in chunks (Agrawal et al., "Sarathi-Serve"
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
 from shared.errors import UserError
 
 from .plan import Plan, Wipe, Work
 from .request import Request, State
 
-POLICIES = ("fcfs", "priority")
+# The priority of a request, by policy: the lowest goes first, and arrival decides between equals.
+POLICIES: dict[str, Callable[[Request], int]] = {
+    "fcfs": lambda request: 0,
+    "priority": lambda request: request.priority,
+}
 
 
 def check_settings(
@@ -139,15 +144,8 @@ class Scheduler:
         return Work(request, request.slot, request.computed, count, rows)
 
     def _next_waiting(self) -> Request:
-        if self.policy == "fcfs":
-            return self.waiting[0]
-        return min(
-            self.waiting,
-            key=lambda request: (
-                request.priority - self._waited(request) // self.patience,
-                request.arrival,
-            ),
-        )
+        return min(self.waiting, key=self._place_in_line)
 
-    def _waited(self, request: Request) -> int:
-        return self.step - request.arrival_step
+    def _place_in_line(self, request: Request) -> tuple[int, int]:
+        waited = self.step - request.arrival_step
+        return POLICIES[self.policy](request) - waited // self.patience, request.arrival

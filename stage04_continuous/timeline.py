@@ -1,11 +1,9 @@
-"""The slots step by step: a Gantt chart, and a trace for ui.perfetto.dev or chrome://tracing.
-
-Both are drawn from the engine's step records alone, so they show what ran, not what was planned.
-"""
+"""The slots step by step: a Gantt chart. It is drawn from the engine's step records alone, so it
+shows what ran, not what was planned."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,20 +46,20 @@ def bars(steps: Sequence[SlotsRecord]) -> list[Bar]:
     drawn: list[Bar] = []
     open_bars: dict[int, Bar] = {}  # by slot
     for number, step in enumerate(steps):
-        for used in step.slots:
-            bar = open_bars.get(used.slot)
+        for slot, share in zip(step.slots, step.shares, strict=True):
+            bar = open_bars.get(slot)
             # An aborted request leaves no record of its end.
-            if bar is None or bar.request_id != used.request_id:
-                bar = open_bars[used.slot] = Bar(used.slot, used.request_id, number, number, [])
+            if bar is None or bar.request_id != share.request_id:
+                bar = open_bars[slot] = Bar(slot, share.request_id, number, number, [])
                 drawn.append(bar)
-            kind = "prefill" if used.prefill_tokens else "decode"
+            kind = "prefill" if share.prefill_tokens else "decode"
             if bar.pieces and bar.pieces[-1][::2] == (kind, number):
                 bar.pieces[-1] = (kind, bar.pieces[-1][1], number + 1)
             else:
                 bar.pieces.append((kind, number, number + 1))
             bar.end = number + 1
-            if used.finish_reason is not None:
-                del open_bars[used.slot]
+            if share.finish_reason is not None:
+                del open_bars[slot]
     return sorted(drawn, key=lambda bar: (bar.slot, bar.start))
 
 
@@ -128,40 +126,3 @@ def _label(figure: Figure, axes: Axes, tenants: Sequence[Bar]) -> None:
             if LETTER * 9 * len(name) + 4 <= room * step:
                 axes.text((start + end) / 2, bar.slot, name, **style)
                 break
-
-
-def perfetto(steps: Sequence[SlotsRecord]) -> Fields:
-    """Chrome's trace event format, an object for json.dump; times in microseconds from step 0.
-
-    A track for each slot, with a slice for each request and step; counters for the rows of a step
-    and for the requests that wait for a slot.
-    """
-    return {"displayTimeUnit": "ms", "traceEvents": list(_events(steps))}
-
-
-def _events(steps: Sequence[SlotsRecord]) -> Iterator[Fields]:
-    def event(kind: str, name: str, tid: int = 0, **fields: object) -> Fields:
-        return {"ph": kind, "name": name, "pid": 1, "tid": tid, **fields}
-
-    yield event("M", "process_name", args={"name": "engine"})
-    for slot in sorted({used.slot for step in steps for used in step.slots}):
-        # The thread id names a track, and some viewers draw none for 0.
-        yield event("M", "thread_name", slot + 1, args={"name": f"slot {slot}"})
-        yield event("M", "thread_sort_index", slot + 1, args={"sort_index": slot})
-    end = 0.0
-    for number, step in enumerate(steps):
-        start = round((step.started - steps[0].started) * 1e6, 3)
-        end = round((step.started + step.seconds - steps[0].started) * 1e6, 3)
-        for counter, value in (("rows", step.rows), ("waiting", step.waiting)):
-            yield event("C", counter, ts=start, args={counter: value})
-        for used in step.slots:
-            tokens = {"prefill_tokens": used.prefill_tokens, "decode_tokens": used.decode_tokens}
-            args: Fields = {"step": number, **tokens}
-            if used.finish_reason is not None:
-                args["finish_reason"] = used.finish_reason
-            kind = "prefill" if used.prefill_tokens else "decode"
-            span = {"ts": start, "dur": round(end - start, 3)}
-            yield event("X", used.request_id, used.slot + 1, cat=kind, **span, args=args)
-    if steps:
-        for counter in ("rows", "waiting"):  # viewers draw the last values to the right edge
-            yield event("C", counter, ts=end, args={counter: 0})

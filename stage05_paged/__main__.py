@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from array import array
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -13,12 +11,10 @@ from rich.text import Text
 from shared import cli, live
 from shared.errors import UserError
 from stage01_forward.params import SamplingParams
-from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request
 from stage04_continuous.scheduler import POLICIES
 
 from . import blockmap
-from .blocks import BlockPool
 from .fork import add_samples
 from .memory import (
     SEQUENCES,
@@ -31,7 +27,6 @@ from .memory import (
     size,
 )
 from .recorder import BlocksRecord
-from .scheduler import PREEMPTIONS, Scheduler
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +40,6 @@ ABOUT = (
 MOST_SEQUENCES = 4096
 MOST_SAMPLES = 256
 SHOWN = 640  # tokens in the pool for the built-in prompts: too few for all, to show preemption
-MOST_CELLS = 4_000_000  # blocks times steps in a picture; viewers cannot open a larger one
 BEGINNING = (
     "In a house on the hill lived Hugo, a merry boy with muddy shoes. Hugo collected feathers and "
     "kept them in a wooden chest. One morning Hugo met a mouse on the path to the garden. It "
@@ -78,12 +72,11 @@ def memory(text: str) -> str:
 
 def make_parser() -> cli.Parser:
     examples = (
-        "--map blocks.svg",
         '"Once upon a time" --samples 4 --temperature 0.8',
         "--prompts prompts.txt --kv-memory 8MiB",
     )
     parser = cli.generation_parser("stage05_paged", ABOUT, *examples)
-    group = live.add_options(parser, "sequence", POLICIES)
+    group = live.add_options(parser, "sequence", tuple(POLICIES))
     group.add_argument(
         "--samples",
         type=cli.whole_number(1, MOST_SAMPLES),
@@ -98,9 +91,6 @@ def make_parser() -> cli.Parser:
         metavar="N",
         help="most answers generated at a time, if memory allows; "
         f"default: {SEQUENCES}, and 1 for one prompt",
-    )
-    group.add_argument(
-        "--map", metavar="FILE.svg", help="draw the blocks step by step: owned, shared, cached"
     )
     group = parser.add_argument_group("memory")
     group.add_argument(
@@ -119,28 +109,11 @@ def make_parser() -> cli.Parser:
         help="tokens in a block",
     )
     group.add_argument(
-        "--watermark",
-        type=cli.number(0, 0.99),
-        default=0.01,
-        metavar="SHARE",
-        help="share of the blocks that stays free when a prompt is admitted beside others, so "
-        "that the others can grow",
-    )
-    group.add_argument(
-        "--preemption",
-        choices=PREEMPTIONS,
-        default=PREEMPTIONS[0],
-        help="when memory runs out, the last prompt in the order of --policy gives its blocks "
-        "back: recompute discards its keys and values, swap moves them to the CPU's memory, auto "
-        "takes the cheaper way",
-    )
-    group.add_argument(
         "--swap-memory",
         type=memory,
         metavar="SIZE",
-        help="CPU memory to swap to, in the units of --kv-memory; 0 for none; default: the size "
-        "of the cache, but at most half of the free memory, and none for one prompt, which is "
-        "never preempted",
+        help="CPU memory to which preempted prompts move, in the units of --kv-memory; default: "
+        "none, and what they had is computed again",
     )
     group.add_argument(
         "--enable-prefix-caching",
@@ -158,7 +131,6 @@ def make_parser() -> cli.Parser:
 
 def main(argv: list[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
-    path = None if options.map is None else cli.output_file(options.map, ".svg")
     prompts = cli.read_prompts(options)
     sampling = SamplingParams(**cli.sampling_fields(options))
     if options.samples > 1 and sampling.temperature == 0:
@@ -166,31 +138,19 @@ def main(argv: list[str] | None = None) -> int:
             f"At temperature 0 all {options.samples} samples would be the same: give a "
             "--temperature such as 0.8, or leave --samples out."
         )
-    if options.preemption == "recompute" and options.swap_memory is not None:
-        raise UserError(
-            "With --preemption recompute nothing is swapped: leave --swap-memory out, or choose "
-            "swap or auto."
-        )
     alone = isinstance(prompts, str) and options.samples == 1
 
     loaded = cli.load_model_from(options)
     sampling.check_vocabulary(loaded.config.vocab_size)  # or each prompt would report the same
     engine = make_engine(loaded, options, alone, prompts is None)
-    film = Film(engine.scheduler)
-    if path:
-        engine.observers.append(film)
-    status = 0
     if isinstance(prompts, str) and alone:
         cli.speak(engine, loaded, prompts, sampling)
-    else:
-        print(budget(engine, loaded.dtype), file=sys.stderr, flush=True)
-        texts = [prompts] if isinstance(prompts, str) else prompts
-        limits = [(text, sampling.max_tokens) for text in texts] if texts else PROMPTS
-        show = Show(engine, loaded, limits, sampling, options.samples)
-        status = show.run(options, built_in=not prompts)
-    if path:
-        film.write(path)
-    return status
+        return 0
+    print(budget(engine, loaded.dtype), file=sys.stderr, flush=True)
+    texts = [prompts] if isinstance(prompts, str) else prompts
+    limits = [(text, sampling.max_tokens) for text in texts] if texts else PROMPTS
+    show = Show(engine, loaded, limits, sampling, options.samples)
+    return show.run(options, built_in=not prompts)
 
 
 # ---- memory -------------------------------------------------------------------------------------
@@ -216,50 +176,19 @@ def make_engine(
     else:
         memory = default_memory(config, dtype, sequences, free, options.block_size)
     pool = make_pool(memory, config, dtype, options.block_size)
-    swap = swap_pool(loaded, options, pool, alone)
-    try:
-        return make(
-            loaded.model,
-            pool=pool,
-            swap_pool=swap,
-            sanitize=options.sanitize,
-            max_sequences=sequences,
-            prefix_caching=options.enable_prefix_caching,
-            watermark=options.watermark,
-            preemption=options.preemption,
-            **live.scheduling(options, sequences),
-        )
-    except (MemoryError, RuntimeError) as error:  # PyTorch raises the latter, on CPU and GPU
-        if isinstance(error, RuntimeError) and "allocate" not in str(error):
-            raise
-        raise UserError(
-            f"{size(memory)} of memory for the cache cannot be allocated: "
-            "give a smaller --kv-memory, or a smaller --swap-memory."
-        ) from None
-
-
-def swap_pool(
-    loaded: cli.Loaded, options: argparse.Namespace, pool: BlockPool, alone: bool
-) -> BlockPool | None:
-    """The blocks to swap to; None if no request will be swapped."""
-    if options.preemption == "recompute":
-        return None
-    if options.swap_memory is None and alone and options.preemption == "auto":
-        return None
-    config, dtype, block_size = loaded.config, loaded.dtype, options.block_size
-    block, free = block_bytes(config, dtype, block_size), free_memory()
-    if loaded.device.type != "cuda":  # the cache will be in the same memory
-        free = max(0, free - pool.count * block)
-    if options.swap_memory is None:
-        memory = min(pool.count * block, free // 2)
-    else:
-        memory = parse_memory(options.swap_memory, free)
-        if 0 < memory < block:
-            raise UserError(
-                f"A block takes {size(block)}, but --swap-memory is {size(memory)}: "
-                "give more, or 0 for none."
-            )
-    return make_pool(memory, config, dtype, block_size) if memory >= block else None
+    swap_pool = None
+    if options.swap_memory is not None:
+        swap = parse_memory(options.swap_memory, free_memory())
+        swap_pool = make_pool(swap, config, dtype, options.block_size)
+    return make(
+        loaded.model,
+        pool=pool,
+        swap_pool=swap_pool,
+        sanitize=options.sanitize,
+        max_sequences=sequences,
+        prefix_caching=options.enable_prefix_caching,
+        **live.scheduling(options, sequences),
+    )
 
 
 def budget(engine: Engine, dtype: torch.dtype) -> str:
@@ -278,37 +207,6 @@ def budget(engine: Engine, dtype: torch.dtype) -> str:
 
 
 # ---- the run ------------------------------------------------------------------------------------
-
-
-class Film:
-    """An observer that keeps the map of the blocks after each step, for a picture at the end."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self.frames: list[array[int]] = []
-        self.seen = 0
-        self.room = max(1, MOST_CELLS // scheduler.pool.count)
-
-    def before(self, plan: Plan) -> None:
-        """The map is taken after the step."""
-
-    def after(self, plan: Plan) -> None:
-        """Add the current map, if there is room for one more."""
-        self.seen += 1
-        if self.seen <= self.room:
-            self.frames.append(array("i", blockmap.blockmap(self.scheduler)))
-
-    def write(self, path: Path) -> None:
-        """Draw the picture. Raises UserError if the file cannot be written."""
-        if not self.frames:
-            print("[no step ran, so no map is written]", file=sys.stderr)
-            return
-        from shared import charts
-
-        pool, shown = self.scheduler.pool, len(self.frames)
-        steps = f"the first {shown} of {self.seen}" if shown < self.seen else f"{shown}"
-        title = f"{pool.count} blocks of {pool.block_size} tokens, {steps} steps"
-        cli.write_file(path, charts.render(blockmap.picture(self.frames, title)))
 
 
 class Show(live.Show):
@@ -367,7 +265,7 @@ class Show(live.Show):
 
     def states(self) -> dict[str, live.State]:
         scheduler = self.engine.scheduler
-        records = {record.request_id: record for record in self.engine.steps[-1].sequences}
+        records = {record.request_id: record for record in self.engine.steps[-1].shares}
         states = {}
         for request in scheduler.running:
             words, look = live.UNPLANNED
@@ -380,8 +278,8 @@ class Show(live.Show):
         for request in scheduler.waiting:
             if request in scheduler.swapped:
                 states[request.id] = "waits (swapped out)", "dim"
-            elif request.parent:
-                states[request.id] = f"waits (for {request.parent.id})", "dim"
+            elif parent := scheduler.parents.get(request):
+                states[request.id] = f"waits (for {parent.id})", "dim"
             elif request.output.token_ids:
                 states[request.id] = "waits (again)", "dim"
         return states

@@ -141,14 +141,22 @@ class BlockTable:
     """The blocks of one sequence: position p is in blocks[p // block_size], at p % block_size.
 
     digests: of its full blocks, as far as computed; they survive when the blocks are taken away.
-    salt: its SHA-256 is the parent of the first digest. Sequences with different salts, such as
-        those of different tenants, never share by digest.
+    salt: sequences with different salts, such as those of different tenants, never share by digest.
     """
 
     pool: BlockPool
     salt: bytes = b""
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
+
+    @property
+    def root(self) -> bytes:
+        """The parent of the first digest."""
+        return hashlib.sha256(self.salt).digest()
+
+    def heir(self) -> BlockTable:
+        """A table without blocks, for a sequence that begins with the same tokens."""
+        return BlockTable(self.pool, self.salt)
 
     def grow(self, tokens: int) -> list[int]:
         """Take the blocks that `tokens` tokens still need; returns the new ones."""
@@ -183,7 +191,7 @@ class BlockTable:
         """Digest the full blocks of `tokens`, the sequence's next tokens. Returns all digests."""
         size = self.pool.block_size
         for first in range(0, len(tokens) - size + 1, size):
-            parent = self.digests[-1] if self.digests else hashlib.sha256(self.salt).digest()
+            parent = self.digests[-1] if self.digests else self.root
             self.digests.append(chain(parent, tokens[first : first + size]))
         return self.digests
 

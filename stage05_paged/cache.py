@@ -16,13 +16,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shared.attention import attention
 from shared.config import Config
-from stage03_batching.attention import masked_attention
 from stage04_continuous.cache import CALL, ordered
 from stage04_continuous.runner import Cache
 
 from .blocks import Move
-from .planes import Allocate, Device, Planes, zeros
+from .planes import Planes
 
 Share = tuple[list[int], int, int]  # blocks, first position, number of tokens that a pass computes
 
@@ -46,7 +46,6 @@ class PagedCache:
     `memory` is both, for those who move blocks and need not know what is in them.
 
     It knows neither requests nor owners of blocks: each pass names the blocks of its sequences.
-    `allocate` makes `kv`.
     """
 
     def __init__(
@@ -56,15 +55,14 @@ class PagedCache:
         block_size: int = 16,
         swap_blocks: int = 0,
         dtype: torch.dtype = torch.float32,
-        device: Device = "cpu",
-        allocate: Allocate = zeros,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.blocks, self.block_size, self.dtype = blocks, block_size, dtype
         # Heads first: all blocks of one head are then a table of rows, which one operator gathers
         # in any order.
         heads, width = config.n_kv_head, config.head_dim
         shape = (config.n_layer, 2, heads, blocks, block_size, width)
-        self.kv = allocate(shape, dtype, device)
+        self.kv = torch.zeros(shape, dtype=dtype, device=device)
         self.swapped = torch.zeros((*shape[:3], swap_blocks, *shape[4:]), dtype=dtype)
         self.memory = Planes([self.kv.movedim(3, 0)], [self.swapped.movedim(3, 0)])
 
@@ -213,7 +211,7 @@ class PagedAttention:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for rows, length in self.prompts:
             whole = [x[rows].unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v)]
-            mixed = masked_attention(whole[0], whole[1], whole[2], None, causal=True)
+            mixed = attention(whole[0], whole[1], whole[2], None, causal=True)
             out[rows] = mixed.transpose(1, 2).flatten(0, 1)
         pieces = kv.view(-1, kv[0, 0, 0].numel())  # (2 * H * blocks, block_size * D)
         group = q.shape[1] // k.shape[1]  # query heads that share one head of keys and values
@@ -222,6 +220,6 @@ class PagedAttention:
             torch.index_select(pieces, 0, tile.lines, out=tile.target)
             heads = slice(tile.heads.start * group, tile.heads.stop * group)
             queries = q[tile.rows, heads].unflatten(0, (-1, tile.new)).transpose(1, 2)
-            mixed = masked_attention(queries, tile.keys, tile.values, tile.mask)  # (B, ., T, D)
+            mixed = attention(queries, tile.keys, tile.values, tile.mask)  # (B, ., T, D)
             out[tile.rows, heads] = mixed.transpose(1, 2).flatten(0, 1)
         return out

@@ -22,7 +22,7 @@ from stage04_continuous.runner import AnyRunner, Runner
 
 from .blocks import BlockPool
 from .cache import BlockCache, PagedCache
-from .memory import SEQUENCES, default_memory, free_memory, make_pool, measure_cost
+from .memory import SEQUENCES, default_memory, free_memory, make_pool
 from .recorder import Recorder
 from .sanitizer import Sanitizer
 from .scheduler import Scheduler
@@ -74,8 +74,6 @@ def make(
     make_cache = cache_type(config, dtype) if make_cache is None else make_cache
     cache = make_cache(config, pool.count, pool.block_size, swap_blocks, dtype, model.device)
     runner = make_runner(model, cache)
-    if swap_pool and options.get("preemption", "auto") == "auto" and "cheaper" not in options:
-        options["cheaper"] = measure_cost(runner, pool, swap_pool, dtype).cheaper
     options = {"longest": config.n_positions, **options}
     scheduler = Scheduler(pool, swap_pool=swap_pool, **options)
     if sanitize:

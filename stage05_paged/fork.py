@@ -1,6 +1,6 @@
 """Several answers that share their common beginning: forks, and samples of one prompt.
 
-Both are ordinary requests with a `parent`: the scheduler lets them begin with the parent's blocks.
+Both are ordinary requests that follow another one: the scheduler lets them begin with its blocks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,14 @@ from stage04_continuous.request import Request
 if TYPE_CHECKING:
     from stage04_continuous.engine import Engine
 
+    from .scheduler import Scheduler
+
 
 def fork(
-    engine: Engine, request_id: str, sampling: SamplingParams | None = None, fork_id: str = ""
+    engine: Engine[Scheduler],
+    request_id: str,
+    sampling: SamplingParams | None = None,
+    fork_id: str = "",
 ) -> Request:
     """Queue a request that continues another one's prompt and answer so far on its own, with
     `sampling` or else the other one's options. They share blocks until one writes.
@@ -38,19 +43,18 @@ def fork(
             f"The request '{request_id}' has {len(answer)} tokens already: "
             "give its fork a larger max_tokens."
         )
-    child = Request(
-        parent.output.prompt_ids, sampling, fork_id, parent.priority, parent.salt, parent
-    )
+    child = Request(parent.output.prompt_ids, sampling, fork_id, parent.priority)
     child.output.token_ids += answer
     child.output.tokens += parent.output.tokens
-    return engine.add(child)
+    engine.add(child)
+    engine.scheduler.follow(child, parent)
+    return child
 
 
 def add_samples(
-    engine: Engine,
+    engine: Engine[Scheduler],
     prompt: Sequence[int],
     sampling: Sequence[SamplingParams],
-    salt: bytes = b"",
     ids: Sequence[str] = (),
 ) -> list[Request]:
     """Queue several samples of one prompt, named by `ids` if given. The prompt is computed once.
@@ -60,10 +64,7 @@ def add_samples(
     if not sampling:
         raise UserError("There are no samples to generate: ask for at least 1.")
     names = ids or [""] * len(sampling)
-    requests: list[Request] = []
-    for options, name in zip(sampling, names, strict=True):
-        parent = requests[0] if requests else None
-        requests.append(Request(prompt, options, name, salt=salt, parent=parent))
+    requests = [Request(prompt, *pair) for pair in zip(sampling, names, strict=True)]
     for request in requests:
         engine.check(request.prompt_ids, request.sampling)
         if request.id in engine.requests:
@@ -73,4 +74,8 @@ def add_samples(
     for name, count in Counter(name for name in names if name).items():
         if count > 1:
             raise UserError(f"Two samples have the id '{name}': give each its own id.")
-    return [engine.enqueue(request) for request in requests]
+    for request in requests:
+        engine.enqueue(request)
+        if request is not requests[0]:
+            engine.scheduler.follow(request, requests[0])
+    return requests

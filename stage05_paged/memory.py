@@ -1,10 +1,8 @@
-"""The cache's memory: its size, the blocks it holds, and the cost of preempting a sequence."""
+"""The cache's memory: its size, and the blocks it holds."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import psutil
@@ -12,12 +10,10 @@ import psutil
 from shared.config import Config
 from shared.errors import UserError
 
-from .blocks import BlockPool, Move
+from .blocks import BlockPool
 
 if TYPE_CHECKING:  # the command line reads sizes before PyTorch is imported
     import torch
-
-    from stage04_continuous.runner import AnyRunner
 
 UNITS = {
     "": 1,
@@ -102,59 +98,3 @@ def default_memory(
 def most_sequences(pool: BlockPool, tokens: int) -> int:
     """Number of sequences of `tokens` tokens that fit into the pool together, unshared."""
     return pool.count // pool.blocks_for(tokens)
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The cost of preemption: seconds to recompute a sequence, and to swap its blocks out and in.
-
-    recompute: the operations of one pass over its tokens, at `flops` operations a second. Weights
-        cost nothing extra: the pass reads them for the other requests anyway.
-    swap: two copies of its blocks, at `bandwidth` bytes a second, each after `overhead` seconds.
-
-    The rates are measured on the engine itself: see `measure_cost`.
-    """
-
-    config: Config
-    dtype: torch.dtype
-    flops: float
-    bandwidth: float
-    overhead: float = 0.0
-
-    def recompute(self, tokens: int) -> float:
-        """Seconds to compute `tokens` tokens again."""
-        from shared import roofline
-
-        return roofline.forward_cost(self.config, self.dtype, tokens, sampled=0).flops / self.flops
-
-    def swap(self, tokens: int) -> float:
-        """Seconds to move the blocks of `tokens` tokens out and in again."""
-        return 2 * (
-            self.overhead + tokens * self.config.kv_bytes_per_token(self.dtype) / self.bandwidth
-        )
-
-    def cheaper(self, tokens: int) -> str:
-        """The cheaper of "swap" and "recompute" for a sequence with `tokens` computed tokens."""
-        return "swap" if self.swap(tokens) < self.recompute(tokens) else "recompute"
-
-
-def measure_cost(
-    runner: AnyRunner, pool: BlockPool, swap_pool: BlockPool, dtype: torch.dtype
-) -> Cost:
-    """What preemption costs `runner`, whose cache holds `dtype`. This runs a pass over a few tokens
-    and copies of two sizes, so call it while no block is owned."""
-    from shared import measure, roofline
-
-    config, size = runner.config, pool.block_size
-    count = min(64, config.n_positions, pool.count * size)
-    shares = [(list(range(pool.blocks_for(count))), 0, count)]
-    flops = roofline.forward_cost(config, dtype, count, sampled=0).flops
-    passes = [measure.seconds(lambda: runner.run([0] * count, shares, [])) for _ in range(3)]
-    # No sequence has more blocks than a context, but a pool may fill the memory.
-    many = min(pool.blocks_for(config.n_positions), pool.count, swap_pool.count)
-    times = {}
-    for blocks in (1, many):
-        moves = [Move(kind, block, block) for kind in ("out", "in") for block in range(blocks)]
-        times[blocks] = min(measure.seconds(partial(runner.move, moves)) for _ in range(3))
-    copied = 2 * many * block_bytes(config, dtype, size)
-    return Cost(config, dtype, flops / min(passes), copied / times[many], times[1] / 2)

@@ -8,20 +8,14 @@ is in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .blocks import Move
 
-Device = torch.device | str
-Allocate = Callable[[Sequence[int], torch.dtype, Device], Tensor]
 POISON = 0xFF  # in every byte: NaN in all floating-point formats
-
-
-def zeros(shape: Sequence[int], dtype: torch.dtype, device: Device) -> Tensor:
-    return torch.zeros(*shape, dtype=dtype, device=device)
 
 
 class Planes:
@@ -49,15 +43,6 @@ class Planes:
         """A copy of `blocks`, (blocks, bytes of each) uint8: for checks."""
         chosen = [plane[list(blocks)].flatten(1).view(torch.uint8) for plane in self.planes]
         return torch.cat(chosen, dim=1)
-
-    def write(self, block: int, content: bytearray | memoryview) -> None:
-        """Fill `block` with `content`: the bytes of a row that `read` returned."""
-        start = 0
-        for plane in self.planes:
-            count = plane[block].numel()
-            numbers = torch.frombuffer(content, dtype=plane.dtype, count=count, offset=start)
-            plane[block] = numbers.view(plane.shape[1:])
-            start += numbers.nbytes
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill `blocks`, which hold no tokens, with POISON: for checks."""

@@ -41,9 +41,9 @@ class Sanitizer:
         self.poisoned: set[int] = set()
         # block -> its digest, and a fingerprint of its content
         self.published: dict[int, tuple[bytes, bytes]] = {}
-        # Requests of the pass with their blocks and the tokens computed at its end: those that end
-        # in the pass have no table after it.
-        self.passed: list[tuple[Request, list[int], int]] = []
+        # Requests of the pass with their blocks, the tokens computed at its end, and the root of
+        # their digests: those that end in the pass have no table after it.
+        self.passed: list[tuple[Request, list[int], int, bytes]] = []
         self._poison()
 
     def before(self, plan: Plan) -> None:
@@ -60,8 +60,10 @@ class Sanitizer:
             if pool.digests[block] == known[0]
         }
         size = pool.block_size
+        tables = self.scheduler.tables
         self.passed = [
-            (work.request, list(work.table), work.start + work.count) for work in plan.work
+            (work.request, list(work.table), work.start + work.count, tables[work.request].root)
+            for work in plan.work
         ]
         writers: dict[int, Request] = {}
         for work in plan.work:
@@ -97,10 +99,10 @@ class Sanitizer:
                 self._fail("held by a request that does not run", blocks[0], [request])
             if running and request.computed > len(blocks) * pool.block_size:
                 self._fail(f"{request.computed} tokens in {len(blocks)} blocks", None, [request])
-            self._names(request, blocks, request.computed)
-        for request, blocks, computed in self.passed:
+            self._names(request, blocks, request.computed, table.root)
+        for request, blocks, computed, root in self.passed:
             if request not in tables:
-                self._names(request, blocks, computed)
+                self._names(request, blocks, computed, root)
         self.passed = []
         self._contents()
         self._poison()
@@ -130,9 +132,9 @@ class Sanitizer:
             if pool.digests[block] is None:
                 self._fail(f"a cached {kind}block that cannot be found", block, [])
 
-    def _names(self, request: Request, blocks: Sequence[int], computed: int) -> None:
-        """The digests of a request's full blocks are those of its tokens."""
-        pool, digest = self.scheduler.pool, hashlib.sha256(request.salt).digest()
+    def _names(self, request: Request, blocks: Sequence[int], computed: int, digest: bytes) -> None:
+        """The digests of a request's full blocks are those of its tokens, from the root on."""
+        pool = self.scheduler.pool
         for index, block in enumerate(blocks[: computed // pool.block_size]):
             digest = chain(digest, request.tokens(index * pool.block_size, pool.block_size))
             if pool.digests[block] not in (None, digest):

@@ -11,22 +11,14 @@ from __future__ import annotations
 import math
 import sys
 from bisect import insort
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared.errors import UserError
 from stage04_continuous.plan import Plan, Work
 from stage04_continuous.request import Request, State
-from stage04_continuous.scheduler import check_settings
+from stage04_continuous.scheduler import POLICIES, check_settings
 
 from .blocks import BlockPool, BlockTable, Move
-
-PREEMPTIONS = ("auto", "recompute", "swap")
-# Of each policy of stage 04: the priority of a request, the lowest first, before arrival decides.
-PRIORITIES: dict[str, Callable[[Request], int]] = {
-    "fcfs": lambda request: 0,
-    "priority": lambda request: request.priority,
-}
 
 
 @dataclass
@@ -58,9 +50,8 @@ class Scheduler:
     prefix_caching: find full blocks again by their tokens.
     watermark: share of the blocks that must stay free when a request is admitted beside others, so
         that the others can grow.
-    preemption: "recompute" drops a request's keys and values, "swap" moves them to `swap_pool`,
-        "auto" does what `cheaper` returns for the number of computed tokens. Without room to swap,
-        they are dropped.
+    swap_pool: a preempted request's keys and values move there, if there is room; else they are
+        dropped, and computed again.
     longest: most tokens that a sequence may have: the model's context.
     Raises UserError for settings that cannot work.
     """
@@ -76,28 +67,14 @@ class Scheduler:
         patience: int = 256,
         prefix_caching: bool = True,
         watermark: float = 0.01,
-        preemption: str = "auto",
         swap_pool: BlockPool | None = None,
-        cheaper: Callable[[int], str] = lambda tokens: "recompute",
         longest: int = sys.maxsize,
     ) -> None:
         max_sequences = min(max_sequences, pool.count)  # each has at least one block
         check_settings("sequence", max_sequences, token_budget, policy, max_chunk, patience)
-        if policy not in PRIORITIES:
-            raise UserError(
-                f"Blocks know no policy '{policy}': choose one of {', '.join(PRIORITIES)}."
-            )
         if not 0 <= watermark < 1:
             raise UserError(
                 f"The watermark must be a share of the blocks, from 0 to below 1, not {watermark}."
-            )
-        if preemption not in PREEMPTIONS:
-            raise UserError(
-                f"Unknown preemption '{preemption}': choose one of {', '.join(PREEMPTIONS)}."
-            )
-        if preemption == "swap" and swap_pool is None:
-            raise UserError(
-                "There is no memory to swap to: give some, or choose the preemption 'recompute'."
             )
         if swap_pool is not None and swap_pool.block_size != pool.block_size:
             raise UserError(
@@ -107,10 +84,10 @@ class Scheduler:
         self.pool, self.swap_pool, self.max_sequences = pool, swap_pool, max_sequences
         self.token_budget, self.policy, self.patience = token_budget, policy, patience
         self.chunked, self.max_chunk = chunked, token_budget if max_chunk is None else max_chunk
-        self.prefix_caching, self.preemption = prefix_caching, preemption
-        self.cheaper, self.longest = cheaper, longest
+        self.prefix_caching, self.longest = prefix_caching, longest
         self.watermark = math.ceil(watermark * pool.count)  # in blocks
         self.tables: dict[Request, BlockTable] = {}  # of all requests that wait or run
+        self.parents: dict[Request, Request] = {}  # of waiting requests that follow another
         self.swapped: dict[Request, list[int]] = {}  # waiting requests -> blocks of the swap pool
         self.counts = Counts()
         self.waiting: list[Request] = []  # by arrival
@@ -122,16 +99,17 @@ class Scheduler:
     # ---- requests come and go -------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a new request, which `check` has accepted.
-
-        A request with a `parent` begins with the parent's tokens. It waits until the parent has
-        computed them, and shares its blocks: several answers to a prompt, or a fork of an answer.
-        """
+        """Queue a new request, which `check` has accepted."""
         request.move(State.WAITING)
         request.arrival, request.arrival_step = self._arrivals, self.step
         self._arrivals += 1
-        self.tables[request] = BlockTable(self.pool, request.salt)
+        self.tables[request] = BlockTable(self.pool)
         self.waiting.append(request)
+
+    def follow(self, child: Request, parent: Request) -> None:
+        """Let `child`, just queued, begin with the tokens of `parent`. It waits until the parent
+        has computed them, and shares its blocks: a sample of the same prompt, or a fork."""
+        self.parents[child], self.tables[child] = parent, self.tables[parent].heir()
 
     def check(self, prompt: int, answer: int) -> None:
         """Raise UserError if a request for `answer` tokens after `prompt` tokens can never run,
@@ -158,13 +136,15 @@ class Scheduler:
         queue = self.running if request.state is State.RUNNING else self.waiting
         request.move(State.FINISHED)  # raises for an unknown request, before any change
         queue.remove(request)
-        heirs = [other for other in self.waiting if other.parent is request]
-        for heir in heirs:  # the first computes what the others still need
-            heir.parent = heirs[0] if heir is not heirs[0] else None
+        self.parents.pop(request, None)
+        children = [child for child, parent in self.parents.items() if parent is request]
+        for child in children[1:]:
+            self.parents[child] = children[0]
+        if children:  # the first computes what the others still need
+            del self.parents[children[0]]
         self._preempted.discard(request)
         self.tables.pop(request).release(trusted=request.output.error is None)
-        for block in self.swapped.pop(request, ()):
-            self._swap_pool.give_back(block)
+        self._leave_swap(request)
 
     def advance(self, plan: Plan) -> None:
         """Note that the pass of `plan` was computed, and publish the blocks that it filled."""
@@ -260,20 +240,18 @@ class Scheduler:
         self._grow(plan, request)
         if request in self.swapped:
             self.counts.swapped_in += 1
-        for index, block in enumerate(self.swapped.pop(request, ())):
+        for index, block in enumerate(self._leave_swap(request)):
             if index >= len(blocks):
                 plan.moves.append(Move("in", block, table.blocks[index]))
-            self._swap_pool.give_back(block)
-        request.computed, request.parent = computed, None
+        request.computed = computed
+        self.parents.pop(request, None)
         return True
 
     def _parents_blocks(self, request: Request, known: int) -> list[int]:
         """The parent's blocks with the first `known` tokens of `request`, if the parent runs
         and has computed them."""
-        parent = request.parent
+        parent = self.parents.get(request)
         if parent is None or parent.state is not State.RUNNING or parent.computed < known:
-            return []
-        if parent.tokens(0, known) != request.tokens(0, known):
             return []
         return self.tables[parent].blocks[: self.pool.blocks_for(known)]
 
@@ -291,8 +269,8 @@ class Scheduler:
         """Take the blocks of a running request and make it wait again. It keeps its answer."""
         table = self.tables[request]
         used = self.pool.blocks_for(request.computed)
-        if self._swaps(request, used):
-            blocks = [self._swap_pool.take() for _ in range(used)]
+        if self.swap_pool and 0 < used <= self.swap_pool.available:
+            blocks = [self.swap_pool.take() for _ in range(used)]
             pairs = zip(table.blocks, blocks, strict=False)
             plan.moves += [Move("out", *pair) for pair in pairs]
             self.swapped[request] = blocks
@@ -306,16 +284,13 @@ class Scheduler:
         request.move(State.WAITING)
         insort(self.waiting, request, key=lambda request: request.arrival)
 
-    def _swaps(self, request: Request, used: int) -> bool:
-        if self.swap_pool is None or not 0 < used <= self.swap_pool.available:
-            return False
-        auto = self.preemption == "auto"
-        return (self.cheaper(request.computed) if auto else self.preemption) == "swap"
-
-    @property
-    def _swap_pool(self) -> BlockPool:
-        assert self.swap_pool is not None
-        return self.swap_pool
+    def _leave_swap(self, request: Request) -> list[int]:
+        """Give back the blocks of the swap pool that `request` has, if any; returns them."""
+        blocks = self.swapped.pop(request, [])
+        if self.swap_pool:
+            for block in blocks:
+                self.swap_pool.give_back(block)
+        return blocks
 
     def _chunk_size(self, request: Request, budget: int) -> int:
         """How many tokens of `request` fit into the remaining budget."""
@@ -330,27 +305,17 @@ class Scheduler:
 
     def _rank(self, request: Request) -> tuple[int, int]:
         """Seniority: the lowest rank keeps its memory longest."""
-        return PRIORITIES[self.policy](request), request.arrival
+        return POLICIES[self.policy](request), request.arrival
 
     def _next_waiting(self) -> Request | None:
         ready = (request for request in self.waiting if not self._awaits_parent(request))
-        if self.policy == "fcfs":
-            return next(ready, None)
-        return min(
-            ready,
-            key=lambda request: (
-                PRIORITIES[self.policy](request) - self._waited(request) // self.patience,
-                request.arrival,
-            ),
-            default=None,
-        )
+        return min(ready, key=self._place_in_line, default=None)
+
+    def _place_in_line(self, request: Request) -> tuple[int, int]:
+        waited = self.step - request.arrival_step
+        return POLICIES[self.policy](request) - waited // self.patience, request.arrival
 
     def _awaits_parent(self, request: Request) -> bool:
         """Whether the parent of `request` has yet to compute what both need."""
-        parent = request.parent
-        if parent is None or parent not in self.tables:  # ended, or never queued here
-            return False
-        return parent.computed < request.token_count - 1
-
-    def _waited(self, request: Request) -> int:
-        return self.step - request.arrival_step
+        parent = self.parents.get(request)
+        return parent is not None and parent.computed < request.token_count - 1

@@ -477,16 +477,17 @@ class AsyncEngine:
         try:
             for ticket, params in zip(group, sampling, strict=True):
                 if first is not None or score is None:
-                    request = Request(prompt, params, ticket.id, salt=salt, parent=first)
+                    request = Request(prompt, params, ticket.id)
                 else:
                     done = partial(self._have, ticket)
-                    request = ScoredRequest(
-                        prompt, params, ticket.id, salt=salt, top=score, done=done
-                    )
+                    request = ScoredRequest(prompt, params, ticket.id, top=score, done=done)
                 if prepare is not None:
                     prepare(request)
                 self._enter(request)
-                first = first or request
+                if first is None:
+                    first, self._engine.scheduler.tables[request].salt = request, salt
+                else:
+                    self._engine.scheduler.follow(request, first)
         except Exception:  # a defect, since `submit` has checked; its readers must not wait
             step = Step(ended=[(ticket.id, "error", BROKEN) for ticket in group])
             self._loop.call_soon_threadsafe(self._deliver, step)

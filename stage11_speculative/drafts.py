@@ -152,8 +152,8 @@ class DraftScheduler:
             self.switch.note(requests, self.on, tokens, prompts)
 
     def finish(self, request: Request) -> None:
-        self.inner.finish(request)
         self.proposer.forget(request)
+        self.inner.finish(request)
 
     def _drafts(self, plan: Plan) -> dict[Request, Drafts]:
         """What is proposed for the plan, cut to what the budget and the free blocks leave."""

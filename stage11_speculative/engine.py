@@ -130,16 +130,24 @@ def with_draft_model(plain: Any, draft: Any, most: int = 4, draws: bool = False)
     return engine
 
 
+def past_answers(plain: Any) -> Suffix:
+    """Drafts from past answers to requests of the same salt."""
+    return Suffix(salt_of=lambda request: plain.scheduler.tables[request].salt)
+
+
 def speculate(plain: Any, kind: str, count: int, draft: Any = None, draws: bool = False) -> Engine:
     """For the server: drafts of `kind`, of registry.DRAFTS, at most `count` of a request in a pass,
     while they pay. draft, draws: the draft model, see `with_draft_model`. Raises UserError if it
     does not fit."""
     if kind == "draft":
         return with_draft_model(plain, draft, count, draws)
-    return with_drafts(plain, NGram() if kind == "ngram" else Suffix(), count, Measured())
+    return with_drafts(
+        plain, NGram() if kind == "ngram" else past_answers(plain), count, Measured()
+    )
 
 
 def make(model: Any, contexts: int | None = None, **options: Any) -> Engine:
     """Stage 09's engine with drafts from the request's own text and from past answers. options:
     those of its `make`."""
-    return with_drafts(make_plain(model, contexts, **options), Suffix())
+    plain = make_plain(model, contexts, **options)
+    return with_drafts(plain, past_answers(plain))

@@ -7,7 +7,7 @@ came before, take constant time on average.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from stage04_continuous.request import Request
@@ -87,11 +87,16 @@ class Suffix:
 
     shortest: tokens that must match. Past answers are kept for each salt, so that no tenant's text
     shows in another's speed. After `most_tokens` of a salt they begin anew; a request under way
-    keeps those that it has.
+    keeps those that it has. salt_of: the salt of a request; stage 05's table of blocks has it.
     """
 
-    def __init__(self, shortest: int = 2, most_tokens: int = 1_000_000) -> None:
-        self.shortest, self.most_tokens = shortest, most_tokens
+    def __init__(
+        self,
+        shortest: int = 2,
+        most_tokens: int = 1_000_000,
+        salt_of: Callable[[Request], bytes] = lambda request: b"",
+    ) -> None:
+        self.shortest, self.most_tokens, self.salt_of = shortest, most_tokens, salt_of
         self.past: dict[bytes, Automaton] = {}
         self.matches: dict[Request, _Match] = {}
 
@@ -103,16 +108,17 @@ class Suffix:
         self.matches.pop(request, None)
         if not request.output.token_ids or request.output.error is not None:
             return
-        past = self.past.setdefault(request.salt, Automaton())
+        salt = self.salt_of(request)
+        past = self.past.setdefault(salt, Automaton())
         if len(past.tokens) > self.most_tokens:
-            past = self.past[request.salt] = Automaton()
+            past = self.past[salt] = Automaton()
         for token in [*request.output.token_ids, END]:
             past.append(token)
 
     def _of(self, request: Request, count: int) -> Drafts:
         match = self.matches.get(request)
         if match is None:
-            match = self.matches[request] = _Match(past=self.past.get(request.salt))
+            match = self.matches[request] = _Match(past=self.past.get(self.salt_of(request)))
         text, past = match.text, match.past
         read = len(text.tokens)
         for token in request.tokens(read, request.token_count - read):

@@ -4,11 +4,11 @@ To a layer y = W x, an adapter adds the product of two thin matrices: y += s * B
 (r, in) and B is (out, r). W is read once for all rows of a pass; then each adapter's A and B are
 applied to its own rows. Hu et al., "LoRA" (2021); Chen et al., "Punica" (2023).
 
-A request's salt says which adapter it uses: it ends with the digest of the adapter's bytes. Keys
-and values depend on the adapter, and the salt already separates requests that must not share
-blocks; an adapter that is loaded again under its old name, with other bytes, finds none of its
-predecessor's. Before each pass `Adapters`, an observer of the engine, sets the number of each
-share's adapter; the cache's `extend` knows the order of the rows.
+The salt of a request's table of blocks says which adapter it uses: it ends with the digest of the
+adapter's bytes. Keys and values depend on the adapter, and the salt already separates requests that
+must not share blocks; an adapter that is loaded again under its old name, with other bytes, finds
+none of its predecessor's. Before each pass `Adapters`, an observer of the engine, sets the number
+of each share's adapter; the cache's `extend` knows the order of the rows.
 
 Adapters are read from folders as PEFT writes them. An option that is not implemented is refused by
 name.
@@ -32,6 +32,8 @@ from shared.config import Config
 from shared.errors import UserError
 from shared.files import read_json
 from stage04_continuous.plan import Plan
+from stage04_continuous.request import Request
+from stage05_paged.blocks import BlockTable
 
 from .tensor.shard import Shard
 
@@ -189,6 +191,7 @@ class Adapters:
         self.layers: dict[str, LoraLinear] = {}
         self.names: dict[str, bytes] = {}
         self.numbers: dict[bytes, int] = {}  # replaced adapters too
+        self.tables: dict[Request, BlockTable] = {}  # of the engine's scheduler
         for name in parts:
             # Of a row-parallel layer its part: the products are summed with it.
             inner = f"{name}.part" if hasattr(model.get_submodule(name), "part") else name
@@ -222,7 +225,7 @@ class Adapters:
 
     def before(self, plan: Plan) -> None:
         """Set the adapters of the next pass, by the salts of its requests."""
-        salts = [work.request.salt[-SIZE:] for work in plan.work]
+        salts = [self.tables[work.request].salt[-SIZE:] for work in plan.work]
         self.batch.adapters = [self.numbers.get(salt, BASE) for salt in salts]
 
     def after(self, plan: Plan) -> None:

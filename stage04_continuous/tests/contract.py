@@ -62,7 +62,7 @@ class StepContract:
     def shares(self, record: Any) -> list[tuple[str, int, int, str | None]]:
         """(id, prefill tokens, decode tokens, finish reason) of each request in a pass, by id."""
         names = ("request_id", "prefill_tokens", "decode_tokens", "finish_reason")
-        rows = record.slots if hasattr(record, "slots") else record.sequences
+        rows = record.shares
         return sorted(tuple(getattr(row, name) for name in names) for row in rows)
 
     @pytest.fixture

@@ -44,7 +44,7 @@ OPTIONS: dict[str, Any] = {
     "spare": st.integers(0, 20),
     "max_chunk": st.sampled_from((None, 1, 3)),
     "chunked": st.booleans(),
-    "policy": st.sampled_from(POLICIES),
+    "policy": st.sampled_from([*POLICIES]),
     "patience": st.integers(1, 5),
 }
 
@@ -81,12 +81,11 @@ class Life(RuleBasedStateMachine):
         count=st.integers(1, 12),
         seed=st.integers(0, 2),
         priority=st.integers(-1, 1),
-        salt=st.sampled_from((b"", b"", b"other")),
     )
-    def add(self, family, length, own, count, seed, priority, salt):
+    def add(self, family, length, own, count, seed, priority):
         prompt = family_prompt(family, length, min(own, length))
         sampling = sampling_of(seed, min(count, LONGEST - length))
-        request = Request(prompt, sampling, priority=priority, salt=salt)
+        request = Request(prompt, sampling, priority=priority)
         if not self.scheduler.chunked and length > self.scheduler.token_budget:
             with pytest.raises(UserError, match="allow chunks"):
                 self.engine.add(request)

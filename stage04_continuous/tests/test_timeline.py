@@ -1,9 +1,8 @@
-"""Chart and trace show the records: all of them, once each, and nothing else."""
+"""The chart shows the records: all of them, once each, and nothing else."""
 
 from __future__ import annotations
 
 import itertools
-import json
 
 import matplotlib
 import pytest
@@ -12,17 +11,16 @@ from matplotlib.text import Text
 from shared import charts
 from stage01_forward.params import SamplingParams
 from stage04_continuous.engine import make
-from stage04_continuous.recorder import SlotRecord, SlotsRecord
+from stage04_continuous.recorder import ShareRecord, SlotsRecord
 from stage04_continuous.request import Request
-from stage04_continuous.timeline import bars, gantt, perfetto
+from stage04_continuous.timeline import bars, gantt
 
 SLOTS = 4
 
 
-def record(*slots: tuple[int, str, int, str | None]) -> SlotsRecord:
-    shares = tuple(SlotRecord(slot, id, n, int(not n), reason) for slot, id, n, reason in slots)
-    prefill = sum(share.prefill_tokens for share in shares)
-    return SlotsRecord(len(shares), prefill, len(shares) - prefill, 1.0, slots=shares)
+def record(*used: tuple[int, str, int, str | None]) -> SlotsRecord:
+    shares = tuple(ShareRecord(id, n, int(not n), reason) for _, id, n, reason in used)
+    return SlotsRecord(len(used), 0, 0, 1.0, shares=shares, slots=tuple(slot for slot, *_ in used))
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +36,6 @@ def steps(tiny_model):
     return list(engine.steps)
 
 
-def kind(share: SlotRecord) -> str:
-    return "prefill" if share.prefill_tokens else "decode"
-
-
 def test_bars_hold_exactly_the_records(steps):
     tenants = bars(steps)
     found = [
@@ -50,11 +44,12 @@ def test_bars_hold_exactly_the_records(steps):
         for what, start, end in bar.pieces
         for number in range(start, end)
     ]
-    shares = [(number, share) for number, step in enumerate(steps) for share in step.slots]
-    assert len(found) == len(shares)
-    assert dict(found) == {
-        (share.slot, number): (share.request_id, kind(share)) for number, share in shares
-    }
+    shares = [
+        ((slot, number), (share.request_id, "prefill" if share.prefill_tokens else "decode"))
+        for number, step in enumerate(steps)
+        for slot, share in zip(step.slots, step.shares, strict=True)
+    ]
+    assert sorted(found) == sorted(shares)
     assert len({bar.request_id for bar in tenants}) == len(tenants) == 12
     for bar in tenants:
         edges = [edge for _, *piece in bar.pieces for edge in piece]
@@ -105,28 +100,3 @@ def test_the_chart_is_the_same_again_and_has_no_limit_of_size(steps):
     assert figure.get_size_inches()[1] <= 12 and charts.render(figure).startswith(b"<?xml")
     with pytest.raises(ValueError, match="no steps"):
         gantt([], "t")
-
-
-def test_the_trace_holds_a_slice_for_each_record_inside_its_step(steps):
-    events = json.loads(json.dumps(perfetto(steps), allow_nan=False))["traceEvents"]
-    slices = [event for event in events if event["ph"] == "X"]
-    assert len(slices) == sum(len(step.slots) for step in steps)
-    ends = dict.fromkeys(range(1, SLOTS + 1), 0.0)
-    for event in slices:
-        step = steps[event["args"]["step"]]
-        (share,) = [share for share in step.slots if share.slot == event["tid"] - 1]
-        assert (event["name"], event["cat"]) == (share.request_id, kind(share))
-        for name in ("prefill_tokens", "decode_tokens", "finish_reason"):
-            assert event["args"].get(name) == getattr(share, name)
-        begin, end = (step.started - steps[0].started) * 1e6, event["ts"] + event["dur"]
-        assert event["ts"] == pytest.approx(begin, abs=0.002)
-        assert ends[event["tid"]] - 1e-6 <= event["ts"] < end <= begin + step.seconds * 1e6 + 0.002
-        ends[event["tid"]] = end
-    names = [event for event in events if event["name"] == "thread_name"]
-    tracks = {event["tid"]: event["args"]["name"] for event in names}
-    assert tracks == {slot + 1: f"slot {slot}" for slot in range(SLOTS)}
-    for counter in ("rows", "waiting"):
-        values = [event["args"][counter] for event in events if event["name"] == counter]
-        assert values == [*(getattr(step, counter) for step in steps), 0]
-    assert {event["pid"] for event in events} == {1}
-    assert [event["ph"] for event in perfetto([])["traceEvents"]] == ["M"]

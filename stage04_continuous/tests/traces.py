@@ -26,11 +26,11 @@ class Trace:
         self.scheduler, self.answer = scheduler, answer
         self.requests: dict[str, Request] = {}
 
-    def ask(self, id: str, prompt: Any, priority: int = 0, answer: int = 0, **more: Any) -> Request:
+    def ask(self, id: str, prompt: Any, priority: int = 0, answer: int = 0) -> Request:
         """Queue a request for `prompt`, or for that many tokens, which no other id has."""
         tokens = [ord(id)] * prompt if isinstance(prompt, int) else prompt
         sampling = SamplingParams(max_tokens=answer or self.answer, seed=0)
-        request = self.requests[id] = Request(tokens, sampling, id, priority, **more)
+        request = self.requests[id] = Request(tokens, sampling, id, priority)
         self.scheduler.add(request)
         return request
 
@@ -66,7 +66,8 @@ class Trace:
                     self.preempt(event[1])
                 else:
                     parent = self.requests[event[2]]
-                    self.ask(event[0], parent.output.prompt_ids, parent=parent)
+                    child = self.ask(event[0], parent.output.prompt_ids)
+                    self.scheduler.follow(child, parent)
             who, bar, waiting = after.partition(" | ")
             ran = self.step()
             assert ran == who or who == "...", line

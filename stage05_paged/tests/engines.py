@@ -18,7 +18,6 @@ def engine_of(
     blocks: int = 60,
     size: int = 4,
     swap_blocks: int = 0,
-    preemption: str = "",
     **options: Any,
 ) -> Any:
     """An engine with `blocks` blocks of `size` tokens, watched by the sanitizer."""
@@ -26,7 +25,6 @@ def engine_of(
         model or the_model(),
         pool=BlockPool(blocks, size),
         swap_pool=BlockPool(swap_blocks, size) if swap_blocks else None,
-        preemption=preemption or ("swap" if swap_blocks else "recompute"),
         max_sequences=sequences,
         token_budget=budget,
         sanitize=True,
@@ -38,7 +36,7 @@ def assert_idle(engine: Any) -> None:
     """No request, and no block that a table holds."""
     scheduler, pool = engine.scheduler, engine.scheduler.pool
     assert not engine.requests and not scheduler.unfinished
-    for name in ("tables", "swapped", "waiting", "running", "_preempted"):
+    for name in ("tables", "parents", "swapped", "waiting", "running", "_preempted"):
         assert not getattr(scheduler, name), name
     assert (pool.owned, pool.shared) == (0, 0)
     assert scheduler.swap_pool is None or scheduler.swap_pool.owned == 0

@@ -40,22 +40,17 @@ class PagedLife(lives.Life):
         size=st.sampled_from((2, 3, 4, 1, 16)),
         spare_tokens=st.integers(0, 16),
         swap_tokens=st.sampled_from((64, 16, 3, 0)),
-        preemption=st.sampled_from(("swap", "swap", "auto", "recompute")),
         prefix_caching=st.sampled_from((True, True, True, False)),
         watermark=st.sampled_from((0, 0.01, 0.3)),
         **lives.OPTIONS,
     )
-    def begin(self, size, spare_tokens, swap_tokens, preemption, **options):
+    def begin(self, size, spare_tokens, swap_tokens, **options):
         self.blocks = -(-LONGEST // size) + spare_tokens // size, size, swap_tokens // size
-        self.preemption = preemption if swap_tokens // size else "recompute"
         self.noted = 0  # preemptions that are in records
         super().begin(**options)
 
     def make(self, sequences, token_budget, **options):
-        options |= {"preemption": self.preemption, "observers": (self,)}
-        # What is measured differs each time. The same calls must lead to the same life.
-        options["cheaper"] = lambda tokens: "swap" if tokens % 2 else "recompute"
-        return engine_of(sequences, token_budget, None, *self.blocks, **options)
+        return engine_of(sequences, token_budget, None, *self.blocks, observers=(self,), **options)
 
     @precondition(lambda self: len(self.engine.requests) < MOST)
     @rule(
@@ -120,7 +115,6 @@ class PagedLife(lives.Life):
             record = self.engine.steps[-1]
             assert record.preempted == self.noted - noted
             assert record.swapped == len(scheduler.swapped) <= record.waiting
-            assert max(row.blocks for row in record.sequences) <= self.widest
             memory = record.owned_blocks, record.shared_blocks, record.cached_blocks
             assert (*memory, record.used_tokens) == self.memory
 
@@ -132,7 +126,6 @@ class PagedLife(lives.Life):
         used = sum(request.computed for request in scheduler.running)
         shared, cached = sum(count > 1 for count in held.values()), len(scheduler.pool.cached)
         self.memory = len(held), shared, cached, used + sum(work.count for work in plan.work)
-        self.widest = max((len(work.table) for work in plan.work), default=0)
         for work in plan.work:
             tokens = work.request.token_count
             assert len(work.table) == scheduler.pool.blocks_for(tokens)
@@ -145,7 +138,7 @@ class PagedLife(lives.Life):
 
     def ready(self, request):
         """A sample of a prompt that another one is still to compute is not."""
-        parent = request.parent
+        parent = self.scheduler.parents.get(request)
         if parent is None or parent.state is State.FINISHED:
             return True
         return parent.computed >= request.token_count - 1

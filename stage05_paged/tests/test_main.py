@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from typing import Any
-from xml.etree import ElementTree
 
 from stage01_forward.params import SamplingParams
-from stage03_batching.tests.commands import CommandContract, answers, check_error
+from stage03_batching.tests.commands import CommandContract, answers
 from stage04_continuous.tests.test_main import loaded
 from stage05_paged import __main__ as stage
 from stage05_paged.blockmap import KEY, blockmap, mark
@@ -17,10 +16,10 @@ SMALL = ("--block-size", "4", "--kv-memory", "28KiB", "--every", "1")  # 14 bloc
 HAPPENED = {  # options, and what is counted then
     (): "",
     ("--block-size", "1", "--max-num-seqs", "2", "--every", "100"): "hits",
-    (*SMALL, "--preemption", "recompute"): "preemptions recomputed evicted",
-    (*SMALL, "--preemption", "swap", "--max-chunk", "3"): "preemptions swapped",
+    SMALL: "preemptions recomputed evicted",
+    (*SMALL, "--swap-memory", "28KiB", "--max-chunk", "3"): "preemptions swapped",
     (*SMALL, "--swap-memory", "4KiB"): "preemptions",
-    (*SMALL, "--no-enable-prefix-caching", "--watermark", "0.5"): "",
+    (*SMALL, "--no-enable-prefix-caching"): "",
 }
 
 
@@ -44,12 +43,8 @@ class TestCommand(CommandContract):
         "--kv-memory 900000GB": "900000GB of memory is more than the .* free",
         "--kv-memory 0": "A block of 16 tokens of model takes 8.0 KiB.* has 0 bytes",
         "--kv-memory 20KB --block-size 100": "A block of 100 tokens.* smaller blocks",
-        "--watermark 1": "--watermark.*'1'.*from 0 to 0.99",
-        "--preemption swap --swap-memory 0": "no memory to swap to",
-        "--preemption recompute --swap-memory 1MB": "nothing is swapped.*swap-memory",
-        "--swap-memory 1KB": "A block takes 8.0 KiB.*-memory is 1000 bytes.*0 for none",
+        "--swap-memory 1KB": "A block of 16 tokens of model takes 8.0 KiB.* has 1000 bytes",
         "--samples 2": "temperature 0 all 2 samples would be the same.*--temperature",
-        "--map blocks.png": "ends in .svg",
     }
 
     def check_run(self, err, options):
@@ -68,14 +63,13 @@ class TestCommand(CommandContract):
         numbers(err)
 
     def test_the_first_line_has_bytes_blocks_and_whole_contexts(self, call):
-        err = call(["hello"], *SMALL, "--preemption", "recompute")[2]
+        err = call(["hello"], *SMALL)[2]
         room = "room for 1 whole context of 48 tokens; at most 8 sequences at a time"
         assert err.startswith(f"[KV cache: 28.0 KiB in 14 blocks of 4 tokens; {room}; no swap]\n")
-        err = call(["hello"], "--block-size", "100", "--max-num-seqs", "2")[
-            2
-        ]  # longer than a context
+        longer = ("--block-size", "100", "--max-num-seqs", "2", "--swap-memory", "70KB")
+        err = call(["hello"], *longer)[2]
         room = "room for 2 whole contexts of 48 tokens; at most 2 sequences at a time"
-        swap = "swap: 100.0 KiB in 2 blocks"
+        swap = "swap: 50.0 KiB in 1 blocks"
         assert err.startswith(f"[KV cache: 100.0 KiB in 2 blocks of 100 tokens; {room}; {swap}]\n")
 
     def test_samples_are_what_as_many_equal_prompts_would_be(self, call):
@@ -88,25 +82,6 @@ class TestCommand(CommandContract):
         assert len(set(answers(out).values())) == 6
         # The last block of the first prompt is half full and shared by three: two of them copy it.
         assert (numbers(err)["copies"], numbers(plain)["copies"]) == (2, 0)
-
-    def test_memory_that_the_system_does_not_give(self, call, monkeypatch):
-        monkeypatch.setattr(stage, "free_memory", lambda device="cpu": 2**60)  # beyond any address
-        options = ("--block-size", "1000000", "--preemption", "recompute")
-        result = call(["a"], "--kv-memory", "900000GB", *options)
-        check_error(result, r"\d+ GiB of memory .* cannot be allocated: give a smaller ")
-
-    def test_the_map_is_written(self, call, tmp_path, monkeypatch):
-        path, options = tmp_path / "blocks.svg", ("--max-tokens", "9", "--max-chunk", "4")
-        for lines, cells, words in (
-            ("hello there", 10**6, "3 blocks of 16 tokens, 11 steps"),  # 3 for the prompt
-            (["hello"], 24 * 5, "the first 5 of 10 steps"),
-        ):
-            monkeypatch.setattr(stage, "MOST_CELLS", cells)
-            status, out, err = call(lines, *options, "--map", str(path))
-            assert status == 0 and err.endswith(f"[written: {path}]\n")
-            assert out == call(lines, *options)[1]
-            assert words in path.read_text("utf-8")
-            assert ElementTree.fromstring(path.read_bytes()).tag.endswith("svg")
 
 
 def show(

@@ -1,4 +1,4 @@
-"""Memory: amounts as users write them, how many blocks they are, which preemption is cheaper."""
+"""Memory: amounts as users write them, and how many blocks they are."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import psutil
 import pytest
 import torch
 
-from shared import measure
 from shared.checkpoint import PRESETS
 from shared.errors import UserError
-from shared.roofline import forward_cost
 from stage05_paged import memory
-from stage05_paged.blocks import BlockPool
 from stage05_paged.cache import PagedCache
 
 TINY, GPT2 = PRESETS["tiny"], PRESETS["gpt2"]
@@ -66,40 +63,3 @@ def test_the_default_is_whole_contexts_but_at_most_half_of_what_is_free():
         nbytes = memory.default_memory(GPT2, torch.float32, 8, 10 * FREE, block_size)
         pool = memory.make_pool(nbytes, GPT2, torch.float32, block_size)
         assert memory.most_sequences(pool, 1024) == 8
-
-
-class Clocked:
-    """A runner whose passes take 2 seconds, and whose moves take a quarter of one each."""
-
-    config, most = GPT2, 0
-
-    def run(self, *_):
-        return 2.0
-
-    def move(self, moves):
-        self.most = max(self.most, len(moves))
-        return len(moves) / 4
-
-
-@pytest.mark.parametrize("swap_blocks, tried", [(1, 1), (7, 7), (99, 64)])
-def test_costs_are_what_a_pass_and_the_copies_took(swap_blocks, tried, monkeypatch):
-    """A swap copies each block out and in. No more are tried than the 64 of a whole context."""
-    monkeypatch.setattr(measure, "seconds", lambda call: call())
-    runner = Clocked()
-    cost = memory.measure_cost(runner, BlockPool(99), BlockPool(swap_blocks), torch.float32)
-    assert (runner.most, cost.recompute(64)) == (2 * tried, 2)
-    assert cost.swap(1024) == pytest.approx(2 * 0.25 + 2 * 64 * 0.25)
-
-
-def test_the_cheaper_way_changes_where_the_costs_cross():
-    """A short sequence is computed again before the copies have begun, a long one copied sooner."""
-    cost = memory.Cost(GPT2, torch.float32, flops=1e11, bandwidth=1e10, overhead=5e-3)
-    assert cost.recompute(100) == forward_cost(GPT2, torch.float32, 100, sampled=0).flops / 1e11
-    assert cost.swap(100) == pytest.approx(2 * (5e-3 + 100 * 73_728 / 1e10))
-    assert cost.swap(0) == 1e-2
-    swaps = [cost.swap(tokens) < cost.recompute(tokens) for tokens in range(1, 1025)]
-    assert not swaps[0] and swaps[-1] and swaps == sorted(swaps)
-    ways = ["swap" if cheaper else "recompute" for cheaper in swaps]
-    assert [cost.cheaper(tokens) for tokens in range(1, 1025)] == ways
-    for bandwidth, way in ((1e6, "recompute"), (1e15, "swap")):
-        assert memory.Cost(GPT2, torch.float32, 1e11, bandwidth).cheaper(64) == way

@@ -8,17 +8,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from shared.errors import UserError
-from stage04_continuous import scheduler as stage04
 from stage04_continuous.request import State
 from stage04_continuous.tests.test_scheduler import ORDERS, TRACES, WRONG
 from stage04_continuous.tests.traces import WORD, Trace
 from stage05_paged.blocks import BlockPool, Move
-from stage05_paged.scheduler import PRIORITIES, Scheduler
+from stage05_paged.scheduler import Scheduler
 
 STAGE_04 = TRACES | ORDERS
 PROMPT = list(range(100, 130))
@@ -26,7 +24,6 @@ PROMPT = list(range(100, 130))
 
 def scheduler_of(blocks, size=4, swap_blocks=0, watermark=0.0, **options):
     swap_pool = BlockPool(swap_blocks, size) if swap_blocks else None
-    options.setdefault("preemption", "swap" if swap_pool else "recompute")
     return Scheduler(BlockPool(blocks, size), watermark=watermark, swap_pool=swap_pool, **options)
 
 
@@ -51,8 +48,6 @@ def counts(scheduler, *names):
         *WRONG,
         ({"watermark": -0.1}, "from 0 to below 1, not -0.1"),
         ({"watermark": 1}, "from 0 to below 1, not 1"),
-        ({"preemption": "drop"}, "Unknown preemption 'drop': choose one of auto, recompute, swap"),
-        ({"preemption": "swap"}, "no memory to swap to"),
         ({"swap_pool": BlockPool(4, 8)}, "swap pool hold 8 tokens, but the others 16"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
@@ -320,13 +315,13 @@ def test_what_can_still_be_found_is_shared_and_not_copied_back():
 
 def test_a_hit_beyond_what_was_swapped_is_left_alone():
     """Another request has computed more of the same: still the swapped tokens come back."""
-    trace = Trace(scheduler := scheduler_of(20, swap_blocks=5, token_budget=6, max_sequences=2))
+    options: Any = {"token_budget": 6, "max_sequences": 2, "policy": "priority"}
+    trace = Trace(scheduler := scheduler_of(20, swap_blocks=5, **options))
     trace.ask("b", PROMPT[:20])
     trace.play("b0-6")
     scheduler.max_sequences = 1
     trace.preempt("b")
-    trace.ask("a", PROMPT[:19])
-    scheduler.waiting.reverse()
+    trace.ask("a", PROMPT[:19], priority=-1)
     trace.play("a4-10", "a10-16", "a16-19!")
     scheduler.max_sequences = 2
     trace.play("a19-20! b6-11")
@@ -341,25 +336,6 @@ def test_swap_blocks_are_taken_if_there_is_room_and_given_back_after_an_abort(ro
     assert (scheduler.swap_pool.owned, c.computed) == ((0, 0) if room == 1 else (2, 8))
     scheduler.finish(c)
     assert (scheduler.swap_pool.owned, scheduler.swapped, c in scheduler.tables) == (0, {}, False)
-
-
-@pytest.mark.parametrize(
-    "preemption, swap_blocks, answer, asked",
-    [
-        *(("auto", 5, "swap", [8]), ("auto", 5, "recompute", [8]), ("auto", 0, "swap", [])),
-        *(("swap", 5, "recompute", []), ("recompute", 5, "swap", [])),
-    ],
-)
-def test_auto_asks_which_is_cheaper(preemption, swap_blocks, answer, asked):
-    """About the computed tokens, and where there is a choice."""
-    cheaper = Mock(return_value=answer)
-    trace = three_that_fill_the_pool(
-        swap_blocks=swap_blocks, preemption=preemption, cheaper=cheaper
-    )
-    trace.step()
-    assert [call.args[0] for call in cheaper.call_args_list] == asked
-    swapped = trace.requests["c"] in trace.scheduler.swapped
-    assert swapped == ((answer if asked else preemption) == "swap")
 
 
 @pytest.mark.parametrize("length, size", [(10, 4), (8, 4), (9, 4), (10, 1), (17, 16)])
@@ -389,12 +365,6 @@ def test_a_copy_comes_from_the_parents_last_block_and_waits_for_one_of_its_own(b
     assert ids(trace.scheduler.waiting) == waiting
 
 
-def test_a_child_with_other_tokens_than_its_parent_shares_nothing():
-    trace = begin("p9 > p0-9!", blocks=20)
-    trace.ask("c", [1, *PROMPT[1:9]], parent=trace.requests["p"])
-    trace.play("p9-10! c0-9!")
-
-
 def test_a_sample_that_was_admitted_needs_its_parent_no_more():
     """Both lose their memory: it does not wait until the parent has computed all of it again."""
     trace = begin("s10 t<s > s0-10!", "s10-11! t9-10!", blocks=20, prefix_caching=False)
@@ -404,11 +374,3 @@ def test_a_sample_that_was_admitted_needs_its_parent_no_more():
 def test_when_the_first_sample_is_aborted_the_next_one_leads():
     trace = begin("s10 t<s u<s > s0-6", blocks=20, max_sequences=4, token_budget=6)
     trace.play("-s > t4-10!", "t10-11! u9-10!")  # the first block can still be found
-
-
-def test_no_policy_of_stage_04_runs_as_another(monkeypatch):
-    """One that stage 04 learns is refused here until it has its priority; its default is known."""
-    assert tuple(PRIORITIES) == stage04.POLICIES
-    monkeypatch.setattr(stage04, "POLICIES", (*stage04.POLICIES, "shortest"))
-    with pytest.raises(UserError):
-        Scheduler(BlockPool(4), policy="shortest")

@@ -97,11 +97,7 @@ def test_quantized_weights_with_keys_and_values_in_int8(config, weights, monkeyp
     prompts = [random_prompt(length, config, "both") for length in (30, 17, 30, 9)]
     params = testing.sampling_params()(max_tokens=14)
     want = [o.token_ids for o in naive.Engine(model).generate(prompts, params)]
-    pools: dict[str, Any] = {
-        "pool": BlockPool(20, 4),
-        "swap_pool": BlockPool(40, 4),
-        "preemption": "swap",
-    }
+    pools: dict[str, Any] = {"pool": BlockPool(20, 4), "swap_pool": BlockPool(40, 4)}
     engine: Any = make_kernels(
         model, insist=True, token_budget=12, max_sequences=4, **INT8, **pools
     )  # fmt: skip

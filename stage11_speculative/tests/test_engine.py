@@ -67,7 +67,7 @@ def test_drafts_end_before_max_tokens_and_before_the_context():
     tokens = engine.step()
     assert_answered(short, full)
     assert Counter(id for id, _ in tokens) == {short.id: 3, full.id: 6}
-    assert [row.decode_tokens for row in engine.steps[0].sequences] == [2, 5]
+    assert [row.decode_tokens for row in engine.steps[0].shares] == [2, 5]
     assert_idle(engine)
 
 
@@ -79,7 +79,7 @@ def test_drafts_take_only_what_the_budget_leaves():
     assert len(first.output.token_ids) == 4  # 9 of the prompt, and 3 drafts
     ask(engine, 30, 4)
     engine.step()
-    assert [row.prefill_tokens for row in engine.steps[1].sequences] == [0, 11]
+    assert [row.prefill_tokens for row in engine.steps[1].shares] == [0, 11]
     assert len(first.output.token_ids) == 5  # and no draft
     finish(engine)
 
@@ -162,7 +162,7 @@ PROMPTS = [prompt_of(length) for length in (3, 9, 14, 30, 21)]
 PARAMS = [greedy(16), replace(DRAWN, max_tokens=16), greedy(16), PENALIZED]
 PARAMS += [replace(DRAWN, seed=1, max_tokens=16), replace(PENALIZED, seed=2, max_tokens=16)]
 LONG = greedy(40)  # too long for the time until it is aborted
-SWAP = {"swap_pool": BlockPool(40, 4), "preemption": "swap"}
+SWAP = {"swap_pool": BlockPool(40, 4)}
 
 
 def life(engine: Any) -> tuple[list[list[int]], list[int], list[tuple[Request, int]]]:

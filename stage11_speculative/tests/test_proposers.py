@@ -52,8 +52,8 @@ def test_the_longest_repetition_in_a_text_of_its_own(text):
         assert (automaton.length[state], automaton.end[state]) == (length, place)
 
 
-def request_of(prompt, answer=(), salt=b""):
-    request = Request(list(prompt), greedy(50), salt=salt)
+def request_of(prompt, answer=(), id=""):
+    request = Request(list(prompt), greedy(50), id)
     request.output.token_ids += answer
     return request
 
@@ -66,15 +66,15 @@ def test_drafts_are_no_longer_than_what_matched():
 
 
 def test_past_answers_serve_requests_of_the_same_salt_alone():
-    suffix = Suffix(shortest=2)
-    for salt in (b"a", b"b"):
+    suffix = Suffix(shortest=2, salt_of=lambda request: request.id.encode())
+    for salt in ("a", "b"):
         past = request_of([9], [1, 2, 3, 4, 5], salt)
         suffix.propose([past], [4])
-        if salt == b"a":
+        if salt == "a":
             suffix.forget(past)
-    assert suffix.propose([request_of([7, 1, 2], salt=b"a")], [9]) == [[3, 4]]
-    assert suffix.propose([request_of([7, 1, 2], salt=b"b")], [9]) == [[]]
-    assert suffix.propose([request_of([7, 3, 4], salt=b"a")], [9]) == [[5]]  # not past its end
+    assert suffix.propose([request_of([7, 1, 2], id="a")], [9]) == [[3, 4]]
+    assert suffix.propose([request_of([7, 1, 2], id="b")], [9]) == [[]]
+    assert suffix.propose([request_of([7, 3, 4], id="a")], [9]) == [[5]]  # not past its end
 
 
 def test_past_answers_begin_anew_when_they_are_many():

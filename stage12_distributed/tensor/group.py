@@ -237,5 +237,6 @@ def make(model: Any, contexts: int | None = None, **options: Any) -> Engine:
     05."""
     engine = make_paged(model, contexts, make_runner=RankRunner, **options)
     if model.adapters:
+        model.adapters.tables = engine.scheduler.tables
         engine.observers.append(model.adapters)
     return engine

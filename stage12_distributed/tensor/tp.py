@@ -55,8 +55,8 @@ def main(argv: list[str] | None = None) -> int:
         known = ", ".join(names) or "none"
         raise UserError(f"There is no adapter {options.adapter}: --adapters has {known}.")
     engine: Any = make(group.model, contexts=1)
-    salt = names.get(options.adapter, b"")
-    engine.add(Request(loaded.tokenizer.encode(prompt), sampling, salt=salt))
+    request = engine.add(Request(loaded.tokenizer.encode(prompt), sampling))
+    engine.scheduler.tables[request].salt = names.get(options.adapter, b"")
     decoder = cli.AnswerDecoder(loaded)
     print(prompt, end="", flush=True)
     for _, token in engine.run():

@@ -67,7 +67,9 @@ def engine_of(group: RankGroup, **options: Any) -> Any:
 
 def ask(engine: Any, name: str, length: int, sampling: SamplingParams = GREEDY) -> Request:
     names = engine.runner.ranks.model.adapters.names
-    return engine.add(Request(prompt(length), sampling, salt=b"tenant" + names.get(name, b"")))
+    request = engine.add(Request(prompt(length), sampling))
+    engine.scheduler.tables[request].salt = b"tenant" + names.get(name, b"")
+    return request
 
 
 def answers(engine: Any, asked: list[tuple[str, int, SamplingParams]]) -> list[Any]:
@@ -110,8 +112,10 @@ def test_adapters_share_no_prefix_and_samples_do(group):
     assert engine.scheduler.counts.hit_tokens == 0
     answers(engine, [("one", 20, GREEDY)])
     assert engine.scheduler.counts.hit_tokens == 16
-    salt = b"tenant" + group.model.adapters.names["two"]
-    samples = add_samples(engine, prompt(11), [DRAWN, DRAWN], salt)
+    samples = add_samples(engine, prompt(11), [DRAWN, DRAWN])
+    for sample in samples:
+        salt = b"tenant" + group.model.adapters.names["two"]
+        engine.scheduler.tables[sample].salt = salt
     finish(engine)
     (want,) = answers(engine_of(group), [("two", 11, DRAWN)])
     assert [sample.output.token_ids for sample in samples] == [want[0]] * 2

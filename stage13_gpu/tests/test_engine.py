@@ -64,7 +64,7 @@ def test_preempted_and_shared_blocks():
     """A pool so small that sequences are swapped out, and prompts that begin alike."""
     model = model_of("gpt2")
     pools: dict[str, Any] = {"pool": BlockPool(8, 4), "swap_pool": BlockPool(8, 4)}
-    engine = make(model, preemption="swap", sanitize=True, max_sequences=4, **pools, **KERNELS)
+    engine = make(model, sanitize=True, max_sequences=4, **pools, **KERNELS)
     prompts = [[5, 6, 7, 8, 1, 2], [5, 6, 7, 8, 3], [5, 6, 7, 8, 1, 9, 4]]
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     engine.generate(prompts[:1], params)
