@@ -6,10 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from shared import cli, live
-from shared.errors import UserError
 from stage01_forward.params import SamplingParams
 
 from .recorder import SlotsRecord
@@ -76,9 +73,11 @@ def main(argv: list[str] | None = None) -> int:
     slots = options.max_num_seqs or (1 if isinstance(prompts, str) else SLOTS)
     scheduler = Scheduler(slots, **live.scheduling(options, slots))
 
+    from .engine import make
+
     loaded = cli.load_model_from(options)
     sampling.check_vocabulary(loaded.config.vocab_size)  # or each prompt would report the same
-    engine = make_engine(loaded, scheduler, slots)
+    engine = make(loaded.model, scheduler=scheduler)
     status = 0
     if isinstance(prompts, str):
         cli.speak(engine, loaded, prompts, sampling)
@@ -89,22 +88,6 @@ def main(argv: list[str] | None = None) -> int:
     if gantt:
         write(engine, gantt, slots)
     return status
-
-
-def make_engine(loaded: cli.Loaded, scheduler: Scheduler, slots: int) -> Engine:
-    """The engine. Raises UserError if there is not enough memory for its slots."""
-    from .engine import make
-
-    config = loaded.config
-    need = slots * config.n_positions * config.kv_bytes_per_token(loaded.dtype)
-    free = psutil.virtual_memory().available
-    # Some systems grant more memory than they have, and kill the process later.
-    if loaded.device.type == "cpu" and need > free:
-        raise UserError(
-            f"{slots} slots of {config.name} take {need / 2**30:.1f} GiB of memory, but only "
-            f"{free / 2**30:.1f} GiB are free: give a smaller --max-num-seqs."
-        )
-    return make(loaded.model, scheduler=scheduler)
 
 
 class Show(live.Show):

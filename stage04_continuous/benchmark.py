@@ -36,11 +36,9 @@ DRAWN = (16, 200)  # slots and steps of the crowd on the chart
 
 def measure(bench: kit.Bench) -> None:
     for subject in bench.subjects(("gpt2", "float32"), ("gpt2", "bfloat16")):
-        together(bench, subject, "equal", [(16, 32)] * 8, 8, 128, 3)
         if subject.about["dtype"] == "float32":
-            together(
-                bench, subject, "crowd", kit.crowd(12 if bench.quick else 72), SLOTS, BUDGET, 1
-            )
+            together(bench, subject, "crowd", kit.crowd(12 if bench.quick else 72))
+            together(bench, subject, "equal", [(8, 32)] * SLOTS)
         ways = {}
         for chunk in bench.sizes("64", "256", WHOLE):
             size = LONG if chunk == WHOLE else int(chunk)
@@ -51,23 +49,21 @@ def measure(bench: kit.Bench) -> None:
         bench.row("chunking", ways, 2, 0, **subject.about)
 
 
-def together(
-    bench: kit.Bench, subject: Subject, case: str, lengths: Any, slots: int, budget: int, times: int
-) -> None:
+def together(bench: kit.Bench, subject: Subject, case: str, lengths: Any) -> None:
     """One workload on stage 03 and on this stage, with the same slots."""
     passes = kit.Passes(subject)
-    ours = make(subject.model, slots, token_budget=budget, observers=[passes])
+    ours = make(subject.model, SLOTS, token_budget=BUDGET, observers=[passes])
 
     def keep(engine: Any) -> dict[str, Any]:
         busy = {"busy": sum(step.rows for step in engine.steps)}
         if engine is not ours:
             return busy
-        bars = timeline.bars([*ours.steps][: DRAWN[1]] if case == "crowd" else [])
+        bars = timeline.bars([*ours.steps][: DRAWN[1]])
         drawn = [[*asdict(bar).values()] for bar in bars if bar.slot < DRAWN[0]]
         return busy | {"costs": passes.costs[-len(ours.steps) :], "bars": drawn}
 
-    engines = {STATIC: StaticEngine(subject.model, max_batch=slots), OURS: ours}
-    bench.answers(case, subject, engines, lengths, times, keep, slots=slots)
+    engines = {STATIC: StaticEngine(subject.model, max_batch=SLOTS), OURS: ours}
+    bench.answers(case, subject, engines, lengths, 2, keep)
 
 
 def arrive(subject: Subject, engine: Engine, passes: kit.Passes) -> dict[str, Any]:
@@ -78,26 +74,20 @@ def arrive(subject: Subject, engine: Engine, passes: kit.Passes) -> dict[str, An
     requests = [engine.add(Request(prompt, kit.greedy(1 + AFTER))) for prompt in prompts]
     while not all(request.output.token_ids for request in requests):
         engine.step()
-    newcomer, first, gaps = engine.add(Request(long, kit.greedy(LONG_ANSWER))), 0.0, list[float]()
+    requests.append(engine.add(Request(long, kit.greedy(LONG_ANSWER))))
     passes.costs.clear()
-    while any(request.output.finish_reason is None for request in requests):
-        silent = not newcomer.output.token_ids
-        gaps.append(1e3 * watch.seconds(engine.step))
-        first += gaps[-1] / 1e3 if silent else 0.0
-    if len(gaps) > AFTER:
+    gaps = [1e3 * watch.seconds(engine.step) for _ in range(AFTER)]
+    if engine.requests:
         raise AssertionError("a neighbour went without a token in some pass")
-    subject.prove([*prompts, long], [r.output.token_ids for r in [*requests, newcomer]])
-    prefill = passes.costs[: -(-LONG // engine.scheduler.max_chunk)]
-    return {"seconds": first, "gaps": gaps, "costs": prefill}
-
-
-# ---- tables and chart ---------------------------------------------------------------------------
+    subject.prove([*prompts, long], [request.output.token_ids for request in requests])
+    count = -(-LONG // engine.scheduler.max_chunk)  # passes over the long prompt
+    return {"seconds": sum(gaps[:count]) / 1e3, "gaps": gaps, "costs": passes.costs[:count]}
 
 
 def passes(row: Row, variant: str) -> list[float]:
     """The least seconds of each pass."""
     if variant == STATIC:
-        costs = static_costs(row.config, row.kind, row.lengths, row["slots"])
+        costs = static_costs(row.config, row.kind, row.lengths, SLOTS)
     else:
         costs = [Cost(*pair) for pair in row["costs"][variant][-1]]
     return [row.least(cost) for cost in costs]
@@ -105,7 +95,7 @@ def passes(row: Row, variant: str) -> list[float]:
 
 def used(row: Row, variant: str) -> float:
     """Share of the slots that computed for a request in progress."""
-    return row.median(variant, "busy") / row["slots"] / row.median(variant, "passes")
+    return row.median(variant, "busy") / SLOTS / row.median(variant, "passes")
 
 
 def predicted(row: Row) -> float:
@@ -115,7 +105,7 @@ def predicted(row: Row) -> float:
 def tables(results: Results) -> kit.Tables:
     win = [
         {
-            "requests": f"{len(row.lengths)}, {case}, {row['dtype']}", "engine": variant,
+            "requests": f"{len(row.lengths)}, {case}", "engine": variant,
             "tok/s": row.rate(variant), "slots in use": f"{used(row, variant):.0%}",
             "steps": f"{row.median(variant, 'passes'):,.0f}",
             "over stage 03": f"{row.gain(STATIC, variant):.2f}x",
@@ -143,7 +133,7 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
         yield kit.claim("steps of the crowd, static over continuous", 3.0, here, steps, "x", why)
         what = "seconds of the crowd, static over continuous"
         yield kit.claim(what, 2.26, predicted(row), row.gain(STATIC, OURS))
-    for row in results.rows("equal", model="gpt2", dtype="float32"):
+    for row in results.rows("equal", model="gpt2"):
         what, why = "the same for equal answers, all at once", "the control: nothing to refill"
         yield kit.claim(what, 1.0, predicted(row), row.gain(STATIC, OURS), "x", why)
     for row in results.rows("chunking", model="gpt2", dtype="float32"):
@@ -157,16 +147,14 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
 def chart(results: Results) -> Figure:
     (row, *_) = results.rows("crowd")
     bars = [timeline.Bar(*bar) for bar in row["bars"][OURS][-1]]
-    title = f"Slots are handed on: {DRAWN[0]} of {row['slots']} slots, the first {DRAWN[1]} steps"
+    title = f"Slots are handed on: {DRAWN[0]} of {SLOTS} slots, the first {DRAWN[1]} steps"
     return timeline.draw(bars, DRAWN[1], title, DRAWN[0])
 
 
 def headline(results: Results) -> str:
     for row in results.rows("crowd"):
-        return (
-            f"{row.gain(STATIC, OURS):.1f}x static batching where answers differ in length: "
-            f"{used(row, OURS):.0%} of the slots in use instead of {used(row, STATIC):.0%}"
-        )
+        shares = f"{used(row, OURS):.0%} of the slots in use instead of {used(row, STATIC):.0%}"
+        return f"{row.gain(STATIC, OURS):.1f}x static batching where answers differ: {shares}"
     return kit.UNMEASURED
 
 

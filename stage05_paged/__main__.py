@@ -89,8 +89,8 @@ def make_parser() -> cli.Parser:
         "--max-num-seqs",
         type=cli.whole_number(1, MOST_SEQUENCES),
         metavar="N",
-        help="most answers generated at a time, if memory allows; "
-        f"default: {SEQUENCES}, and 1 for one prompt",
+        default=SEQUENCES,
+        help="most answers generated at a time, if memory allows",
     )
     group = parser.add_argument_group("memory")
     group.add_argument(
@@ -138,12 +138,10 @@ def main(argv: list[str] | None = None) -> int:
             f"At temperature 0 all {options.samples} samples would be the same: give a "
             "--temperature such as 0.8, or leave --samples out."
         )
-    alone = isinstance(prompts, str) and options.samples == 1
-
     loaded = cli.load_model_from(options)
     sampling.check_vocabulary(loaded.config.vocab_size)  # or each prompt would report the same
-    engine = make_engine(loaded, options, alone, prompts is None)
-    if isinstance(prompts, str) and alone:
+    engine = make_engine(loaded, options, prompts is None)
+    if isinstance(prompts, str) and options.samples == 1:
         cli.speak(engine, loaded, prompts, sampling)
         return 0
     print(budget(engine, loaded.dtype), file=sys.stderr, flush=True)
@@ -156,19 +154,13 @@ def main(argv: list[str] | None = None) -> int:
 # ---- memory -------------------------------------------------------------------------------------
 
 
-def make_engine(
-    loaded: cli.Loaded, options: argparse.Namespace, alone: bool, built_in: bool
-) -> Engine:
-    """The engine, with the memory that the options give.
-
-    alone: there is one prompt with one answer. built_in: the prompts are this stage's own.
-    Raises UserError if there is too little memory, and for invalid settings.
-    """
+def make_engine(loaded: cli.Loaded, options: argparse.Namespace, built_in: bool) -> Engine:
+    """The engine, with the memory that the options give. built_in: the prompts are this stage's
+    own. Raises UserError if there is too little memory, and for invalid settings."""
     from .engine import make
 
     config, dtype = loaded.config, loaded.dtype
-    sequences = options.max_num_seqs or (1 if alone else SEQUENCES)
-    free = free_memory(loaded.device)
+    sequences, free = options.max_num_seqs, free_memory(loaded.device)
     if options.kv_memory is not None:
         memory = parse_memory(options.kv_memory, free)
     elif built_in:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import re
 import sys
 from typing import Any
@@ -13,10 +12,9 @@ from xml.etree import ElementTree
 import torch
 
 from shared import cli, live
-from shared.testing import FIELDS, make_folder
 from shared.tokenizer import ByteTokenizer
 from stage01_forward.params import SamplingParams
-from stage03_batching.tests.commands import CommandContract, answers, check_error
+from stage03_batching.tests.commands import CommandContract, answers
 from stage04_continuous import __main__ as stage
 from stage04_continuous.engine import make
 
@@ -55,14 +53,6 @@ class TestCommand(CommandContract):
         assert status == 0 and f"[written: {chart}]" in err
         assert ElementTree.fromstring(chart.read_bytes()).tag.endswith("svg")
         assert "no step ran" in call(["a" * 48], "--gantt", str(chart))[2]
-
-    def test_slots_that_no_memory_can_hold(self, call, tmp_path):
-        folder = make_folder(tmp_path / "vast")
-        (folder / "config.json").write_text(json.dumps(FIELDS | {"n_positions": 400_000}), "utf-8")
-        result = call(
-            ["hello"], "--model", str(folder), "--random-weights", "--max-num-seqs", "4096"
-        )
-        check_error(result, r"4096 slots of \w+ take [\d.]+ GiB.*smaller --max-num-seqs\.")
 
 
 def loaded(model: Any) -> cli.Loaded:

@@ -17,7 +17,7 @@ from stage01_forward.generation import Row
 from stage01_forward.params import SamplingParams
 from stage04_continuous.fast_sampling import sample
 from stage04_continuous.tests.traces import Trace
-from stage05_paged.blocks import BlockPool, BlockTable
+from stage05_paged.blocks import BlockPool
 from stage05_paged.cache import PagedCache
 from stage05_paged.scheduler import Scheduler
 
@@ -69,18 +69,3 @@ def test_schedule(benchmark):
     trace.step()
     plan = benchmark(trace.scheduler.schedule)
     assert [(work.start, work.count, work.rows) for work in plan.work] == [(CONTEXT, 1, 1)] * ROWS
-
-
-def test_block_pool(benchmark):
-    """A table takes its blocks and gives them back, in a pool full of cached ones."""
-    pool = BlockPool(BLOCKS, BLOCK)
-
-    def take_and_release(tokens=CONTEXT):
-        table = BlockTable(pool)
-        for block in table.grow(tokens):
-            pool.publish(block, str(block).encode())
-        table.release()
-        return pool.evictions
-
-    take_and_release(BLOCKS * BLOCK)
-    assert benchmark(take_and_release) > 0 and pool.available == BLOCKS and not pool.free
