@@ -74,9 +74,6 @@ def passes(bench: kit.Bench, subject: Subject, peer: Any) -> None:
             bench.row("forward", ways, prove=proof, tokens=tokens, **subject.about)
 
 
-# ---- tables and chart ---------------------------------------------------------------------------
-
-
 def limit(row: Row) -> float:
     """Least seconds of a pass."""
     return row.least(forward_cost(row.config, row.kind, row["tokens"]))

@@ -19,8 +19,6 @@ defined to the last number: the row throws one dart, a uniform random number tim
 is kept, and takes the first token, by id, at which the running sum exceeds the dart. Sums are in
 float64. Every other sampler does the same, without a sort, so a seed gives the same tokens in every
 engine.
-
-Left out on purpose: stop strings (they need text), beam search, grammars.
 """
 
 from __future__ import annotations

@@ -63,9 +63,3 @@ def test_a_checked_object_stays_as_it_was_checked():
     stops.append(-7)
     assert params.logit_bias == {1: 2.0} and params.stop_token_ids == (3,)
     assert hash(params) == hash(SamplingParams(logit_bias={1: 2.0}, stop_token_ids=(3,)))
-
-
-@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
-def test_each_penalty_alone_changes_scores(name):
-    options: dict[str, Any] = {name: 1.5}
-    assert SamplingParams(**options).penalised and not SamplingParams().penalised

@@ -11,7 +11,7 @@ from stage04_continuous.engine import make
 
 from .contract import EngineContract
 from .lives import Life, live
-from .oracle import greedy, naive, prompt_of, the_model
+from .oracle import the_model
 
 
 def engine_of(sequences=4, budget=32, model=None, **options):
@@ -55,9 +55,3 @@ EVENTS += ["aborted waiting", "aborted running", "recomputed with an answer"]
 def test_lives_of_fifty_calls(examples):
     seen = live(SlotLife, examples)
     assert not [event for event in EVENTS if not seen[event]]
-
-
-def test_the_answers_are_worth_comparing():
-    """One token repeated would be the same whatever was wrong."""
-    answers = [naive(prompt_of(length), greedy(24)) for length in (1, 5, 9, 17, 26, 30)]
-    assert sum(len(set(output.token_ids)) for output in answers) > 10 * len(answers)

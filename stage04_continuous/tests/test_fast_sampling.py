@@ -88,13 +88,6 @@ def drawn(logits, **options):
     return {*fast_sampling.choose(torch.tensor([logits] * 40, dtype=torch.float64), rows)}
 
 
-def test_a_tiny_temperature_is_raised_and_a_nucleus_may_end_exactly():
-    assert drawn([0.0, -0.005], temperature=1e-9) == {0, 1}
-    half = [0.0, -math.log(2), -math.log(2)]  # weights of 1, 1/2 and 1/2
-    assert drawn(half, temperature=1.0, top_p=0.5) == {0}
-    assert drawn(half, temperature=1.0, top_p=0.501) == {0, 1, 2}
-
-
 def test_top_k_keeps_what_min_p_drops_dropped_and_looks_into_every_block():
     assert drawn([0.0, -1.2, -1.6, -2.3], temperature=1.0, min_p=0.5, top_k=3) == {0}
     blocks = [0.0, *[-1.0] * 63, -0.1, *[-5.0] * 191]  # of 64 weights
