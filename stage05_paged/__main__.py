@@ -22,7 +22,6 @@ from .memory import (
     default_memory,
     free_memory,
     make_pool,
-    most_sequences,
     parse_memory,
     size,
 )
@@ -187,7 +186,7 @@ def budget(engine: Engine, dtype: torch.dtype) -> str:
     """One line: memory of the cache, its blocks, and the sequences that fit."""
     scheduler, config = engine.scheduler, engine.config
     pool, swap = scheduler.pool, scheduler.swap_pool
-    whole = most_sequences(pool, config.n_positions)
+    whole = pool.count // pool.blocks_for(config.n_positions)
     block = block_bytes(config, dtype, pool.block_size)
     words = [
         f"KV cache: {size(pool.count * block)} in {pool.count} blocks of {pool.block_size} tokens",

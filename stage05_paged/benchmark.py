@@ -11,6 +11,8 @@ import random
 from collections.abc import Iterator
 from functools import partial
 from itertools import count as counting
+from itertools import zip_longest
+from operator import mul
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -55,13 +57,9 @@ def capacity(bench: kit.Bench, subject: Subject, load: str, lengths: Any) -> Non
     engines = {SLOTS: slots, PAGED: make(subject.model, pool=pool, **options)}
 
     def keep(engine: Any) -> dict[str, Any]:
-        queued = [step.rows for step in engine.steps if step.waiting]
-        rows = [step.rows for step in engine.steps]
-        return {
-            "costs": passes.costs[-len(rows) :],
-            "queued": sum(queued) / len(queued),
-            "at": rows,
-        }
+        rows, queued = zip(*((step.rows, step.waiting > 0) for step in engine.steps), strict=True)
+        costs = passes.costs[-len(rows) :]
+        return {"costs": costs, "rows": rows, "queued": sum(map(mul, rows, queued)) / sum(queued)}
 
     bench.answers("capacity", subject, engines, lengths, 1, keep, load=load)
 
@@ -100,19 +98,12 @@ def prefix(bench: kit.Bench, subject: Subject) -> None:
     bench.row("prefix", ways, 5, **subject.about)
 
 
-# ---- tables and chart ---------------------------------------------------------------------------
-
-
-def copied(row: Row) -> int:
-    """Bytes that a decode pass gathers: whole blocks."""
-    blocks = row["rows"] * -(-(row["context"] + 1) // BLOCK)
-    return int(blocks * block_bytes(row.config, row.kind, BLOCK))
-
-
 def slower(row: Row) -> float:
-    """Predicted time of a decode pass, paged over contiguous."""
+    """Predicted time of a decode pass, paged over contiguous: whole blocks are gathered."""
+    blocks = row["rows"] * -(-(row["context"] + 1) // BLOCK)
+    gathered = Cost(0, blocks * block_bytes(row.config, row.kind, BLOCK))
     cost = forward_cost(row.config, row.kind, 1, row["context"], rows=row["rows"])
-    return 1 + row.least(Cost(0, copied(row))) / row.least(cost)
+    return 1 + row.least(gathered) / row.least(cost)
 
 
 def tables(results: Results) -> kit.Tables:
@@ -130,7 +121,6 @@ def tables(results: Results) -> kit.Tables:
             "dtype": row["dtype"], "rows, context": f"{row['rows']}, {row['context']}",
             "slots, ms": row.ms(SLOTS), "blocks, ms": row.ms(PAGED),
             "over slots (predicted)": f"{row.gain(PAGED, SLOTS):.2f}x ({slower(row):.2f}x)",
-            "gathered, MB": f"{copied(row) / 1e6:,.0f}",
         }
         for row in results.rows("gather")
     ]  # fmt: skip
@@ -156,30 +146,25 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
         what = "a step of 32 rows at context 256, blocks over slots"
         yield kit.claim(what, 1.39, slower(row), row.gain(PAGED, SLOTS))
     for row in results.rows("prefix", model="gpt2"):
-        whole, rest = ((SYSTEM + OWN,), (OWN, SYSTEM))
-        costs = [row.least(forward_cost(row.config, row.kind, *n)) for n in (whole, rest)]
+        passes = (SYSTEM + OWN, 0), (OWN, SYSTEM)
+        costs = [row.least(forward_cost(row.config, row.kind, *n)) for n in passes]
         what, why = "first token of 544, 512 found", "a step of 32 rows is further from its limit"
         yield kit.claim(what, 15.5, costs[0] / costs[1], row.gain("computed", "found"), "x", why)
 
 
 def chart(results: Results) -> Figure:
     (row, *_) = results.rows("capacity", load="crowd")
-    steps = max(len(runs[-1]) for runs in row["at"].values())
-    places = [*range(0, steps, max(1, steps // 60))]
-    series = {
-        name: [(runs[-1] + [float("nan")] * steps)[place] for place in places]
-        for name, runs in row["at"].items()
-    }
+    columns = zip_longest(*(runs[-1] for runs in row["rows"].values()), fillvalue=float("nan"))
+    series = dict(zip(row["rows"], map(list, zip(*columns, strict=True)), strict=True))
     title = "In the same memory, blocks hold many times as many sequences"
-    return charts.lines(title, "step of the crowd", "sequences in it", places, series)
+    steps = [*range(len(series[SLOTS]))]
+    return charts.lines(title, "step of the crowd", "sequences in it", steps, series)
 
 
 def headline(results: Results) -> str:
     for row in results.rows("capacity", load="crowd"):
         queued, gain = row.median(PAGED, "queued"), row.gain(SLOTS, PAGED)
-        return (
-            f"in the memory of 4 slots, {queued:.0f} sequences at once, and {gain:.1f}x the tok/s"
-        )
+        return f"in the memory of 4 slots, {queued:.0f} sequences, and {gain:.1f}x the tok/s"
     return kit.UNMEASURED
 
 

@@ -93,8 +93,3 @@ def default_memory(
     """Bytes of a default pool: `sequences` whole contexts, but at most half of the `free` bytes."""
     blocks = -(-config.n_positions // block_size)
     return min(sequences * blocks * block_bytes(config, dtype, block_size), int(SHARE * free))
-
-
-def most_sequences(pool: BlockPool, tokens: int) -> int:
-    """Number of sequences of `tokens` tokens that fit into the pool together, unshared."""
-    return pool.count // pool.blocks_for(tokens)
