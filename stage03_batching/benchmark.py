@@ -35,7 +35,7 @@ def measure(bench: kit.Bench) -> None:
             for what, long in bench.sizes(("answer", LONG_ANSWER), ("prompt", LONG_PROMPT)):
                 equal = [(SHORT * (ROWS - 1) + long + row) // ROWS for row in range(ROWS)]
                 for kind, counts in (("equal", equal), ("one long", [SHORT] * (ROWS - 1) + [long])):
-                    pairs = [(SHORT, n) if what == "answer" else (n, SHORT) for n in counts]
+                    pairs: Any = [(SHORT, n) if what == "answer" else (n, SHORT) for n in counts]
                     engines = {BATCH: Engine(subject.model, max_batch=ROWS)}
                     bench.answers("waste", subject, engines, pairs, 1, steps, what=what, kind=kind)
 
