@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import sys
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from shared.errors import UserError
 
 TIMEOUT = 4.0  # seconds that a rank waits for another one in a pass before it gives all up
 IDLE = timedelta(days=365)  # between two commands: a rank whose rank 0 has died knows at once
@@ -27,20 +24,18 @@ LENGTH = 8  # bytes of the length that precedes a command
 
 
 class Collectives:
-    """The calls of rank `rank` of `size`. They need `connect` first; layers call them only in a
-    pass of all ranks, else they raise UserError. A process can be in one group of ranks at a time.
-    """
+    """The calls of rank `rank` of `size`. They need `connect` first, and each of them all ranks. A
+    process can be in one group of ranks at a time."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.passing = False  # whether the other ranks compute too
         self._timeout = timedelta(seconds=TIMEOUT)
 
     def connect(self, file: str, timeout: float) -> None:
         """Meet the other ranks at `file`, which all can reach. Afterwards a call that waits
         `timeout` seconds for another rank raises RuntimeError; if that rank has died, at once."""
         # No other machine may take part, whatever this one's name resolves to.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         self._timeout = timedelta(seconds=timeout)
         place: Any = {"rank": self.rank, "world_size": self.size, "timeout": IDLE}
         dist.init_process_group("gloo", store=dist.FileStore(file, self.size), **place)
@@ -52,7 +47,6 @@ class Collectives:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, equal to the last bit on all of them; in place."""
         if self.size > 1:
-            self._check()
             dist.all_reduce(x, async_op=True).wait(self._timeout)
         return x
 
@@ -60,17 +54,9 @@ class Collectives:
         """On rank 0, the x of every rank, all of one shape; on the other ranks, nothing."""
         if self.size == 1 or not x.numel():
             return [x] * self.size
-        self._check()
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
         dist.gather(x, parts, async_op=True).wait(self._timeout)
         return parts or []
-
-    def _check(self) -> None:
-        if not self.passing:
-            raise UserError(
-                "This model is split over several ranks, which compute only in passes of their "
-                "engine: use the engine, or one rank."
-            )
 
     def send_command(self, kind: str, *arguments: Any) -> None:
         """Broadcast a command from rank 0: integers, and lists of them. As JSON: what a socket
@@ -97,12 +83,3 @@ class Collectives:
         part = torch.empty(count, dtype=torch.uint8)
         dist.broadcast(part, 0)
         return part.numpy().tobytes()
-
-
-def loopback() -> str:
-    """The name of this machine's network interface to itself."""
-    return next(
-        name
-        for name, addresses in psutil.net_if_addrs().items()
-        if any(a.family == socket.AF_INET and a.address == "127.0.0.1" for a in addresses)
-    )

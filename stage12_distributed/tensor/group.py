@@ -91,7 +91,6 @@ def work(rank: int, setup: Setup, threads: int, file: str, pipe: connection.Conn
         pipe.send_bytes(b"loaded")
         pipe.recv_bytes()  # all have come this far
         collectives.connect(file, setup.timeout)
-        collectives.passing = True
         obey(collectives, model)
     except (EOFError, OSError, RuntimeError):  # rank 0 has gone, or another rank
         pass
@@ -145,7 +144,6 @@ class RankGroup:
         ends the group: the other ranks may wait for each other in vain. Raises RankLost."""
         if not self.up:
             raise RankLost(LOST)
-        self.collectives.passing = True
         try:
             yield self.collectives.send_command
         except Exception as error:
@@ -153,8 +151,6 @@ class RankGroup:
                 raise
             self.close()
             raise RankLost(LOST) from error
-        finally:
-            self.collectives.passing = False
 
     def hold(self, cache: BlockCache) -> None:
         """Give every rank a cache like rank 0's `cache`, in place of its previous one."""

@@ -40,3 +40,31 @@ def test_the_number_of_servers_follows_their_load():
     assert scale(context) == (2.5, {})
     metrics.clear()
     assert scale(context) == (2, {})
+
+
+def test_the_front_keeps_its_servers_while_ray_cannot_name_them():
+    """Before the first one has started, and where a machine is busy."""
+    pytest.importorskip("ray")
+    import asyncio
+    from types import SimpleNamespace
+
+    from ray.serve._private.common import DeploymentID
+    from ray.serve.exceptions import DeploymentUnavailableError
+
+    from stage12_distributed import serve
+
+    none: Any = DeploymentUnavailableError(DeploymentID("Engine", "staircase"))
+    answers = [none, ["http://a", TimeoutError(), "http://b"], TimeoutError(), ["http://b"]]
+
+    class Engines:
+        def broadcast(self, name: str) -> Any:
+            return self
+
+        async def results_async(self, **options: Any) -> Any:
+            if isinstance(answer := answers.pop(0), Exception):
+                raise answer
+            return answer
+
+    front, deployment = SimpleNamespace(engines=Engines(), urls=[]), vars(serve)["Front"]
+    found = [asyncio.run(deployment.func_or_class.find(front)) for _ in range(4)]
+    assert found == [[], ["http://a", "http://b"], ["http://a", "http://b"], ["http://b"]]
