@@ -81,7 +81,8 @@ def _scale(fields: Mapping[str, Any], source: Path, model: str) -> tuple[int, fl
     wrong += [name for name in fields if fields[name] and name not in HARMLESS | WORKS.keys()]
     if type(alpha) not in (int, float) or not math.isfinite(alpha):
         wrong.append("lora_alpha")
-    if (rank := fields.get("r")) not in range(1, MOST_RANK + 1):
+    rank: Any = fields.get("r")
+    if rank not in range(1, MOST_RANK + 1):
         wrong.append("r")
     for name in wrong:
         raise UserError(

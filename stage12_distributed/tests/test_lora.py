@@ -214,28 +214,20 @@ def test_logits_are_those_of_peft(tmp_path, family, rslora):
 
 # ---- what is refused ----------------------------------------------------------------------------
 
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "dora": ({"use_dora": True}, "use_dora to True"),
-    "bias": ({"bias": "all"}, "bias to all, which is not"),
-    "whole layers": ({"modules_to_save": ["lm_head"]}, r"modules_to_save to \['lm_head'\]"),
-    "ranks": ({"rank_pattern": {"c_fc": 8}}, "rank_pattern"),
-    "alphas": ({"alpha_pattern": {"c_fc": 8}}, "alpha_pattern"),
-    "start": ({"init_lora_weights": "pissa"}, "init_lora_weights to pissa"),
-    "kind": ({"peft_type": "IA3"}, "peft_type to IA3"),
-    "unknown": ({"use_magic": 1}, "use_magic to 1"),
-    "high rank": ({"r": 65}, "sets r to 65"),
-    "no rank": ({"r": "4"}, "sets r to 4"),
-    "no alpha": ({"lora_alpha": None}, "lora_alpha to None"),
-    "base": (
-        {"base_model_name_or_path": "openai/gpt2"},
-        "for the base model openai/gpt2, and .* odd",
-    ),
-    "folder": ({"base_model_name_or_path": "C:\\models\\odd-2\\"}, r"odd-2\\, and this is odd"),
-    "other rank": ({"r": 8}, r"is \(4, 24\) instead of \(8, 24\): the adapter is of another rank"),
-}
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"use_dora": True}, "use_dora to True, which is not implemented"),
+    ({"bias": "all"}, "bias to all"),
+    ({"modules_to_save": ["lm_head"]}, r"modules_to_save to \['lm_head'\]"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights to pissa"),
+    ({"r": 65}, "r to 65"),
+    ({"lora_alpha": None}, "lora_alpha to None"),
+    ({"base_model_name_or_path": "openai/gpt2"}, "for the base model openai/gpt2, and .* odd"),
+    ({"base_model_name_or_path": "C:\\models\\odd-2\\"}, r"odd-2\\, and this is odd"),
+    ({"r": 8}, r"is \(4, 24\) instead of \(8, 24\): the adapter is of another rank"),
+]
 
 
-@pytest.mark.parametrize("fields, message", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("fields, message", BAD)
 def test_what_is_not_implemented_is_refused_by_name(tmp_path, fields, message):
     with pytest.raises(UserError, match=message):
         lora.read(write(tmp_path / "bad", **fields), CONFIG, SHAPES)

@@ -143,16 +143,6 @@ def test_ties_are_broken_at_random():
     assert len(counts) == 8 and max(counts.values()) < 150
 
 
-def test_one_seed_gives_one_run():
-    """Whatever the objects' addresses in memory."""
-    runs = []
-    for seed in (1, 1, 1, 2):
-        routing = fleet(8, seed)
-        routes = [send(routing, prompt_of(20 * SIZE, number % 5)) for number in range(60)]
-        runs.append([route.replica.name for route in routes])
-    assert runs[0] == runs[1] == runs[2] != runs[3]
-
-
 def test_without_a_prefix_the_less_busy_of_two_is_chosen():
     """Power of two choices, over many seeds, because the order of the draws is free: 160 requests
     to 8 replicas. One random choice leaves the loads about 13 apart, the least busy of all 0."""
@@ -216,31 +206,3 @@ def test_searching_by_halves_finds_what_a_walk_finds(chains, blocks, asked):
         walked += 1
     assert replica.match(digests) == walked
     assert not any(digest in replica.tree for digest in digests[walked:])
-
-
-def hits(routing: Routing, prompts) -> int:
-    """Cached tokens of all prompts, 16 of which are in flight at any time."""
-    cached, running = 0, []
-    for prompt in prompts:
-        running.append(send(routing, prompt, answer=16))
-        cached += running[-1].cached
-        if len(running) == 16:
-            routing.finish(running.pop(0))
-    return cached
-
-
-def test_hits_are_nearly_those_of_one_big_cache():
-    """60 conversations of 8 turns about four subjects, in a random order; each turn repeats all
-    earlier ones. The control: the same caches, chosen in turn."""
-    generator, prompts, blocks = random.Random(0), [], 3000
-    subjects = [prompt_of(16 * SIZE, 1000 + number) for number in range(4)]
-    said = [list(generator.choice(subjects)) for _ in range(60)]
-    for number in generator.sample(list(range(60)) * 8, 480):
-        said[number] += generator.choices(range(1000), k=4 * SIZE)
-        prompts.append(list(said[number]))
-
-    best = hits(fleet(1, blocks=blocks), prompts)
-    assert best > 0.8 * sum(map(len, prompts))
-    assert hits(fleet(4, blocks=blocks // 4), prompts) >= 0.85 * best
-    in_turn = [hits(fleet(1, blocks=blocks // 4), prompts[number::4]) for number in range(4)]
-    assert sum(in_turn) < 0.8 * best
