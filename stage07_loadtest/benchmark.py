@@ -119,7 +119,7 @@ def tables(results: Results) -> kit.Tables:
     lines = []
     for row in [*results.rows("closed"), *results.rows("open")]:
         name, share = row["server"], row.get("share")
-        load = f"{share:.0%} of capacity" if share else f"{row['users']} users"
+        load = f"{share:.0%} of capacity" if share else str(schedule.Schedule(row["users"]))
         line = {"load": load, "server": name, "tok/s": kit.spread(row["output"][name])}
         for key in ("TTFT p95", "E2E p95"):
             line[f"{key}, ms"] = f"{1e3 * row.median(name, key):,.0f}"
