@@ -104,8 +104,6 @@ class Distribution:
     """The values of one latency, in seconds."""
 
     samples: int
-    mean: float
-    max: float
     percentiles: dict[str, float | None]  # "p50" and so on; None: p99 of too few samples
     adjusted: dict[str, float | None] | None  # failures as infinity; None for ITL, client queue
 
@@ -119,8 +117,6 @@ def distribution(values: Sequence[float], failures: int | None) -> Distribution 
     with_failures = ordered + [math.inf] * (failures or 0)
     return Distribution(
         samples=len(values),
-        mean=math.fsum(values) / len(values),
-        max=ordered[-1],
         percentiles=_percentiles(ordered),
         adjusted=None if failures is None else _percentiles(with_failures),
     )

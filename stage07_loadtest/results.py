@@ -30,9 +30,9 @@ class Writer:
         self.folder, self.summaries = folder, list[Summary]()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / REQUESTS).open("x").close()
-        except FileExistsError:
-            raise UserError(f"{folder} already holds a run: name another folder.") from None
+            if (folder / SUMMARY).exists():
+                raise UserError(f"{folder} already holds a run: name another folder.")
+            (folder / REQUESTS).write_text("", encoding="utf-8")
         except OSError as error:
             raise UserError(
                 f"The folder {folder} cannot be written ({error.strerror}): name another one."
@@ -62,17 +62,16 @@ class Writer:
     def draw(self) -> None:
         """The chart of all points: what users wait, by load. No bar where it is infinite."""
         names = {"TTFT, p95": TTFT_INTENDED, "E2E latency, p95": E2E_INTENDED}
-        values = {
-            label: [point.at(name, 95, adjusted=True) for point in self.summaries]
-            for label, name in names.items()
-        }
-        series = {
-            label: [math.nan if value in (None, math.inf) else value for value in row]
-            for label, row in values.items()
-        }
+        series = {}
+        for label, name in names.items():
+            values = [point.at(name, 95, adjusted=True) for point in self.summaries]
+            row = [math.nan if value in (None, math.inf) else value for value in values]
+            if not all(map(math.isnan, row)):
+                series[label] = row
         loads = [point.load for point in self.summaries]
         title = "What users wait, from the intended start"
-        charts.save(charts.bars(title, "s", loads, series, digits=2), self.folder / CHART)
+        if series:
+            charts.save(charts.bars(title, "s", loads, series, digits=2), self.folder / CHART)
 
 
 def encode(value: Any) -> Any:

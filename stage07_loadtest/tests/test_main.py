@@ -82,12 +82,15 @@ def test_this_stage_knows_a_server_by_http_alone():
         assert not [line for line in lines if line.startswith(("from stage", "import stage"))], path
 
 
-def test_failures_stand_beside_every_latency(capsys):
-    load = "--users 1 --requests 9 --slo ttft=5,e2e=20"
+def test_failures_stand_beside_every_latency(capsys, tmp_path):
+    """Infinite in the table and on disk, and no bar in the chart."""
+    load = f"--users 1 --requests 9 --slo ttft=5,e2e=20 --out {tmp_path}"
     status, out, *_ = loaded(capsys, load, fault="503", fault_every=3)
     (one,) = rows(out)
     assert status == 0 and one[:3] == ["1 user", "9", "66.7%"] and "inf" in one
     assert "1 user: 3 http_503" in out and "TTFT 5,000 ms, E2E 20,000 ms" in out
+    (point,) = json.loads((tmp_path / results.SUMMARY).read_text(encoding="utf-8"))["results"]
+    assert point["latency"]["e2e"]["adjusted"]["p95"] == "inf" and "Written" in out
 
 
 def test_a_server_that_fails_the_first_request_as_it_would_all_is_not_loaded(capsys):

@@ -48,7 +48,7 @@ def test_the_99th_percentile_needs_a_thousand_samples():
     assert few and few.adjusted and enough
     assert few.percentiles["p99"] is few.adjusted["p99"] is None
     assert enough.percentiles == {"p50": 499.0, "p90": 899.0, "p95": 949.0, "p99": 989.0}
-    assert (enough.samples, enough.mean, enough.max) == (1000, 499.5, 999.0)
+    assert enough.samples == 1000
 
 
 def test_a_failure_is_an_answer_that_never_came():
