@@ -34,6 +34,7 @@ LINES: tuple[Any, ...] = (
 )
 # No dots: each would be an outline of its own, 200 kB in all.
 HATCHES = ("", "////", "|||", "\\\\\\\\", "xxxx")
+MARKS = 12  # markers of a line, about
 INK, FAINT = "#222222", "#d9d9d9"
 CLEAR = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # behind words on a mark or line
 
@@ -139,6 +140,7 @@ def lines(
                     linestyle=LINES[number],
                     marker=MARKERS[number],
                     markeredgecolor="white",
+                    markevery=max(1, len(x) // MARKS),
                 )
             drawn = [(at, value) for at, value in zip(x, values, strict=True) if value == value]
             ends.append((*drawn[-1], name, colour))

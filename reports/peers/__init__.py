@@ -151,7 +151,7 @@ def chart(results: Results) -> Figure:
         row["weights"]: [row.median(n, "rate") if n in row["rate"] else float("nan") for n in names]
         for row in rows
     }
-    title = "One request: tokens per second by engine and format of the weights"
+    title = "One request: tokens per second, by engine"
     return charts.bars(title, "tok/s (GPT-2 124M shape)", names, series, digits=0)
 
 

@@ -29,7 +29,6 @@ LINK = re.compile(r"\]\(<?([^)\s>]+)>?\)")
 MODULE = re.compile(r"\bpython3? -m ((?:shared|reports|exercises|stage\d\d)[\w.]*)")
 REGISTRY = re.compile(r"\b(pypi|pythonhosted|npmjs|crates|anaconda)\.(org|com|io)\b")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "COLUMNS": "100", "NO_COLOR": "1", "PYTHONUTF8": "1"}
-ENVIRONMENT |= {"PYTHONUNBUFFERED": "1"}  # in the order of a terminal
 
 
 def tracked(ending: str) -> list[Path]:
