@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
 import psutil
 import torch
 from matplotlib.figure import Figure
@@ -56,30 +55,20 @@ def begin(name: str, model: str, dtype: str, threads: int) -> None:
 
 def offline(streams: int, prompts: Sequence[list[int]], answer: int) -> dict[str, Any]:
     """A loop that steps, and adds a request when another has ended."""
-    waiting, requests, started = iter(prompts), dict[str, Any](), time.perf_counter()
-    times: dict[str, list[float]] = {}
+    waiting, requests, started = iter(prompts), list[Any](), time.perf_counter()
 
     def send() -> None:
         if (prompt := next(waiting, None)) is not None:
-            request = engine.add(Request(prompt, kit.greedy(answer)))
-            requests[request.id], times[request.id] = request, [time.perf_counter()]
+            requests.append(engine.add(Request(prompt, kit.greedy(answer))))
 
     for _ in range(streams):
         send()
     while engine.requests:
-        for request, token in engine.step():
-            times[request].append(time.perf_counter())
+        for _, token in engine.step():
             if token.finish_reason is not None:
                 send()
-    ids = [request.output.token_ids for request in requests.values()]
-    return {"seconds": time.perf_counter() - started, "ids": ids, **waits([*times.values()])}
-
-
-def waits(times: list[list[float]]) -> dict[str, float]:
-    """Of answers, each the time of sending and of each token: p99 to the first, p50 between two."""
-    between = [late - soon for one in times for soon, late in pairwise(one[1:])] or [0.0]
-    first = np.percentile([one[1] - one[0] for one in times], 99)
-    return {"ttft": float(first), "itl": float(np.median(between))}
+    ids = [request.output.token_ids for request in requests]
+    return {"seconds": time.perf_counter() - started, "ids": ids}
 
 
 async def ask_all(
@@ -93,35 +82,27 @@ async def ask_all(
     body = {"max_tokens": answer, "temperature": 0, "ignore_eos": True, "stream": True}
     texts = [json.dumps(body | {"prompt": p, "return_token_ids": True}) for p in prompts]
     waiting = iter([f"{head}Content-Length: {len(t)}\r\n\r\n{t}".encode() for t in texts])
-    answers = list[list[tuple[float, bytes]]]()  # the time of sending; then what arrives, and when
+    answers = list[bytearray]()
 
     async def stream() -> None:
         reader, writer = await asyncio.open_connection(place.hostname, place.port)
         for request in waiting:
-            parts = [(time.perf_counter(), b"")]
-            answers.append(parts)
+            answers.append(received := bytearray())
             writer.write(request)
-            while not parts[-1][1].endswith(END):
-                data = await reader.read(2**16)
-                if len(parts) == 1 and not data.startswith(b"HTTP/1.1 200 "):
-                    raise RuntimeError(f"the server answered {data[:300]!r}")
-                parts.append((time.perf_counter(), data))
+            while not received.endswith(END):
+                if not (data := await reader.read(2**16)):
+                    raise RuntimeError(f"the server closed after {bytes(received[:300])!r}")
+                received += data
         writer.close()
 
     started = time.perf_counter()
     await asyncio.gather(*(stream() for _ in range(streams)))
-    seconds, ids, times = time.perf_counter() - started, list[list[int]](), list[list[float]]()
-    for (begun, _), *parts in answers:
-        arrived, tokens, rest = [begun], list[int](), b""
-        for now, data in parts:
-            *events, rest = (rest + data).split(b"\n\n")
-            for event in events:
-                if (found := event.partition(b"data: ")[2]).startswith(b"{"):
-                    tokens += json.loads(found)["choices"][0]["token_ids"]
-                    arrived.append(now)
-        ids.append(tokens)
-        times.append(arrived)
-    return {"seconds": seconds, "ids": ids, **waits(times)}
+    seconds = time.perf_counter() - started
+    chunks = [re.findall(rb"^data: (\{.*)$", received, re.M) for received in answers]
+    ids = [
+        [id for one in some for id in json.loads(one)["choices"][0]["token_ids"]] for some in chunks
+    ]
+    return {"seconds": seconds, "ids": ids}
 
 
 def client(*load: Any) -> dict[str, Any]:
@@ -211,7 +192,7 @@ def tables(results: Results) -> kit.Tables:
 
 
 def claims(results: Results) -> Iterator[dict[str, str]]:
-    """What the lesson predicts: percent that a load loses behind HTTP, and two times."""
+    """What the lesson predicts: percent that a load loses behind HTTP."""
     by_hand = {
         (HTTP, 8, "gpt2, float32, kernels"): 98.4, (HTTP, 32, "gpt2, float32, kernels"): 97.7,
         (HTTP, 32, "gpt2, float32, paged"): 98.4, (HTTP, 32, "gpt2, bfloat16, kernels"): 95.5,
@@ -223,10 +204,6 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
             name = f"lost behind HTTP, %: {what}, {key[2]}"
             lost = max(0.0, 100 - share(row))
             yield kit.claim(name, 100 - by_hand[key], 100 - predicted(row), lost, "")
-        if key == (HTTP, 32, "gpt2, float32, paged"):
-            between, first = (1e3 * row.median(SERVER, name) for name in ("itl", "ttft"))
-            yield kit.claim("time between two tokens, p50", 60, 60, between, "ms")
-            yield kit.claim("first token, the last of 32 prompts", 2000, 2000, first, "ms")
 
 
 def chart(results: Results) -> Figure:

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 
 from shared.errors import UserError
 from stage06_serving import protocol
-from stage06_serving.chat import Simple
 from stage06_serving.errors import ApiError, validation_message
 from stage06_serving.protocol import ChatBody, CompletionBody, GenerateBody, TokenizeBody
 
@@ -183,14 +182,6 @@ def test_an_error_is_small_whatever_its_message():
     for text in ("😀" * 9999, "\ud800" * 9999):
         body = json.dumps(ApiError(400, text, "logit_bias").body(), ensure_ascii=False)
         assert len(body.encode()) < LARGEST_ERROR
-
-
-@pytest.mark.parametrize("text", ["{content}", "{{ 7 * 7 }}", "{0.__class__}", "%s %(a)s", "${x}"])
-def test_a_message_is_never_a_template(text):
-    """CVE-2025-61620, CVE-2026-5760: a client's text was run as a template."""
-    rows = (("user", text), (text, "x"))
-    messages = [protocol.Message(role=role, content=content) for role, content in rows]
-    assert Simple().prompt(messages) == f"User: {text}\n{text.capitalize()}: x\nAssistant:"
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}
