@@ -20,6 +20,7 @@ import matplotlib
 from cycler import cycler
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
+from matplotlib.ticker import LogLocator, NullLocator
 
 # From dark to light in even steps of lightness; the hues stay distinct under the three kinds of
 # colour-blindness (tested).
@@ -124,7 +125,8 @@ def lines(
             axes.set_yscale("log")
             # Powers of ten would set exponents too small to read.
             axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter("{x:g}")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_minor_locator(NullLocator())
         ends = []
         measured = [name for name in series if name not in dashed]
         for number, (name, values) in enumerate(series.items()):
