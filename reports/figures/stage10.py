@@ -47,9 +47,7 @@ def outlier() -> Figure:
     """One large weight makes the scale of all that share it coarse."""
     small = (0.3, -0.2, 0.1, -0.4, 0.2, 0.4, -0.1, 0.3)
     row = (*small[:5], 7.0, *small[5:], -0.3, 0.2, 0.1, -0.2, 0.4, -0.4, 0.3)
-    figure, axes = canvas(
-        "With int4, an outlier costs its group all digits, and not the row", 72, 20
-    )
+    figure, axes = canvas("With int4, an outlier ruins its own group, not the whole row", 72, 20)
 
     def codes(numbers: Sequence[float]) -> list[str]:
         scale = max(map(abs, numbers)) / 7
