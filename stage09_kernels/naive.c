@@ -140,7 +140,7 @@ static void rope(const struct operation *o, int64_t row) {
     const real *cosines = o->pass->cosines + place, *sines = o->pass->sines + place;
     for (int64_t h = 0; h < r->heads; h++)
         for (int64_t i = 0; i < half; i++) {
-            real *x = r->x + row * r->stride + h * r->head_dim + i, a = x[0], b = x[half];
+            real *x = r->x + row * r->x_stride + h * r->head_dim + i, a = x[0], b = x[half];
             x[0] = a * cosines[i] - b * sines[i];
             x[half] = b * cosines[i] + a * sines[i];
         }

@@ -78,7 +78,7 @@ enum { PLAIN, GELU, SILU_MUL }; /* SILU_MUL: a panel has 32 gates and the 32 num
 /* Rotary positions, in place: channels i and i + head_dim / 2 of a head form a pair. */
 struct rope {
     real *x;
-    int64_t stride, head_dim, heads;
+    int64_t x_stride, head_dim, heads;
 };
 
 /* A block holds `block` tokens of a layer; for each KV head the keys, transposed: (even head_dim,

@@ -6,6 +6,7 @@ import ctypes
 from typing import Any
 
 EMBED, NORM, LINEAR, ROPE, ATTEND = range(5)
+BODIES = "embed", "norm", "linear", "rope", "attention"  # of each, in the union
 ALL_ROWS, OUT_ROWS = range(2)
 PLAIN, GELU, SILU_MUL = range(3)
 PAD, PANEL, K_PAD, MAX_HEAD_DIM = 16, 64, 32, 512  # K_PAD: in bfloat16
@@ -38,7 +39,7 @@ class Linear(ctypes.Structure):
 
 
 class Rope(ctypes.Structure):
-    _fields_ = _fields("x", "stride head_dim heads")
+    _fields_ = _fields("x", "x_stride head_dim heads")
 
 
 class Attention(ctypes.Structure):
@@ -57,10 +58,7 @@ class Pass(ctypes.Structure):
 
 
 class _Any(ctypes.Union):
-    _fields_ = [
-        *(("embed", Embed), ("norm", Norm), ("linear", Linear)),
-        *(("rope", Rope), ("attention", Attention)),
-    ]
+    _fields_ = list(zip(BODIES, (Embed, Norm, Linear, Rope, Attention), strict=True))
 
 
 class Operation(ctypes.Structure):

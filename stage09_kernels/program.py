@@ -12,7 +12,7 @@ beside the model's own or in their place. A pass fills in only what changes: whi
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +30,7 @@ from .cache import KernelAttention, KernelCache
 from .operations import (
     ALL_ROWS,
     ATTEND,
+    BODIES,
     EMBED,
     GELU,
     K_PAD,
@@ -47,6 +48,7 @@ from .operations import (
     Rope,
 )
 
+Place = tuple[str, int]  # a buffer, and a column of it
 LINE = 64  # bytes of a cache line
 FEW_POSITIONS = 512  # for which rotations are computed at once
 
@@ -117,9 +119,9 @@ class PanelLinear(nn.Module):
 
 
 class Product(Protocol):
-    """A product with weights in the format of another stage, in the same call of C. A layer offers
-    it as `product(layers, epilogue, cache, dtype)`, for itself and those beside it; None if C
-    cannot compute it."""
+    """A product with weights in the format of another stage. A layer offers it as
+    `product(layers, epilogue, cache, dtype)`, for itself and those beside it; None if C cannot
+    compute theirs as one."""
 
     linear: Linear  # its product, format, inputs, outputs and epilogue
     bias: Tensor | None  # (panels * 64)
@@ -158,8 +160,7 @@ class Program:
         self.release = release
         self.formats: list[Product] = []
         self.operations: list[Operation] = []
-        self.products: dict[int, tuple[list[Any], int]] = {}  # layers of an operation in Python
-        self.places: list[dict[str, Any]] = []  # of each: its buffers, by name, and where in them
+        self.places: list[dict[str, Place]] = []  # of each, by the name of the pointer to it
         self.buffers: dict[str, Tensor] = {}
         self.widths: dict[str, int] = {}
         self.operands: set[str] = set()  # buffers that products read, in the dtype of the weights
@@ -169,8 +170,11 @@ class Program:
         self.stream = self.buffer("stream", self.config.n_embd)
         BUILDERS[type(model)](self, model)
         self._find_table()
+        first = 0 if self.embeds else 1
         self.array = (Operation * len(self.operations))(*self.operations)
-        self.parts = list(self._parts())
+        self.steps = (Operation * (len(self.array) - first)).from_buffer(
+            self.array, first * ctypes.sizeof(Operation)
+        )
 
     @property
     def bytes(self) -> int:
@@ -197,7 +201,7 @@ class Program:
         operation = Operation(EMBED)
         operation.of.embed = Embed(width=self.config.n_embd)
         self.embedding = table, positions
-        self._add(operation, x=self.stream, out=self.stream)
+        self._add(operation, out=(self.stream, 0))
 
     def _find_table(self) -> None:
         """Point the first operation to the table of tokens, which may have a format of its own. If
@@ -214,8 +218,8 @@ class Program:
         if self.embeds and positions is not None:
             body.positions = positions.weight.data_ptr()
 
-    def norm(self, layer: Any, x: str, out: str, heads: int = 1, **place: int) -> None:
-        """Add a norm. `layer`: LayerNorm or RMSNorm."""
+    def norm(self, layer: Any, x: str, out: str, heads: int = 1, first: int = 0) -> None:
+        """Add a norm, from column `first` on. `layer`: LayerNorm or RMSNorm."""
         operation = Operation(NORM)
         centred = isinstance(layer, nn.LayerNorm)
         epsilon = layer.eps if isinstance(layer, nn.LayerNorm) else layer.epsilon
@@ -227,7 +231,7 @@ class Program:
             centred=centred,
             epsilon=epsilon,
         )
-        self._add(operation, x=x, out=out, **place)
+        self._add(operation, x=(x, first), out=(out, first))
 
     def linear(
         self,
@@ -239,37 +243,30 @@ class Program:
         column: int = 0,
     ) -> None:
         """Add a product with `layers` side by side, whose outputs begin at `column`; for SILU_MUL,
-        with the gate and what it scales.
+        with the gate and what it scales. Layers whose formats differ become several operations.
 
-        Layers in a format of their own bring a Product. Without one they compute between two calls
-        of C. Those of several formats become several operations, if no gate joins them.
+        Raises NoKernels for a format that brings no Product, and for a gate in another format than
+        what it scales.
         """
-        operation = Operation(LINEAR)
-        in_own_format = any(isinstance(layer, OwnLinear) for layer in layers)
-        product = self._product(layers, epilogue) if in_own_format else None
-        if in_own_format and product is None and len(layers) > 1 and epilogue != SILU_MUL:
+        operation, bias = Operation(LINEAR), None
+        if not any(isinstance(layer, OwnLinear) for layer in layers):
+            operation.of.linear, bias = self._laid_out(layers, epilogue)
+            self.operands.add(x)
+        elif product := self._product(layers, epilogue):
+            operation.of.linear, bias = product.linear, product.bias
+        elif len(layers) > 1 and epilogue != SILU_MUL:
             self.buffer(out, sum(layer.out_features for layer in layers))
             for layer in layers:
                 self.linear([layer], x, out, epilogue, residual, column)
                 column += layer.out_features
             return
-        if product is not None:
-            operation.of.linear = product.linear
-            operation.of.linear.bias = self.vector(product.bias)
-        elif in_own_format:
-            packed = [layer.pack() if isinstance(layer, OwnLinear) else layer for layer in layers]
-            self.products[len(self.operations)] = packed, epilogue
-            widths = [layer.out_features for layer in layers]
-            operation.of.linear = Linear(
-                outputs=max(widths) if epilogue == SILU_MUL else sum(widths)
-            )
         else:
-            operation.of.linear = self._laid_out(layers, epilogue)
+            names = " and ".join(sorted({type(layer).__name__ for layer in layers}))
+            raise NoKernels(f"There is no kernel for the product of {names} in {self.real}.")
+        operation.of.linear.bias = self.vector(bias)
         self.buffer(out, operation.of.linear.outputs)
-        if product is None:
-            self.operands.add(x)
-        places = {"residual": residual} if residual else {}
-        self._add(operation, x=x, out=out, column=column, **places)
+        places = {"residual": (residual, 0)} if residual else {}
+        self._add(operation, x=(x, 0), out=(out, column), **places)
 
     def _product(self, layers: Sequence[Any], epilogue: int) -> Product | None:
         if not all(hasattr(layer, "product") for layer in layers):
@@ -281,8 +278,8 @@ class Program:
                 product.release(self.model)
         return product
 
-    def _laid_out(self, layers: Sequence[Any], epilogue: int) -> Linear:
-        """The product with the weights of `layers`, laid out for the kernels."""
+    def _laid_out(self, layers: Sequence[Any], epilogue: int) -> tuple[Linear, Tensor | None]:
+        """The product with the weights of `layers`, laid out for the kernels, and its bias."""
         weights = [layer.weight.detach() for layer in layers]
         bias = side_by_side(layers)
         outputs = sum(map(len, weights))
@@ -301,13 +298,8 @@ class Program:
             if layer in self.names:
                 panels = PanelLinear(layer, self.kept[-1], layer_columns)
                 self.model.set_submodule(self.names.pop(layer), panels)
-        return Linear(
-            weights=packed,
-            bias=self.vector(bias),
-            inputs=weights[0].shape[1],
-            outputs=outputs,
-            epilogue=epilogue,
-        )
+        inputs = weights[0].shape[1]
+        return Linear(weights=packed, inputs=inputs, outputs=outputs, epilogue=epilogue), bias
 
     def add(self, layer: Any, x: str) -> None:
         """Add a linear layer's output to the stream, which after the last attention has only the
@@ -321,7 +313,7 @@ class Program:
     def rope(self, x: str, heads: int) -> None:
         operation = Operation(ROPE)
         operation.of.rope = Rope(head_dim=self.config.head_dim, heads=heads)
-        self._add(operation, x=x)
+        self._add(operation, x=(x, 0))
 
     def attend(self, layer: int, x: str, out: str) -> None:
         operation = Operation(ATTEND)
@@ -329,23 +321,14 @@ class Program:
         self.operands.add(out)
         if layer == self.config.n_layer - 1:
             self.rows = OUT_ROWS
-        self._add(operation, x=x, out=out)
+        queries = self.config.n_head * self.config.head_dim
+        values = queries + self.config.n_kv_head * self.config.head_dim
+        self._add(operation, q=(x, 0), k=(x, queries), v=(x, values), out=(out, 0))
 
-    def _add(self, operation: Operation, **places: Any) -> None:
+    def _add(self, operation: Operation, **places: Place) -> None:
         operation.rows = self.rows
         self.operations.append(operation)
         self.places.append(places)
-
-    def _parts(self) -> Iterator[ctypes.Array[Operation] | int]:
-        """What a pass runs in turn: operations in one call of C, or the place of one in Python."""
-        start = 0 if self.embeds else 1
-        for place in (*self.products, len(self.operations)):
-            if place > start:  # the memory is that of `self.array`
-                kind = Operation * (place - start)
-                yield kind.from_buffer(self.array, start * ctypes.sizeof(Operation))
-            if place in self.products:
-                yield place
-            start = place + 1
 
     # ---- running
 
@@ -363,36 +346,15 @@ class Program:
             zeros = torch.zeros((), dtype=dtype).expand(self.room, width)
             self.buffers[name] = library.large_pages(zeros)
         for operation, places in zip(self.array, self.places, strict=True):
-            x = self.buffers[places["x"]]
-            start = x.data_ptr() + places.get("first", 0) * x.itemsize
-            if operation.kind == EMBED:
-                operation.of.embed.out, operation.of.embed.out_stride = start, x.stride(0)
-                continue
-            if operation.kind == ROPE:
-                operation.of.rope.x, operation.of.rope.stride = start, x.stride(0)
-                continue
-            out = self.buffers[places["out"]]
-            if operation.kind == ATTEND:
-                body = operation.of.attention
-                width = body.head_dim * x.itemsize
-                heads = body.heads * body.group
-                body.q, body.k, body.v = (
-                    start + width * head for head in (0, heads, heads + body.heads)
-                )
-                body.q_stride = body.k_stride = body.v_stride = x.stride(0)
-            else:
-                body = operation.of.norm if operation.kind == NORM else operation.of.linear
-                body.out_is_operand = places["out"] in self.operands
-                body.x, body.x_stride = start, x.stride(0)
-                if operation.kind == LINEAR:
-                    body.x_is_operand = places["x"] in self.operands
-                    body.scratch = self.scratch.data_ptr()
-                if "residual" in places:
-                    residual = self.buffers[places["residual"]]
-                    body.residual, body.residual_stride = residual.data_ptr(), residual.stride(0)
-            column = places.get("column", places.get("first", 0))
-            body.out = out.data_ptr() + column * out.itemsize
-            body.out_stride = out.stride(0)
+            body = getattr(operation.of, BODIES[operation.kind])
+            for name, (buffer, column) in places.items():
+                tensor = self.buffers[buffer]
+                setattr(body, name, tensor.data_ptr() + column * tensor.itemsize)
+                setattr(body, f"{name}_stride", tensor.stride(0))
+                if hasattr(body, f"{name}_is_operand"):
+                    setattr(body, f"{name}_is_operand", buffer in self.operands)
+            if operation.kind == LINEAR:
+                body.scratch = self.scratch.data_ptr()
 
     def _make_turns(self, count: int) -> None:
         """Compute the rotations of at least `count` positions, for all later passes."""
@@ -424,37 +386,8 @@ class Program:
         if not isinstance(self.model, GPT2):
             self._make_turns(attention.end)
             this_pass.cosines, this_pass.sines = map(library.address, self.turns)
-        for part in self.parts:
-            if isinstance(part, int):
-                self._multiply(part, count, rows)
-            else:
-                library.call(self.library.step, part, len(part), ctypes.byref(this_pass))
+        library.call(self.library.step, self.steps, len(self.steps), ctypes.byref(this_pass))
         return self.buffers["logits"][: len(rows), : self.config.vocab_size]
-
-    def call(
-        self, operations: ctypes.Array[Operation], attention: KernelAttention, rows: Sequence[int]
-    ) -> None:
-        """Run some `operations` on what is in the buffers."""
-        this_pass = attention.wanting(rows)
-        library.call(self.library.step, operations, len(operations), ctypes.byref(this_pass))
-
-    def _multiply(self, place: int, count: int, rows: Sequence[int]) -> None:
-        """Run the product at `place` in Python. The pass has `count` tokens, and wants `rows`."""
-        layers, epilogue = self.products[place]
-        operation, places = self.array[place], self.places[place]
-        here = slice(count if operation.rows == ALL_ROWS else len(rows))
-        x = self.buffers[places["x"]][here, : layers[0].in_features]
-        outputs = [layer(x) for layer in layers]
-        if epilogue == SILU_MUL:
-            y = nn.functional.silu(outputs[0]) * outputs[1]
-        else:
-            y = torch.cat(outputs, -1)
-        if epilogue == GELU:
-            y = nn.functional.gelu(y, approximate="tanh")
-        if "residual" in places:
-            residual = self.buffers[places["residual"]][:, : y.shape[1]]
-            y = y + residual[list(rows) if operation.of.linear.residual_of_all else here]
-        self.buffers[places["out"]][here].narrow(1, places["column"], y.shape[1]).copy_(y)
 
 
 def _gpt2(p: Program, model: Any) -> None:

@@ -90,7 +90,7 @@ static void rope(int64_t first, int64_t last, void *context) { /* heads of rows 
     int64_t half = r->head_dim / 2;
     for (int64_t item = first; item < last; item++) {
         int64_t row = item / r->heads, place = position_of(o->pass, row) * half;
-        real *x = r->x + row * r->stride + item % r->heads * r->head_dim;
+        real *x = r->x + row * r->x_stride + item % r->heads * r->head_dim;
         const real *c = o->pass->cosines + place, *s = o->pass->sines + place;
         for (int64_t i = 0; i < half; i++) {
             real a = x[i], b = x[half + i];

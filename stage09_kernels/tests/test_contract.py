@@ -10,16 +10,15 @@ import torch
 
 from shared.models import load_model
 from shared.testing import random_checkpoint, wide_norm
-from shared.tests.int8 import Dequantized, Int8, Int8Linear
-from stage04_continuous.runner import Runner
+from shared.tests.int8 import Int8
 from stage04_continuous.tests import oracle
 from stage04_continuous.tests.contract import Again
 from stage04_continuous.tests.lives import live
-from stage05_paged.engine import cache_type
 from stage05_paged.tests import test_contract as paged
 from stage05_paged.tests.engines import engine_of
 from stage08_llama.model import RMSNorm
 from stage08_llama.tests.test_contract import GROUPED
+from stage09_kernels.backend import NoKernels
 from stage09_kernels.cache import KernelCache
 from stage09_kernels.runner import KernelRunner
 from stage09_kernels.sample import sample_tokens
@@ -90,27 +89,12 @@ def test_lives_of_fifty_calls(shape, examples):
     live(KernelLife, examples)
 
 
-@pytest.mark.parametrize("kinds", [(), ("c_attn", "k_proj", "up_proj"), ("c_proj", "o_proj")])
-def test_layers_of_another_format_run_between_the_kernels(shape, kinds):
-    """All layers, some side by side with plain ones, and those that add to the stream: the logits
-    of stage 05's runner with the dequantized weights, and released weights still serve them."""
-    logits: list[torch.Tensor] = []
-    ids, shares = oracle.prompt_of(54), [([3, 0], 0, 21), ([5], 0, 3), ([2, 7], 0, 30)]
-    for conversion in (Dequantized(*kinds), Int8(*kinds)):
-        checkpoint = random_checkpoint(shape, spread=24)
-        checkpoint.conversion = conversion
-        model = load_model(checkpoint, dtype=torch.float64)
-        runner: Any = Runner(model, cache_type(shape)(shape, 8, 16, dtype=torch.float64))
-        if logits:
-            caches = [KernelCache(shape, 8, 16, dtype=torch.float64) for _ in range(2)]
-            _, runner = (KernelRunner(model, cache, release=True) for cache in caches)
-            layers = [layer for many, _ in runner.program.products.values() for layer in many]
-            assert any(layer.packed for layer in layers if isinstance(layer, Int8Linear))
-        every = runner.run(ids, shares, list(range(54)))
-        logits += [every.clone(), runner.run(ids, shares, [53, 20, 23])]
-    (want, few, got, chosen), highest = logits, logits[0].abs().max()
-    assert (got - want).abs().max() < 1e-10 * highest and got.shape == want.shape
-    assert (chosen - few).abs().max() < 1e-10 * highest
+def test_a_format_without_a_kernel_is_refused(shape):
+    checkpoint = random_checkpoint(shape)
+    checkpoint.conversion = Int8("c_attn", "k_proj")
+    model = load_model(checkpoint)
+    with pytest.raises(NoKernels, match="no kernel for the product of Int8Linear"):
+        KernelRunner(model, KernelCache(shape, 8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

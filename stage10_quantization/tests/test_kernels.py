@@ -185,8 +185,8 @@ STEPS = (  # two prompts; a chunk that wants no logits; decode steps, in another
 @pytest.mark.parametrize("source", [NAIVE, FAST])
 @pytest.mark.parametrize("name", MODELS)
 def test_whole_models_are_those_of_the_slow_layers(name, source, release, monkeypatch):
-    """In float64, where norms and attention agree so far that x is rounded alike. The whole pass is
-    one call, and a released model, its table too, reads the panels."""
+    """In float64, where norms and attention agree so far that x is rounded alike. A released
+    model, its table too, reads the panels."""
     monkeypatch.setattr(RMSNorm, "forward", wide_norm)  # which computes in float32 otherwise
     config, formats = MODELS[name]
     tensors = random_tensors(config)
@@ -196,7 +196,6 @@ def test_whole_models_are_those_of_the_slow_layers(name, source, release, monkey
     slow = Runner(model, PagedCache(config, 6, dtype=F64))
     outputs = [slow.run(*inputs).clone() for inputs in STEPS]
     fast: Any = KernelRunner(model, KernelCache(config, 6, dtype=F64, source=source), release)
-    assert len(fast.program.parts) == 1
     matrices = [m.matrix for m in model.modules() if hasattr(m, "matrix")]
     assert all(isinstance(m, PanelMatrix) == release for m in matrices)
     for inputs, want in zip(STEPS, outputs, strict=True):
