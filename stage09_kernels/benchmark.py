@@ -2,7 +2,7 @@
 
 Decode steps and a prompt: stage 05 with packed layers, stage 05 with attention in place, and the
 whole pass as one call. Then the same call with each technique taken away. Every pass is proved by
-stage 05's logits in float32, and whole answers by stage 01.
+stage 05's logits in float32.
 """
 
 from __future__ import annotations
@@ -18,13 +18,10 @@ from shared import charts, cli, kit, models
 from shared.kit import Results, Row, Subject
 from shared.roofline import forward_cost
 from stage04_continuous.runner import Runner
-from stage05_paged.blocks import BlockPool
 from stage05_paged.cache import PagedCache
-from stage05_paged.engine import make as make_paged
 
 from . import library
 from .cache import KernelCache
-from .engine import make
 from .runner import KernelRunner
 
 STAGE = "stage09_kernels"
@@ -82,13 +79,6 @@ def measure(bench: kit.Bench) -> None:
         paged, kernel = filled(subject, blocks)
         steps(bench, subject, plain, paged, kernel)
         techniques(bench, subject, plain, kernel)
-        del paged, kernel
-        for count in bench.sizes(1, 32):
-            more: dict[str, Any] = {"max_sequences": count, "prefix_caching": False}
-            pools = [BlockPool(count * 128 // BLOCK, BLOCK) for _ in range(2)]
-            engines = {PAGED: make_paged(subject.model, pool=pools[0], **more)}
-            engines[KERNELS] = make(plain, pool=pools[1], **more)
-            bench.answers("answers", subject, engines, [(64, 64)] * count, 2)
 
 
 def steps(bench: kit.Bench, subject: Subject, plain: Any, paged: Any, kernel: Any) -> None:
@@ -153,15 +143,7 @@ def tables(results: Results) -> kit.Tables:
         }
         for row in results.rows("steps")
     ]  # fmt: skip
-    answers = [
-        {
-            "dtype": row["dtype"], "requests": len(row.lengths), "paged, tok/s": row.rate(PAGED),
-            "one call, tok/s": row.rate(KERNELS), "together": f"{row.gain(PAGED, KERNELS):.2f}x",
-            "same tokens": row.proof,
-        }
-        for row in results.rows("answers")
-    ]  # fmt: skip
-    return {"few": few, "gains": gains(results), "answers": answers, "claims": claims(results)}
+    return {"few": few, "gains": gains(results), "claims": claims(results)}
 
 
 def gains(results: Results) -> list[dict[str, str]]:

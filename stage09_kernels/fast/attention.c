@@ -25,7 +25,7 @@
 #define KEY_TILE 256 /* keys in one round of the online softmax */
 #define BY_TILES (TILES && CACHE == 2)
 #define FEW_QUERIES 2 /* by vectors at a level with tiles */
-#ifndef MAX_QUERIES  /* the benchmark sets these three, to measure what they gain */
+#ifndef MAX_QUERIES   /* the benchmark sets these three, to measure what they gain */
 /* That share one read of keys and values; gain: 1.13x, bfloat16 1.10x. cache.py has them too. */
 #define MAX_QUERIES (BY_TILES ? 32 : 8)
 #endif
@@ -38,11 +38,7 @@
 #ifndef PREFETCH
 #define PREFETCH (CACHE <= 2) /* gain: bfloat16 1.09x */
 #endif
-#if BYTES == 64
-#define ACCUMULATORS 16 /* sums to keep in registers */
-#else
-#define ACCUMULATORS 8
-#endif
+#define ACCUMULATORS (BY_TILES ? 4 : BYTES == 64 ? 16 : 8) /* sums to keep in registers */
 
 #if CACHE != 1 /* otherwise a later stage's file has these */
 static inline cached_vec load_cached(const cached *p) { return *(const cached_vec *)p; }
@@ -100,85 +96,104 @@ struct queries {
 typedef real scores_of[KEY_TILE + 2 * PAD];
 typedef factor weights_of[KEY_TILE + UNIT];
 
-static inline cached_factor factor_at(const factor *p) { /* from a query, or a weight */
-    cached_factor number;
-    memcpy(&number, p, sizeof number);
-    return number;
-}
-
 /* Prefetch a cache line of a block that is read soon: the processor's own guesses end with each
    block. In float32 blocks are twice as large, and this gains nothing. */
 #define prefetch(p) (PREFETCH ? __builtin_prefetch(p) : (void)0)
 
 #if BY_TILES
 /* Queries and weights are tiles of x here: rows of whole units, zeros behind the last channel. */
-/* The scores of up to 16 queries with vectors of keys, four at a time. A tile of keys is 32 channels
-   of 16 keys, as they lie in a block. */
+#define KEYS_MADD(SUM, W, I) \
+    tile_load(W, part[I], size); \
+    tile_madd(SUM, X0, W);
+#define SCORES_STORE(SUM, W, I) tile_store(SUM, scores[0] + PAD + of[I].place, sizeof scores[0]);
+
+/* The scores of up to 16 queries with vectors of keys, four at a time: three more follow the last
+   one. A tile of keys is 32 channels of 16 keys, as they lie in a block. */
 static void score_tiles(const struct attention *a, const struct key_vec *vectors, int n_vectors,
                         const factor (*query)[ROOM], scores_of *scores) {
-    const int64_t line = padded(a->block) * 4, left = a->head_dim % UNIT;
-    const int stride = sizeof(scores_of);
-    cached last[4][UNIT / 2 * 32]; /* behind the last channels of a key there are values, or NaN */
-    for (int v = 0; v < n_vectors; v += 4) {
-        const cached *keys[4];
-        for (int u = 0; u < 4; u++) keys[u] = vectors[v + u < n_vectors ? v + u : v].keys;
-        tile_zero(SUM0);
-        tile_zero(SUM1);
-        tile_zero(SUM2);
-        tile_zero(SUM3);
+    const int64_t line = padded(a->block) * 4;
+    cached last[4][UNIT / 2 * 32] = {0}; /* values, or NaN, follow a key's last channels */
+    for (const struct key_vec *of = vectors; of < vectors + n_vectors; of += 4) {
+        QUARTERS(QUARTER_ZERO)
         for (int64_t d = 0; d < a->head_dim; d += UNIT) {
             const cached *part[4];
-            int64_t size = line;
-            for (int u = 0; u < 4; u++) part[u] = keys[u] + d / 2 * (line / 2);
-            if (a->head_dim - d < UNIT) {
-                memset(last, 0, sizeof last);
-                for (int u = 0; u < 4; u++)
-                    for (int64_t i = 0; 2 * i < left; i++)
-                        memcpy(last[u] + i * 32, part[u] + i * (line / 2), 64);
-                for (int u = 0; u < 4; u++) part[u] = last[u];
-                size = 64;
-                memory_is_written();
+            int64_t left = a->head_dim - d, size = left < UNIT ? 64 : line;
+            for (int u = 0; u < 4; u++) {
+                part[u] = of[u].keys + d / 2 * (line / 2);
+                if (left >= UNIT) continue;
+                for (int64_t i = 0; 2 * i < left; i++)
+                    memcpy(last[u] + i * 32, part[u] + i * (line / 2), 64);
+                part[u] = last[u];
             }
+            memory_is_written();
             tile_load(X0, query[0] + d, sizeof query[0]);
-            tile_load(W0, part[0], size);
-            tile_madd(SUM0, X0, W0);
-            tile_load(W1, part[1], size);
-            tile_madd(SUM1, X0, W1);
-            tile_load(W0, part[2], size);
-            tile_madd(SUM2, X0, W0);
-            tile_load(W1, part[3], size);
-            tile_madd(SUM3, X0, W1);
+            QUARTERS(KEYS_MADD)
         }
-        real *out = scores[0] + PAD;
-        tile_store(SUM0, out + vectors[v].place, stride);
-        if (v + 1 < n_vectors) tile_store(SUM1, out + vectors[v + 1].place, stride);
-        if (v + 2 < n_vectors) tile_store(SUM2, out + vectors[v + 2].place, stride);
-        if (v + 3 < n_vectors) tile_store(SUM3, out + vectors[v + 3].place, stride);
+        QUARTERS(SCORES_STORE)
     }
 }
-#endif
 
-/* The scores of `count` queries with `unroll` vectors of keys. */
-static inline __attribute__((always_inline)) void
-score(const struct attention *a, const struct key_vec *vectors, const factor (*query)[ROOM],
-      scores_of *scores, const int count, const int unroll) {
-    const int64_t line = padded(a->block);
-    vec sums[MAX_QUERIES][UNROLL];
-    for (int i = 0; i < count; i++)
-        for (int u = 0; u < unroll; u++) sums[i][u] = (vec){0};
-    for (int64_t d = 0; d < a->head_dim; d += PAIR)
-        for (int u = 0; u < unroll; u++) {
-            cached_vec keys = load_cached(vectors[u].keys + d * line);
-            prefetch(vectors[u + unroll].keys + d * line);
-            for (int i = 0; i < count; i++)
-                sums[i][u] = madd(sums[i][u], keys, factor_at(query[i] + d));
+#define VALUES_MADD(SUM, W, I) \
+    tile_load(W, v + 16 * I, row * 4); \
+    tile_madd(SUM, X0, W);
+#define VALUES_STORE(SUM, W, I) tile_store(SUM, sums[0] + d + 16 * I, sizeof sums[0]);
+
+/* Sum values times weights, for 16 queries. values: (keys / 2, row, 2), pairs of tokens. */
+static void weigh_tiles(const uint32_t *values, int64_t row, int64_t keys,
+                        const weights_of *weights, real (*sums)[ROOM]) {
+    for (int64_t d = 0; d < row; d += PANEL) {
+        QUARTERS(QUARTER_ZERO)
+        for (int64_t key = 0; key < keys; key += UNIT) {
+            const uint32_t *v = values + key / 2 * row + d;
+            tile_load(X0, weights[0] + key, sizeof weights[0]);
+            QUARTERS(VALUES_MADD)
         }
-    for (int i = 0; i < count; i++)
-        for (int u = 0; u < unroll; u++) *(vec *)(scores[i] + PAD + vectors[u].place) = sums[i][u];
+        QUARTERS(VALUES_STORE)
+    }
 }
 
-/* A vector of one token's values; in bfloat16 of two tokens, one of which may be `nothing`. */
-static const cached nothing[MAX_HEAD_DIM];
+/* One query would use one row of 16, so it takes vectors. They add in the order of tiles (tiles.h),
+   and so give the same bits: even and odd numbers of a unit apart, from 0 on, and then both to the
+   sum; rounding flushes (see `attend_items`). */
+typedef struct { vec even, odd; } pair_vec;
+typedef struct { vec all, even, odd; } total;
+typedef real multiplier;
+
+static inline vec fused(vec a, real b, vec sum) {
+#if BYTES == 64
+    return (vec)_mm512_fmadd_ps((__m512)a, _mm512_set1_ps(b), (__m512)sum);
+#endif
+    for (int t = 0; t < LANES; t++) sum[t] = fmaf(a[t], b, sum[t]);
+    return sum;
+}
+static inline total add_products(total t, pair_vec x, const real *factors) {
+    return (total){t.all, fused(x.even, factors[0], t.even), fused(x.odd, factors[1], t.odd)};
+}
+static inline total end_unit(total t) { return (total){.all = t.all + (t.even + t.odd)}; }
+static inline vec sum_in(total t) { return t.all; }
+
+static inline pair_vec load_keys(const cached *p) {
+    pairs both = load_cached(p);
+    return (pair_vec){(vec)(both << 16), (vec)(both & 0xffff0000u)};
+}
+static inline pair_vec load_values(const cached *even, const cached *odd) {
+    return (pair_vec){(vec)(load_low(even) << 16), (vec)(load_low(odd) << 16)};
+}
+#else
+typedef cached_vec pair_vec;
+typedef vec total;
+typedef factor multiplier;
+#define end_unit(total) (total)
+#define sum_in(total) (total)
+#define load_keys load_cached
+
+static inline total add_products(total sum, pair_vec x, const factor *factors) {
+    cached_factor number; /* of a query, or a weight */
+    memcpy(&number, factors, sizeof number);
+    return madd(sum, x, number);
+}
+
+/* A vector of one token's values; in bfloat16 of two tokens. */
 static inline cached_vec load_values(const cached *even, const cached *odd) {
 #if CACHE == 2
     return load_low(even) | load_low(odd) << 16;
@@ -187,17 +202,58 @@ static inline cached_vec load_values(const cached *even, const cached *odd) {
     return load_cached(even);
 #endif
 }
+#endif
+static const cached nothing[MAX_HEAD_DIM]; /* in place of a token's values */
+
+/* Whether number `end`, out of `count`, ends a unit of a tile. */
+static inline int ends_unit(int64_t end, int64_t count) {
+    return BY_TILES && (end % UNIT == 0 || end >= count);
+}
+
+/* The scores of `count` queries with `unroll` vectors of keys. */
+static inline __attribute__((always_inline)) void
+score(const struct attention *a, const struct key_vec *vectors, const multiplier (*query)[ROOM],
+      scores_of *scores, const int count, const int unroll) {
+    const int64_t line = padded(a->block);
+    total sums[MAX_QUERIES][UNROLL];
+    for (int i = 0; i < count; i++)
+        for (int u = 0; u < unroll; u++) sums[i][u] = (total){0};
+    for (int64_t d = 0; d < a->head_dim; d += PAIR) {
+        for (int u = 0; u < unroll; u++) {
+            pair_vec keys = load_keys(vectors[u].keys + d * line);
+            prefetch(vectors[u + unroll].keys + d * line);
+            for (int i = 0; i < count; i++)
+                sums[i][u] = add_products(sums[i][u], keys, query[i] + d);
+        }
+        if (ends_unit(d + PAIR, a->head_dim))
+            for (int i = 0; i < count; i++)
+                for (int u = 0; u < unroll; u++) sums[i][u] = end_unit(sums[i][u]);
+    }
+    for (int i = 0; i < count; i++)
+        for (int u = 0; u < unroll; u++)
+            *(vec *)(scores[i] + PAD + vectors[u].place) = sum_in(sums[i][u]);
+}
+
+static inline __attribute__((always_inline)) void
+score_vectors(const struct attention *a, const struct key_vec *vectors, int n_vectors,
+              const multiplier (*query)[ROOM], scores_of *scores, const int count) {
+    const int unroll = ACCUMULATORS / count < UNROLL ? ACCUMULATORS / count : UNROLL;
+    int v = 0;
+    for (; v + unroll <= n_vectors; v += unroll)
+        score(a, vectors + v, query, scores, count, unroll);
+    for (; v < n_vectors; v++) score(a, vectors + v, query, scores, count, 1);
+}
 
 /* Sum `wide` vectors of values from channel `d` on, each token's times its weight. Tokens pair by
    position, so a pair may lie in two blocks. */
 static inline __attribute__((always_inline)) void
-weigh_values(const struct attention *a, const struct tile *tile, int64_t d,
-             const weights_of *weights, real (*sums_out)[ROOM], const int count,
-             const int wide) {
+weigh(const struct attention *a, const struct tile *tile, int64_t d,
+      const multiplier (*weights)[KEY_TILE + UNIT], real (*sums_out)[ROOM], const int count,
+      const int wide) {
     const int64_t row = padded(a->head_dim), keys = values_of(a, 0, 0) - keys_of(a, 0, 0);
-    vec sums[MAX_QUERIES][ACCUMULATORS];
+    total sums[MAX_QUERIES][ACCUMULATORS];
     for (int i = 0; i < count; i++)
-        for (int j = 0; j < wide; j++) sums[i][j] = (vec){0};
+        for (int j = 0; j < wide; j++) sums[i][j] = (total){0};
     int64_t key = tile->first, begin = key - key % a->block;
     for (int64_t b = 0; key < tile->end; b++) { /* begin: the first key of block b */
         const cached *values = tile->blocks[b] + keys + d - begin * row;
@@ -208,160 +264,55 @@ weigh_values(const struct attention *a, const struct tile *tile, int64_t d,
             if (key + 1 < stop) odd = values + (key + 1) * row;
             else if (PAIR == 2 && key + 1 < tile->end) odd = tile->blocks[b + 1] + keys + d;
             for (int j = 0; j < wide; j++) {
-                cached_vec value = load_values(even + j * LANES, odd + j * LANES);
+                pair_vec value = load_values(even + j * LANES, odd + j * LANES);
                 if (j * LANES * sizeof(cached) % 64 == 0) {
                     prefetch(next + key * row + j * LANES);
                     prefetch(next + (key + 1) * row + j * LANES);
                 }
                 for (int i = 0; i < count; i++)
-                    sums[i][j] = madd(sums[i][j], value,
-                                      factor_at(weights[i] + key - tile->first));
+                    sums[i][j] = add_products(sums[i][j], value, weights[i] + key - tile->first);
             }
+            if (ends_unit(key + PAIR - tile->first, tile->end - tile->first))
+                for (int i = 0; i < count; i++)
+                    for (int j = 0; j < wide; j++) sums[i][j] = end_unit(sums[i][j]);
         }
         begin += a->block;
     }
     for (int i = 0; i < count; i++)
-        for (int j = 0; j < wide; j++) *(vec *)(sums_out[i] + d + j * LANES) = sums[i][j];
+        for (int j = 0; j < wide; j++) *(vec *)(sums_out[i] + d + j * LANES) = sum_in(sums[i][j]);
+}
+
+static inline __attribute__((always_inline)) void
+weigh_vectors(const struct attention *a, const struct tile *tile,
+              const multiplier (*weights)[KEY_TILE + UNIT], real (*sums)[ROOM], const int count) {
+    const int64_t row = padded(a->head_dim);
+    for (int64_t d = 0, wide; d < row; d += wide * LANES) {
+        wide = (row - d) / LANES < ACCUMULATORS / count ? (row - d) / LANES : ACCUMULATORS / count;
+        if (wide >= 8) weigh(a, tile, d, weights, sums, count, wide = 8);
+        else if (wide >= 4) weigh(a, tile, d, weights, sums, count, wide = 4);
+        else if (wide >= 2) weigh(a, tile, d, weights, sums, count, wide = 2);
+        else weigh(a, tile, d, weights, sums, count, wide = 1);
+    }
 }
 
 #if BY_TILES
-/* The values of a tile in pairs of tokens, (128, padded head_dim, 2). Behind the last one, which may
-   be anything, there are zeros up to a whole unit. */
-static void pair_values(const struct attention *a, const struct tile *tile, uint32_t *out) {
-    const int64_t row = padded(a->head_dim), keys = values_of(a, 0, 0) - keys_of(a, 0, 0);
+/* The values of a tile in pairs of tokens, (128, row, 2). Behind the last one, which may be
+   anything, there are zeros up to a whole unit, and behind the last channel up to a panel. */
+static void pair_values(const struct attention *a, const struct tile *tile, int64_t row,
+                        uint32_t *out) {
+    const int64_t line = padded(a->head_dim), keys = values_of(a, 0, 0) - keys_of(a, 0, 0);
     int64_t slot = tile->first % a->block, b = 0;
     for (int64_t key = tile->first; key < tile->end || key % UNIT; key += 2, out += row) {
         const cached *of[2] = {nothing, nothing};
         for (int i = 0; i < 2 && key + i < tile->end; i++) {
-            of[i] = tile->blocks[b] + keys + slot * row;
+            of[i] = tile->blocks[b] + keys + slot * line;
             if (++slot == a->block) slot = 0, b++;
         }
-        for (int64_t d = 0; d < row; d += LANES)
-            *(pairs *)(out + d) = load_values(of[0] + d, of[1] + d);
+        for (int64_t d = 0; d < line; d += LANES)
+            *(pairs *)(out + d) = load_low(of[0] + d) | load_low(of[1] + d) << 16;
+        memset(out + line, 0, (row - line) * 4);
     }
 }
-
-/* Sum values times weights, for 16 queries. */
-static void weigh_tiles(const struct attention *a, const struct tile *tile, const uint32_t *values,
-                        const weights_of *weights, real (*sums)[ROOM]) {
-    const int64_t row = padded(a->head_dim), end = tile->end - tile->first, stride = row * 4, line = sizeof sums[0];
-    for (int64_t d = 0; d < row; d += 64) {
-        const int64_t wide = (row - d) / 16;
-        tile_zero(SUM0);
-        tile_zero(SUM1);
-        tile_zero(SUM2);
-        tile_zero(SUM3);
-        for (int64_t key = 0; key < end; key += UNIT) {
-            const uint32_t *v = values + key / 2 * row + d;
-            tile_load(X0, weights[0] + key, sizeof weights[0]);
-            tile_load(W0, v, stride);
-            tile_madd(SUM0, X0, W0);
-            if (wide > 1) {
-                tile_load(W1, v + 16, stride);
-                tile_madd(SUM1, X0, W1);
-            }
-            if (wide > 2) {
-                tile_load(W0, v + 32, stride);
-                tile_madd(SUM2, X0, W0);
-            }
-            if (wide > 3) {
-                tile_load(W1, v + 48, stride);
-                tile_madd(SUM3, X0, W1);
-            }
-        }
-        tile_store(SUM0, sums[0] + d, line);
-        if (wide > 1) tile_store(SUM1, sums[0] + d + 16, line);
-        if (wide > 2) tile_store(SUM2, sums[0] + d + 32, line);
-        if (wide > 3) tile_store(SUM3, sums[0] + d + 48, line);
-    }
-}
-
-#if defined(__AVX512F__)
-/* The same for one query, by vectors: it would use one row of 16, and each instruction would wait
-   for the one before. Even and odd numbers of a unit are added up apart, and rounding flushes (see
-   `attend_items`), so the bits are those of tiles. Gain: a step of 32 rows 1.7x faster attention. */
-#define ONE_BY_VECTORS 1
-#define wide_low(x) ((vec)((x) << 16))
-#define wide_high(x) ((vec)((x) & 0xffff0000u))
-static inline vec fused(vec a, real b, vec sum) {
-    return (vec)_mm512_fmadd_ps((__m512)a, _mm512_set1_ps(b), (__m512)sum);
-}
-
-static void score_one(const struct attention *a, const struct key_vec *vectors, int n_vectors,
-                      const real *query, real *scores) {
-    const int64_t line = padded(a->block);
-    for (int v = 0; v < n_vectors; v += UNROLL) {
-        const cached *keys[UNROLL], *next[UNROLL];
-        vec sums[UNROLL] = {0};
-        for (int u = 0; u < UNROLL; u++) {
-            keys[u] = vectors[v + u < n_vectors ? v + u : v].keys;
-            next[u] = v + UNROLL + u < n_vectors ? vectors[v + UNROLL + u].keys : keys[u];
-        }
-        for (int64_t d = 0, end; d < a->head_dim; d = end) {
-            vec even[UNROLL] = {0}, odd[UNROLL] = {0};
-            end = d + UNIT < a->head_dim ? d + UNIT : a->head_dim;
-            for (int64_t c = d; c < end; c += 2)
-                for (int u = 0; u < UNROLL; u++) {
-                    pairs both = load_cached(keys[u] + c * line);
-                    prefetch(next[u] + c * line);
-                    even[u] = fused(wide_low(both), query[c], even[u]);
-                    odd[u] = fused(wide_high(both), query[c + 1], odd[u]);
-                }
-            for (int u = 0; u < UNROLL; u++) sums[u] += even[u] + odd[u];
-        }
-        for (int u = 0; u < UNROLL && v + u < n_vectors; u++)
-            *(vec *)(scores + vectors[v + u].place) = sums[u];
-    }
-}
-
-static inline __attribute__((always_inline)) void
-weigh_some(const struct attention *a, const struct tile *tile, int64_t d, const real *weights,
-           real *out, const int wide) {
-    const int64_t row = padded(a->head_dim), keys = values_of(a, 0, 0) - keys_of(a, 0, 0);
-    int64_t slot = tile->first % a->block, b = 0;
-    vec sums[4] = {0};
-    for (int64_t key = tile->first, end; key < tile->end; key = end) {
-        vec even[4] = {0}, odd[4] = {0};
-        end = key + UNIT < tile->end ? key + UNIT : tile->end;
-        for (int64_t k = key; k < end; k++) {
-            const cached *value = tile->blocks[b] + keys + slot * row + d;
-            const cached *next = tile->blocks[k + a->block < tile->end ? b + 1 : b] + keys;
-            for (int64_t j = 0; j < 2 * wide * LANES; j += 32) prefetch(next + slot * row + d + j);
-            if (++slot == a->block) slot = 0, b++;
-            for (int j = 0; j < wide; j++)
-                even[j] = fused(wide_low(load_low(value + j * LANES)), weights[k - tile->first],
-                                even[j]);
-            if (++k == end) break;
-            value = tile->blocks[b] + keys + slot * row + d;
-            if (++slot == a->block) slot = 0, b++;
-            for (int j = 0; j < wide; j++)
-                odd[j] = fused(wide_low(load_low(value + j * LANES)), weights[k - tile->first],
-                               odd[j]);
-        }
-        for (int j = 0; j < wide; j++) sums[j] += even[j] + odd[j];
-    }
-    for (int j = 0; j < wide; j++) *(vec *)(out + d + j * LANES) = sums[j];
-}
-
-static void weigh_one(const struct attention *a, const struct tile *tile, const factor *rounded,
-                      real *out) {
-    const int64_t row = padded(a->head_dim);
-    real weights[KEY_TILE];
-    for (int64_t t = 0; t < tile->end - tile->first; t += LANES)
-        *(vec *)(weights + t) = wide_low(load_low(rounded + t));
-    for (int64_t d = 0; d < row; d += 4 * LANES)
-        switch ((row - d) / LANES) {
-            case 1: weigh_some(a, tile, d, weights, out, 1); break;
-            case 2: weigh_some(a, tile, d, weights, out, 2); break;
-            case 3: weigh_some(a, tile, d, weights, out, 3); break;
-            default: weigh_some(a, tile, d, weights, out, 4);
-        }
-}
-#else
-#define ONE_BY_VECTORS 0
-#define score_one(...)
-#define weigh_one(...)
-#endif
 #endif
 
 /* The output of `count` queries that share their keys, by an online softmax: the largest score so
@@ -370,11 +321,11 @@ static inline __attribute__((always_inline)) void
 attend(const struct attention *a, const struct queries *group, const int count, int *set) {
     const int64_t row = padded(a->head_dim);
 #if BY_TILES
-    _Alignas(64) uint32_t values[KEY_TILE / 2 * padded(MAX_HEAD_DIM)];
-    const int few = ONE_BY_VECTORS && count <= FEW_QUERIES;
-    real wide[FEW_QUERIES][ROOM]; /* few queries */
+    const int64_t panels = (row + PANEL - 1) / PANEL * PANEL;
+    const int few = count <= FEW_QUERIES;
+    _Alignas(64) uint32_t values[KEY_TILE / 2 * MAX_HEAD_DIM];
+    real few_queries[FEW_QUERIES][ROOM], few_weights[1][KEY_TILE + UNIT];
 #else
-    const int unroll = ACCUMULATORS / count < UNROLL ? ACCUMULATORS / count : UNROLL;
     (void)set;
 #endif
     _Alignas(64) factor query[MAX_QUERIES][ROOM];
@@ -391,7 +342,7 @@ attend(const struct attention *a, const struct queries *group, const int count, 
 #if BY_TILES
         for (int64_t d = row; d % UNIT; d++) query[i][d] = 0;
         for (int64_t d = 0; few && d < row; d += LANES)
-            *(vec *)(wide[i] + d) = (vec)(load_low(query[i] + d) << 16);
+            *(vec *)(few_queries[i] + d) = (vec)(load_low(query[i] + d) << 16);
 #endif
         memset(result[i], 0, sizeof(real) * row);
         max[i] = -INFINITY;
@@ -402,7 +353,7 @@ attend(const struct attention *a, const struct queries *group, const int count, 
         struct tile tile;
         tile.first = first;
         tile.end = first + KEY_TILE < end ? first + KEY_TILE : end;
-        struct key_vec vectors[KEY_TILE + 1 + UNROLL]; /* the last ones only for `prefetch` */
+        struct key_vec vectors[KEY_TILE + 1 + UNROLL]; /* the last ones only to be read */
         int n_vectors = 0;
         int64_t key = first - first % a->block;
         for (int64_t b = 0; key < tile.end; b++, key += a->block) {
@@ -415,21 +366,18 @@ attend(const struct attention *a, const struct queries *group, const int count, 
                     vectors[n_vectors++] = (struct key_vec){tile.blocks[b] + slot * PAIR, place};
                 }
         }
+        for (int u = 0; u < UNROLL; u++)
+            vectors[n_vectors + u] = (struct key_vec){tile.blocks[0], KEY_TILE};
 #if BY_TILES
-        memory_is_written();
         for (int i = 0; few && i < count; i++)
-            score_one(a, vectors, n_vectors, wide[i], scores[i] + PAD);
+            score_vectors(a, vectors, n_vectors, few_queries + i, scores + i, 1);
         for (int i = 0; !few && i < count; i += TILE_ROWS) {
             use_tiles(set, count - i);
             score_tiles(a, vectors, n_vectors, query + i, scores + i);
         }
         memory_is_written();
 #else
-        for (int u = 0; u < unroll; u++) vectors[n_vectors + u].keys = tile.blocks[0];
-        int v = 0;
-        for (; v + unroll <= n_vectors; v += unroll)
-            score(a, vectors + v, query, scores, count, unroll);
-        for (; v < n_vectors; v++) score(a, vectors + v, query, scores, count, 1);
+        score_vectors(a, vectors, n_vectors, query, scores, count);
 #endif
         /* Softmax of this tile. Keys that a query does not see get weight 0. */
         real decay[MAX_QUERIES];
@@ -464,23 +412,20 @@ attend(const struct attention *a, const struct queries *group, const int count, 
         }
         /* Values. Those before `start` or past `end` may be anything, even NaN: not read. */
 #if BY_TILES
-        for (int i = 0; few && i < count; i++) weigh_one(a, &tile, weights[i], weighed[i]);
-        if (!few) pair_values(a, &tile, values);
+        for (int i = 0; few && i < count; i++) {
+            for (int64_t t = 0; t < tile.end - first; t += LANES)
+                *(vec *)(few_weights[0] + t) = (vec)(load_low(weights[i] + t) << 16);
+            weigh_vectors(a, &tile, few_weights, weighed + i, 1);
+        }
+        if (!few) pair_values(a, &tile, panels, values);
         memory_is_written();
         for (int i = 0; !few && i < count; i += TILE_ROWS) {
             use_tiles(set, count - i);
-            weigh_tiles(a, &tile, values, weights + i, weighed + i);
+            weigh_tiles(values, panels, tile.end - first, weights + i, weighed + i);
         }
         memory_is_written();
 #else
-        for (int64_t d = 0, wide; d < row; d += wide * LANES) {
-            wide = (row - d) / LANES < ACCUMULATORS / count ? (row - d) / LANES
-                                                            : ACCUMULATORS / count;
-            if (wide >= 8) weigh_values(a, &tile, d, weights, weighed, count, wide = 8);
-            else if (wide >= 4) weigh_values(a, &tile, d, weights, weighed, count, wide = 4);
-            else if (wide >= 2) weigh_values(a, &tile, d, weights, weighed, count, wide = 2);
-            else weigh_values(a, &tile, d, weights, weighed, count, wide = 1);
-        }
+        weigh_vectors(a, &tile, weights, weighed, count);
 #endif
         for (int i = 0; i < count; i++)
             for (int64_t d = 0; d < row; d += LANES) {

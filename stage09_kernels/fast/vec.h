@@ -50,7 +50,7 @@ static inline vec vmin(vec a, vec b) {
     return blend(a < b, a, b);
 }
 
-static inline real hsum(vec x) { /* in halves; gain over one by one: norms 2x (see step.c) */
+static inline real hsum(vec x) { /* in halves */
 #if BYTES == 64 && REAL == 4
     return _mm512_reduce_add_ps((__m512)x);
 #endif

@@ -7,17 +7,16 @@ import mmap
 import os
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from shared.testing import python
 from stage05_paged.engine import cache_type
 from stage08_llama.config import LlamaConfig
 from stage09_kernels import library
 from stage09_kernels.cache import KernelCache
+from stage09_kernels.tests.test_naive import EmulatedCache
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}
 BLOCKS = 220
@@ -88,19 +87,13 @@ def test_sequences_of_several_tiles_of_keys(dtype):
     agree(6, 2, 64, 16, dtype, [1, 255, 515, 1024])
 
 
-def whole(q, k, v):
-    """Attention (T, H, D) of all tokens or of the last one, in float64."""
-    causal = len(q) > 1
-    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(0, 1)
-
-
 def test_large_scores_and_strided_queries():
-    _, kernel = caches(2, 2, 64, 16, torch.float32)
+    oracle, kernel = caches(2, 2, 64, 16, torch.float32)
     packed = 100 * torch.randn(40, 3 * 2 * 64)  # scores of +-1e4
-    q, k, v = (part.unflatten(1, (2, 64)) for part in packed.chunk(3, 1))
-    output = kernel.extend([([3, 1, 7], 0, 40)]).attend(0, q, k, v)
-    torch.testing.assert_close(output.double(), whole(q, k, v), atol=1e-3, rtol=1e-5)
+    inputs = [part.unflatten(1, (2, 64)) for part in packed.chunk(3, 1)]
+    shares = [([3, 1, 7], 0, 40)]
+    output = kernel.extend(shares).attend(0, *inputs)
+    compare(output, oracle.extend(shares), 0, *inputs, tolerances={torch.float32: 1e-3})
 
 
 def in_all_ways(make_cache, kv_heads, dtype=torch.float32):
@@ -127,23 +120,22 @@ def in_all_ways(make_cache, kv_heads, dtype=torch.float32):
 
 @pytest.mark.parametrize("kv_heads", [6, 2])
 @pytest.mark.parametrize(
-    ("dtype", "cached"),
-    [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float32, torch.bfloat16)],
+    ("dtype", "cached", "kind"),
+    [
+        (torch.float32, torch.float32, KernelCache),
+        (torch.bfloat16, torch.bfloat16, KernelCache),
+        (torch.float32, torch.bfloat16, KernelCache),
+        (torch.float32, torch.bfloat16, EmulatedCache),  # tiles; one query takes vectors
+    ],
 )
-def test_bits_depend_on_neither_neighbours_nor_chunks_nor_threads(dtype, cached, kv_heads):
+def test_bits_depend_on_neither_neighbours_nor_chunks_nor_threads(dtype, cached, kind, kv_heads):
     """Outputs in float32 show every bit of what a bfloat16 cache gives."""
-    outputs = [
-        output
-        for output, _ in in_all_ways(
-            lambda: caches(6, kv_heads, 64, 16, cached)[1], kv_heads, dtype
-        )
-    ]
+
+    def cache():
+        return caches(6, kv_heads, 64, 16, cached, kind=kind)[1]
+
+    outputs = [output for output, _ in in_all_ways(cache, kv_heads, dtype)]
     assert all(torch.equal(output, outputs[0]) for output in outputs)
-
-
-def test_two_python_threads_at_once():
-    with ThreadPoolExecutor(2) as both:
-        list(both.map(lambda _: agree(3, 3, 32, 16, torch.float64, [50, 9, 120]), range(2)))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -185,16 +177,15 @@ def test_nothing_is_written_outside_the_blocks_of_a_share():
 
 def test_a_table_that_changed_since_the_last_pass_is_read_anew():
     """Its list is the same object and as long as before: one block came in another's place."""
-    _, kernel = caches(2, 2, 16, 16, torch.float32)
+    oracle, kernel = caches(2, 2, 16, 16, torch.float32)
     first, table = torch.randn(3, 43, 2, 16), [3, 5, 7]
     kernel.extend([(table, 0, 40), ([8], 0, 3)]).attend(0, *first)
+    oracle.extend([([3, 5, 9], 0, 40)]).attend(0, *first[:, :40].double())
     kernel.kv[0, 9] = kernel.kv[0, 7]
     kernel.kv[0, 7] = torch.nan
     table[2] = 9
-    q, k, v = torch.randn(3, 1, 2, 16)
-    output = kernel.extend([(table, 40, 1)]).attend(0, q, k, v)
-    wanted = whole(q, torch.cat((first[1, :40], k)), torch.cat((first[2, :40], v)))
-    torch.testing.assert_close(output.double(), wanted, atol=1e-5, rtol=1e-5)
+    inputs, shares = torch.randn(3, 1, 2, 16), [(table, 40, 1)]
+    compare(kernel.extend(shares).attend(0, *inputs), oracle.extend(shares), 0, *inputs)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows reserves memory before it is touched")
