@@ -7,7 +7,6 @@ decode steps are proved and timed: stage 05, the kernels one by one, and the ker
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 
 from shared import catalog, cli, kit, models
-from shared import measure as watch
 from shared.kit import Results, Subject
 from stage04_continuous.runner import Runner
 from stage05_paged.engine import cache_type
@@ -26,7 +24,7 @@ from .predict import GPUS, launches, seconds
 STAGE = "stage13_gpu"
 PAGED, EAGER, GRAPH = "paged", "eager", "graph"
 MODELS = ("gpt2", "meta-llama/Llama-3.2-1B")
-NOT_MEASURED, CONTEXT = "not measured", 1000
+CONTEXT = 1000
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -83,18 +81,15 @@ def steps(bench: kit.Bench, subject: Subject, rows: int) -> None:
 # ---- tables -------------------------------------------------------------------------------------
 
 
-def measured(model: str, gpu: str, rows: int, variant: str) -> str:
-    """Microseconds of a step in bfloat16 on a GPU, from the results of all machines."""
-    for path in sorted(watch.REPORTS.glob(f"*/{STAGE}.json")):
-        content = json.loads(path.read_bytes())
-        device = content["machine"]["device"] if content["schema"] == kit.SCHEMA else ""
-        if re.search(rf"\b{gpu.split()[0]}\b", device):  # an L40 is no L4
-            for row in Results(content).rows("steps", model=model, rows=rows):
-                return f"{1e6 * row.median(variant):,.0f}"
-    return NOT_MEASURED
+def measured(results: Results, gpu: str, variant: str, **step: Any) -> str:
+    """Microseconds of a step in bfloat16 on a GPU, where the results are of one."""
+    if re.search(rf"\b{gpu.split()[0]}\b", results.content["machine"]["device"]):  # L40 is no L4
+        for row in results.rows("steps", **step):
+            return f"{1e6 * row.median(variant):,.0f}"
+    return "not measured"
 
 
-def predicted(model: str) -> Iterator[dict[str, str]]:
+def predicted(results: Results, model: str) -> Iterator[dict[str, str]]:
     """A line for each GPU and number of rows at 1,000 tokens, in bfloat16, in microseconds."""
     for name, gpu in GPUS.items():
         for rows in (1, 32):
@@ -102,29 +97,23 @@ def predicted(model: str) -> Iterator[dict[str, str]]:
             yield {
                 "model": model.rpartition("/")[2], "GPU": name, "rows": str(rows),
                 **{part: f"{1e6 * value:,.0f}" for part, value in parts.items()},
-                "measured, graph": measured(model, name, rows, GRAPH),
+                "measured, graph": measured(results, name, GRAPH, model=model, rows=rows),
             }  # fmt: skip
 
 
 def tables(results: Results) -> kit.Tables:
-    most: dict[tuple[str, str], dict[str, Any]] = {}
-    for group in results.content["results"].get("registers", ()):
-        line = most.setdefault(
-            (group["kernel"], group["dtype"]),
-            {
-                "kernel": group["kernel"],
-                "dtype": group["dtype"],
-                "registers": 0,
-                "bytes spilled": 0,
-            },
-        )
-        line["registers"] = max(line["registers"], group["registers"])
-        line["bytes spilled"] = max(line["bytes spilled"], group["spilled"])
-    steps = [line for model in MODELS for line in predicted(model)]
-    return {"steps": steps, "registers": [*most.values()], "claims": claims()}
+    groups = results.content["results"].get("registers", ())
+    most = []
+    for name, dtype in dict.fromkeys((group["kernel"], group["dtype"]) for group in groups):
+        same = [group for group in groups if (group["kernel"], group["dtype"]) == (name, dtype)]
+        registers, spilled = (max(g[field] for g in same) for field in ("registers", "spilled"))
+        line = {"kernel": name, "dtype": dtype, "registers": registers, "bytes spilled": spilled}
+        most.append(line)
+    steps = [line for model in MODELS for line in predicted(results, model)]
+    return {"steps": steps, "registers": most, "claims": claims(results)}
 
 
-def claims() -> Iterator[dict[str, str]]:
+def claims(results: Results) -> Iterator[dict[str, str]]:
     """The lesson's table: a step of GPT-2 124M on an H100."""
     config, gpu = catalog.presets()["gpt2"], GPUS["H100 SXM"]
     for rows, *by_hand in ((1, 635, 137), (32, 635, 426)):
@@ -138,7 +127,8 @@ def claims() -> Iterator[dict[str, str]]:
                 "prediction": f"{rows} rows, {variant}, us", "by hand": str(hand),
                 "from data sheets": f"{1e6 * parts[variant]:,.0f}",
                 "bound": f"{1e6 * max(parts['bytes'], parts['operations']):,.0f}",
-                "measured": measured("gpt2", "H100", rows, variant), "why": why,
+                "measured": measured(results, "H100", variant, model="gpt2", rows=rows),
+                "why": why,
             }  # fmt: skip
 
 

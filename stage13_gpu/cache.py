@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from shared.config import Config
-from shared.errors import UserError
 from stage05_paged.blocks import Move
 from stage05_paged.cache import PagedCache, Share, check_places
-from stage05_paged.memory import block_bytes, size
 from stage09_kernels.backend import NoKernels
 from stage09_kernels.cache import Tables, cut, rows_of
 
@@ -84,8 +82,7 @@ class Shape:
 class GpuCache:
     """Keys and values in blocks, in stage 05's own layout, for kernels that read them in place.
 
-    Takes PagedCache's arguments. Raises NoKernels for a config, dtype or device without kernels,
-    and UserError if the GPU has no room.
+    Takes PagedCache's arguments. Raises NoKernels for a config, dtype or device without kernels.
     """
 
     def __init__(
@@ -98,14 +95,7 @@ class GpuCache:
         device: torch.device | str = DEVICE,
     ) -> None:
         check(config, dtype, device)
-        try:
-            paged = PagedCache(config, blocks, block_size, swap_blocks, dtype, device)
-        except torch.OutOfMemoryError:
-            needed = size(blocks * block_bytes(config, dtype, block_size))
-            raise UserError(
-                f"The GPU has no room for a cache of {needed}: give it less memory, or stop other "
-                "programs that use the GPU."
-            ) from None
+        paged = PagedCache(config, blocks, block_size, swap_blocks, dtype, device)
         self.kv, self.memory, self.bytes = paged.kv, paged.memory, paged.bytes
         self.blocks, self.block_size, self.dtype = blocks, block_size, dtype
         self.device = self.kv.device
@@ -181,26 +171,22 @@ class GpuCache:
 
 def check(config: Config, dtype: torch.dtype, device: torch.device | str) -> None:
     """Raise NoKernels for a device, dtype or head size that the kernels do not support."""
-    if (kind := torch.device(device).type) not in (DEVICE, "meta"):
-        raise NoKernels(f"The kernels of stage 13 run on CUDA, not on {kind}.")
-    if dtype not in DTYPES:
-        raise NoKernels(
-            f"The kernels of stage 13 do not support {str(dtype).removeprefix('torch.')}: choose "
-            "float32, bfloat16 or float16."
-        )
-    if config.head_dim > MAX_HEAD_DIM:
-        raise NoKernels(
-            f"The kernels of stage 13 support heads of at most {MAX_HEAD_DIM} channels, and "
-            f"{config.name} has {config.head_dim}."
-        )
-    if kind == "cuda":
-        version = torch.cuda.get_device_capability(device)
-        if version < (7, 5) or (dtype == torch.bfloat16 and version < (8, 0)):
-            name = torch.cuda.get_device_name(device)
-            raise NoKernels(
-                f"{name} is too old for the kernels of stage 13, which need compute capability "
-                "7.5, or 8.0 for bfloat16: use --engine paged."
-            )
+    kind, name = torch.device(device).type, str(dtype).removeprefix("torch.")
+    why = ""
+    if kind not in (DEVICE, "meta"):
+        why = f"run on CUDA, not on {kind}"
+    elif dtype not in DTYPES:
+        why = f"do not support {name}: choose float32, bfloat16 or float16"
+    elif config.head_dim > MAX_HEAD_DIM:
+        heads = f"and {config.name} has {config.head_dim}"
+        why = f"support heads of at most {MAX_HEAD_DIM} channels, {heads}"
+    elif kind == "cuda":
+        least = (8, 0) if dtype == torch.bfloat16 else (7, 5)
+        if torch.cuda.get_device_capability(device) < least:
+            gpu = torch.cuda.get_device_name(device)
+            why = f"need compute capability {least[0]}.{least[1]} for {name}: {gpu} is too old"
+    if why:
+        raise NoKernels(f"The kernels of stage 13 {why}.")
 
 
 class GpuAttention:

@@ -24,9 +24,8 @@ from .cache import PIECE, GpuAttention, GpuCache, Shape
 MOST_ROWS = 256
 WARMUPS = 3  # passes before a capture: libraries allocate and choose kernels in the first ones
 
-Compute = Callable[[GpuAttention], tuple[Tensor, Tensor]]  # -> hidden states and logits
-Work = Callable[[], tuple[Tensor, Tensor]]
-Capture = Callable[[Work], tuple[Callable[[], Any], tuple[Tensor, Tensor]]]
+Work = Callable[[], Tensor]
+Capture = Callable[[Work], tuple[Callable[[], Any], Tensor]]
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,6 @@ class Captured:
 
     numbers: Tensor
     replay: Callable[[], Any]
-    hidden: Tensor  # (rows, C)
     logits: Tensor  # (rows, V)
 
 
@@ -45,24 +43,30 @@ def capture_cuda(pool: Any) -> Capture:
     memory for each; other threads may use the GPU meanwhile."""
     side = torch.cuda.Stream()
 
-    def capture(work: Work) -> tuple[Callable[[], Any], tuple[Tensor, Tensor]]:
+    def capture(work: Work) -> tuple[Callable[[], Any], Tensor]:
         side.wait_stream(torch.cuda.current_stream())
         graph, mode = torch.cuda.CUDAGraph(), "thread_local"
         with torch.cuda.stream(side):  # left again if the capture fails
             for _ in range(WARMUPS):
                 work()
             with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode=mode):
-                results = work()
+                logits = work()
         torch.cuda.current_stream().wait_stream(side)
-        return graph.replay, results
+        return graph.replay, logits
 
     return capture
 
 
 class Graphs:
-    """The captured steps of one runner, by shape; each is captured when it is first needed."""
+    """The captured steps of one runner, by shape; each is captured when it is first needed.
+    compute: a pass -> its logits."""
 
-    def __init__(self, cache: GpuCache, compute: Compute, capture: Capture | None = None) -> None:
+    def __init__(
+        self,
+        cache: GpuCache,
+        compute: Callable[[GpuAttention], Tensor],
+        capture: Capture | None = None,
+    ) -> None:
         self.cache, self.compute = cache, compute
         self.capture = capture or capture_cuda(torch.cuda.graph_pool_handle())
         self.kept: dict[Shape, Captured | None] = {}  # None: the GPU had no room for it
@@ -77,22 +81,18 @@ class Graphs:
         width = -(-pieces * PIECE // self.cache.block_size)
         return Shape(size, size, size, 0, size, width, pieces)
 
-    def run(
-        self, shape: Shape, ids: Sequence[int], shares: Sequence[Any]
-    ) -> tuple[Tensor, Tensor] | None:
-        """Hidden states (N, C) and logits (N, V) of a decode step of N rows, until the next one;
-        None if the GPU has no room for the graph."""
+    def run(self, shape: Shape, ids: Sequence[int], shares: Sequence[Any]) -> Tensor | None:
+        """Logits (N, V) of a decode step of N rows, until the next one; None if the GPU has no room
+        for the graph."""
         if shape not in self.kept:
             try:
                 self.kept[shape] = self._captured(shape)
             except torch.OutOfMemoryError:
                 self.kept[shape] = None
-        graph, count = self.kept[shape], len(ids)
-        if graph is None:
-            return None
-        graph.numbers.copy_(self.cache.numbers(shape, shares, ids, range(count)), True)
-        graph.replay()
-        return graph.hidden[:count], graph.logits[:count]
+        if graph := self.kept[shape]:
+            graph.numbers.copy_(self.cache.numbers(shape, shares, ids, range(len(ids))), True)
+            graph.replay()
+        return graph and graph.logits[: len(ids)]
 
     def _captured(self, shape: Shape) -> Captured:
         """Runs passes of tokens without a slot, so that nothing is written."""
@@ -100,9 +100,8 @@ class Graphs:
         fields = shape.split(numbers)
         fields["slots"].fill_(-1)
         torch.arange(shape.tokens, out=fields["singles"][:, 1])
-        work = lambda: self.compute(GpuAttention(self.cache, shape, numbers))  # noqa: E731
-        replay, (hidden, logits) = self.capture(work)
-        return Captured(numbers, replay, hidden, logits)
+        attention = GpuAttention(self.cache, shape, numbers)
+        return Captured(numbers, *self.capture(lambda: self.compute(attention)))
 
 
 def ceiling(number: int) -> int:

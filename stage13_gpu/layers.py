@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,35 +22,24 @@ OUTPUTS = 32, 64  # that one program of `quantized.multiply` takes, of few rows 
 
 class Products:
     """Linear layers that read the same input, as one product. Their weights become views of one
-    tensor, so the model keeps its layers and no second copy. Layers of several formats compute each
-    for itself."""
+    tensor, so the model keeps its layers and no second copy. Layers in a format of their own
+    compute each for itself."""
 
     def __init__(self, *layers: Any) -> None:
-        self.layers: Sequence[Any] = layers
-        quantized = all(isinstance(layer, KernelLinear) for layer in layers)
-        if quantized and len({layer.format for layer in layers}) == 1:
-            self.layers = [joined(layers)]
-        self.bias: Tensor | None = None
-        self.weight: Tensor | None = None
-        if all(type(layer) is nn.Linear for layer in layers):
-            self.weight = layers[0].weight
-            self.bias = layers[0].bias
-            if len(layers) > 1:
-                self._join()
-
-    def _join(self) -> None:
-        counts = [layer.out_features for layer in self.layers]
-        self.weight = torch.cat([layer.weight for layer in self.layers])
-        for layer, weight in zip(self.layers, self.weight.split(counts), strict=True):
-            layer.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = side_by_side(self.layers)
+        self.layers = layers
+        self.plain = all(type(layer) is nn.Linear for layer in layers)
+        if self.plain:
+            counts = [layer.out_features for layer in layers]
+            self.weight = torch.cat([layer.weight for layer in layers])
+            for layer, weight in zip(layers, self.weight.split(counts), strict=True):
+                layer.weight = nn.Parameter(weight, requires_grad=False)
+            self.bias = side_by_side(layers)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (N, in) -> (N, the outputs of all layers, side by side)."""
-        if self.weight is not None:
+        if self.plain:
             return F.linear(x, self.weight, self.bias)
-        outputs = [layer(x) for layer in self.layers]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+        return torch.cat([layer(x) for layer in self.layers], -1)
 
 
 def add_norm(x: Tensor, y: Tensor | None, norm: Any) -> Tensor:
@@ -83,8 +71,7 @@ def silu_mul(x: Tensor) -> Tensor:
 
 
 class GpuMatrix:
-    """Stage 10's QuantizedMatrix (N, K) as kernels read it. What else reads it gets a
-    QuantizedMatrix of `rows`, or its fields.
+    """Stage 10's QuantizedMatrix (N, K) as kernels read it. What else reads it asks for `rows`.
 
     stored: codes (N, K) int8; those of 4 bits (N, K / 2) uint8, two in a byte. sides: scales, and
     minima if there are any, (1 or 2, G, N), in float16 where that holds all of them.
@@ -121,23 +108,12 @@ class GpuMatrix:
         scale, *minimum = self.sides[:, :, index].float().mT
         return QuantizedMatrix(codes, scale, minimum[0] if minimum else None, self.bits)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.rows(torch.arange(len(self.stored))), name)
-
 
 class KernelLinear(QuantizedLinear):
     """A layer of stage 10 over a GpuMatrix, computed by kernels, for inputs in float32, bfloat16 or
     float16."""
 
-    def __init__(self, matrix: Any, bias: Tensor | None = None, activations: str = "int8") -> None:
-        super().__init__(matrix, bias, activations)
-        self.matrix: Any
-
-    @property
-    def format(self) -> tuple[Any, ...]:
-        """What layers that are computed as one have in common."""
-        matrix = self.matrix
-        return matrix.shape[1], matrix.group, matrix.bits, matrix.minimal, self.activations
+    matrix: Any
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -164,17 +140,6 @@ class KernelLinear(QuantizedLinear):
             TILE=max(32, min(64, power(matrix.group))), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         return out.view(*x.shape[:-1], self.out_features)
-
-
-def joined(layers: Sequence[Any]) -> KernelLinear:
-    """KernelLinears of one format as one, of whose matrix theirs become views."""
-    counts = [layer.out_features for layer in layers]
-    stored = torch.cat([layer.matrix.stored for layer in layers])
-    sides, bits = torch.cat([layer.matrix.sides for layer in layers], 2), layers[0].matrix.bits
-    for layer, *part in zip(layers, stored.split(counts), sides.split(counts, 2), strict=True):
-        layer.matrix = GpuMatrix(part[0], part[1], bits)
-    whole = GpuMatrix(stored, sides, bits)
-    return KernelLinear(whole, side_by_side(layers), layers[0].activations)
 
 
 def to_kernels(model: Any) -> None:

@@ -11,15 +11,13 @@ Rates are those of the makers' data sheets, which no program reaches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from shared import catalog, cli
 from shared.config import Config
 from shared.errors import UserError
 from shared.measure import Limits
-from shared.roofline import block_weights, forward_cost
+from shared.roofline import forward_cost
 
 # GB/s; GFLOP/s in float32, and in the half formats on tensor cores, dense
 GPUS = {
@@ -31,53 +29,30 @@ GPUS = {
 LAUNCH = 5e-6  # seconds for Python and the driver to start one kernel: assumed
 NODE, REPLAY = 1e-6, 10e-6  # seconds from a kernel of a graph to the next, and to start it: assumed
 PIECES = 256  # keys that a program of `decode` reads
-# Bytes of a weight: int4 has a scale and a minimum in float16 for 32. The table of tokens is int8
-# with a scale for 32.
-WEIGHTS, TABLE = {"int8": 1.0, "int4": 0.5 + 2 * 2 / 32}, 1 + 2 / 32
 
 
-def launches(config: Config, context: int, weights: str = "") -> int:
-    """Kernels of a decode step with this runner: `tests/test_predict.py` counts them. weights: of
-    WEIGHTS, or "" for plain ones."""
+def launches(config: Config, context: int) -> int:
+    """Kernels of a decode step with this runner: `tests/test_predict.py` counts them."""
     attention = 2 if context < PIECES else 3  # store, decode, and merge
     products = 4  # q k v, projection, up, down
     between = 3  # two norms, and GELU or a gate
     ends = 10 if hasattr(config, "rope") else 7  # embedding and positions; wanted rows and head
-    if weights:  # each product rounds its input; rows of the table are dequantized
-        products, ends = 2 * products, ends + 3
     return config.n_layer * (attention + products + between) + ends
 
 
 def seconds(
-    config: Config, dtype: torch.dtype, rows: int, context: int, gpu: Limits, weights: str = ""
+    config: Config, dtype: torch.dtype, rows: int, context: int, gpu: Limits
 ) -> dict[str, float]:
     """Of a decode step of `rows` rows with `context` keys each: what each part takes at least, and
     the step without and with a graph."""
     cost = forward_cost(config, dtype, 1, context, rows=rows)
-    read = cost.bytes
-    if weights:
-        read -= block_weights(config) * (dtype.itemsize - WEIGHTS[weights])
-        read -= config.vocab_size * config.n_embd * (dtype.itemsize - TABLE)
     rate = gpu.gflops[str(dtype).removeprefix("torch.")] * 1e9
-    parts = {"bytes": read / gpu.bandwidth_gb_s / 1e9, "operations": cost.flops / rate}
-    kernels, least = launches(config, context, weights), max(parts.values())
+    parts = {"bytes": cost.bytes / gpu.bandwidth_gb_s / 1e9, "operations": cost.flops / rate}
+    kernels, least = launches(config, context), max(parts.values())
     return parts | {
         "eager": max(least, kernels * LAUNCH),
         "graph": max(least, kernels * NODE) + REPLAY,
     }
-
-
-def table(
-    config: Config, dtype: torch.dtype, steps: Sequence[tuple[int, int]], weights: str
-) -> list[list[str]]:
-    """A line for each GPU and step: microseconds of each part, and the longest."""
-    lines = []
-    for name, gpu in GPUS.items():
-        for rows, context in steps:
-            times = seconds(config, dtype, rows, context, gpu, weights).values()
-            shown = [f"{1e6 * value:,.0f}" for value in times]
-            lines.append([name, str(rows), f"{context:,}", *shown])
-    return lines
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -85,17 +60,20 @@ def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser("stage13_gpu.predict", about, "  python -m stage13_gpu.predict")
     parser.add_argument("--model", default="gpt2", help="a known shape; default: gpt2")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--weights", choices=tuple(WEIGHTS), default="", help="default: --dtype")
     options = parser.parse_args(argv)
     if options.model not in catalog.presets():
         known = ", ".join(catalog.presets())
         raise UserError(f"There is no shape '{options.model}': choose one of {known}.")
     config = catalog.presets()[options.model]
     dtype = getattr(torch, options.dtype)
-    kernels, kind = launches(config, 1000, options.weights), options.weights or options.dtype
-    print(f"{config.name}, {kind}: {kernels} kernels a step; microseconds")
-    heading = ["GPU", "rows", "context", "bytes", "operations", "eager", "graph"]
-    for line in [heading, *table(config, dtype, ((1, 1000), (32, 1000)), options.weights)]:
+    kernels = launches(config, 1000)
+    print(f"{config.name}, {options.dtype}: {kernels} kernels a step; microseconds")
+    lines = [["GPU", "rows", "context", "bytes", "operations", "eager", "graph"]]
+    for name, gpu in GPUS.items():
+        for rows in (1, 32):
+            times = seconds(config, dtype, rows, 1000, gpu).values()
+            lines.append([name, str(rows), "1,000", *(f"{1e6 * time:,.0f}" for time in times)])
+    for line in lines:
         print(f"{line[0]:<11}" + "".join(f"{cell:>11}" for cell in line[1:]))
     return 0
 

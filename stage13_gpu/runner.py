@@ -44,7 +44,6 @@ class GpuRunner:
         self.config: Config = model.config
         to_kernels(model)
         self.forward, self.norm = FORWARDS[type(model)](model)
-        self.hidden = torch.empty(0, self.config.n_embd)  # (R, C), of the last pass's rows
         self.graphs = Graphs(cache, self.compute) if cache.device.type == "cuda" else None
 
     def move(self, moves: Sequence[Any]) -> None:
@@ -57,21 +56,20 @@ class GpuRunner:
             return torch.empty(0, self.config.vocab_size, device=self.cache.device)
         check_places(shares, self.cache.block_size)
         size = self.graphs and self.graphs.shape(shares, rows)
-        results = self.graphs.run(size, ids, shares) if self.graphs and size else None
-        if results is None:
+        logits = self.graphs.run(size, ids, shares) if self.graphs and size else None
+        if logits is None:
             shape = self.cache.shape(shares, len(rows))
             numbers = self.cache.numbers(shape, shares, ids, rows)
             numbers = numbers.to(self.cache.device, non_blocking=True)
-            results = self.compute(GpuAttention(self.cache, shape, numbers))
-        self.hidden, logits = results
+            logits = self.compute(GpuAttention(self.cache, shape, numbers))
         return logits
 
-    def compute(self, attention: GpuAttention) -> tuple[Tensor, Tensor]:
-        """The hidden states (R, C) and logits (R, V) of the rows that a pass wants."""
+    def compute(self, attention: GpuAttention) -> Tensor:
+        """Logits (R, V) of the rows that a pass wants."""
         stream, added = self.forward(attention)
         wanted = attention.input["wanted"]
-        hidden = add_norm(stream[wanted], added[wanted], self.norm)
-        return hidden, self.model.logits(hidden)
+        logits: Tensor = self.model.logits(add_norm(stream[wanted], added[wanted], self.norm))
+        return logits
 
 
 def gpt2(model: GPT2) -> tuple[Forward, Any]:

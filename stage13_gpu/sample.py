@@ -22,32 +22,32 @@ def choose(scores: Tensor, rows: Sequence[Row]) -> list[int]:
     infinite."""
     ids = scores.argmax(-1)  # (R,); of a tie the first, and NaN before any number
     best = scores.gather(1, ids[:, None])  # (R, 1)
-    drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
+    width = scores.shape[1]
+    drawn = [(i, row.params, row.dart()) for i, row in enumerate(rows) if not row.params.greedy]
     if drawn:
-        options = [_options(rows[i]) for i in drawn]
-        pinned = scores.is_cuda  # so copies do not wait for the pass
-        numbers = torch.tensor(options, dtype=torch.float64, pin_memory=pinned)  # (n, 5)
-        numbers = numbers.to(scores.device, non_blocking=True)
-        place = torch.tensor(drawn, pin_memory=pinned).to(scores.device, non_blocking=True)
-        ids[place] = _draw(scores[place] - best[place], numbers, options)
+        options = [
+            (i, max(p.temperature, MIN_TEMPERATURE), p.min_p, p.top_k or width, p.top_p, dart)
+            for i, p, dart in drawn
+        ]
+        table = torch.tensor(options, dtype=torch.float64, pin_memory=scores.is_cuda)  # (n, 6)
+        place, *numbers = table.to(scores.device, non_blocking=True).t()  # needs no wait: pinned
+        place = place.long()
+        limited = any(p.top_k or p.top_p < 1 for _, p, _ in drawn)
+        ids[place] = _draw(scores[place] - best[place], *(x[:, None] for x in numbers), limited)
     return torch.where(best[:, 0].isfinite(), ids, -1).tolist()
 
 
-def _options(row: Row) -> tuple[float, float, float, float, float]:
-    p = row.params
-    return max(p.temperature, MIN_TEMPERATURE), p.min_p, p.top_k, p.top_p, row.dart()
-
-
-def _draw(scores: Tensor, numbers: Tensor, options: Sequence[Sequence[float]]) -> Tensor:
-    """The tokens (n,) that darts hit. scores (n, V): the largest 0; numbers (n, 5): the options."""
-    temperature, min_p, top_k, top_p, dart = (column[:, None] for column in numbers.t())  # (n, 1)
+def _draw(
+    scores: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, dart: Tensor,
+    limited: bool,
+) -> Tensor:  # fmt: skip
+    """The tokens (n,) that darts hit. scores (n, V): the largest 0; options (n, 1). limited: some
+    row has a top_k or top_p, for which all are sorted."""
     weights = (scores / temperature.to(scores.dtype)).exp().double()  # (n, V)
     weights = weights * (weights >= min_p)
-    _, _, most, nuclei, _ = zip(*options, strict=True)
-    if any(0 < k < scores.shape[1] for k in most) or min(nuclei) < 1:
+    if limited:
         ordered = weights.sort(-1, descending=True).values
-        last = torch.where(top_k > 0, top_k, scores.shape[1]).clamp(max=scores.shape[1])
-        limit = ordered.gather(1, last.long() - 1)  # (n, 1): the k-th largest weight
+        limit = ordered.gather(1, top_k.clamp(max=scores.shape[1]).long() - 1)  # (n, 1)
         ordered = ordered * (ordered >= limit)
         heavier = ordered.cumsum(-1) - ordered
         count = (heavier < top_p * ordered.sum(-1, keepdim=True)).sum(-1, keepdim=True)

@@ -60,20 +60,6 @@ def test_tokens_of_all_scenarios(name):
     prove(name, None)
 
 
-def test_preempted_and_shared_blocks():
-    """A pool so small that sequences are swapped out, and prompts that begin alike."""
-    model = model_of("gpt2")
-    pools: dict[str, Any] = {"pool": BlockPool(8, 4), "swap_pool": BlockPool(8, 4)}
-    engine = make(model, sanitize=True, max_sequences=4, **pools, **KERNELS)
-    prompts = [[5, 6, 7, 8, 1, 2], [5, 6, 7, 8, 3], [5, 6, 7, 8, 1, 9, 4]]
-    params = SamplingParams(max_tokens=8, ignore_eos=True)
-    engine.generate(prompts[:1], params)
-    outputs = engine.generate(prompts, params)
-    wanted = Naive(model).generate(prompts, params)
-    assert [o.token_ids for o in outputs] == [o.token_ids for o in wanted]
-    assert engine.scheduler.counts.preemptions and engine.scheduler.counts.hit_tokens
-
-
 @pytest.mark.parametrize("name", ["gpt2", "grouped"])
 def test_layers_of_another_format(name):
     """Some layers in int8, beside plain ones: the logits of stage 05's runner."""

@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from shared import catalog, kit, measure
+from shared import catalog, kit
 from shared.paths import ROOT
 from stage13_gpu import benchmark, predict
 from stage13_gpu import launch as launching
@@ -25,7 +25,6 @@ from stage13_gpu.registers import compiled
 from stage13_gpu.runner import GpuRunner
 from stage13_gpu.tests.test_engine import CONFIGS, model_of
 from stage13_gpu.tests.test_graphs import Tape
-from stage13_gpu.tests.test_quantized import quantized
 from stage13_gpu.tests.tools import caches, inputs
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="counted by the interpreter")
@@ -40,12 +39,11 @@ def kernels(tape):
     return count
 
 
-@pytest.mark.parametrize(("context", "weights"), [(9, ""), (300, ""), (9, "int8")])
+@pytest.mark.parametrize("context", [9, 300])
 @pytest.mark.parametrize("name", ["gpt2", "grouped"])
-def test_as_many_kernels_are_started_as_predicted(name, context, weights):
+def test_as_many_kernels_are_started_as_predicted(name, context):
     config = CONFIGS[name]
-    model = quantized(name, weights) if weights else model_of(name)
-    runner, tape = GpuRunner(model, GpuCache(config, 100, 4)), Tape()
+    runner, tape = GpuRunner(model_of(name), GpuCache(config, 100, 4)), Tape()
     launching.WATCHERS.append(tape.launch)
     shape = runner.cache.shape([(list(range(80)), min(context, 63), 1)], 1)
     numbers = runner.cache.numbers(shape, [(list(range(80)), min(context, 63), 1)], [1], [0])
@@ -56,7 +54,7 @@ def test_as_many_kernels_are_started_as_predicted(name, context, weights):
             runner.compute(GpuAttention(runner.cache, shape, numbers))
     finally:
         launching.WATCHERS.pop()
-    assert kernels(tape) == launches(config, context, weights)
+    assert kernels(tape) == launches(config, context)
 
 
 def test_a_decode_step_loads_each_key_once_for_its_group():
@@ -82,11 +80,6 @@ def test_a_step_takes_the_longest_of_bytes_operations_and_launches():
     h100 = seconds(config, torch.bfloat16, 1, 1000, GPUS["H100 SXM"])
     assert h100["bytes"] == pytest.approx(0.284e9 / 3350e9, rel=0.02)
     assert h100["eager"] == launches(config, 1000) * predict.LAUNCH > h100["graph"]
-    layers, table = 12 * 12 * 768**2, 50257 * 768 * (1 - 2 / 32)
-    saved = {"int8": layers + table, "int4": layers + table + layers * 3 / 8}
-    for weights, count in saved.items():
-        small = seconds(config, torch.bfloat16, 1, 1000, GPUS["H100 SXM"], weights)
-        assert h100["bytes"] - small["bytes"] == pytest.approx(count / 3350e9)
     t4 = seconds(config, torch.float32, 1, 1000, GPUS["T4"])
     assert t4["eager"] == t4["bytes"] == t4["graph"] - predict.REPLAY
 
@@ -97,23 +90,14 @@ def test_the_command_prints_a_line_for_each_gpu(capsys):
     assert "kernels a step" in output and all(gpu in output for gpu in GPUS)
 
 
-def test_without_results_of_a_gpu_nothing_is_invented():
-    assert all(row["measured, graph"] == "not measured" for row in benchmark.predicted("gpt2"))
-
-
-def test_what_a_gpu_has_measured_is_shown_beside_its_prediction(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("device", "shown"), [("H100 80GB HBM3", "200"), ("L40S", "not measured")])
+def test_what_a_gpu_has_measured_is_shown_beside_its_prediction(device, shown):
     """And not beside another's, whose name begins alike."""
-    step = {"model": "gpt2", "rows": 1}
-    fast = {benchmark.GRAPH: [1e-4, 3e-4, 2e-4]}
-    steps = [step | {"refused": 0.2}, step | {"seconds": fast}]
-    content = {"schema": kit.SCHEMA, "machine": {"device": "NVIDIA H100 80GB HBM3"}}
-    content |= {"results": {"steps": steps}}
-    kit.save(tmp_path / "some-gpu" / f"{benchmark.STAGE}.json", content)
-    other = content | {"machine": {"device": "NVIDIA L40S"}}
-    kit.save(tmp_path / "other-gpu" / f"{benchmark.STAGE}.json", other)
-    monkeypatch.setattr(measure, "REPORTS", tmp_path)
-    one_row, many_rows, *others = (row["measured, graph"] for row in benchmark.predicted("gpt2"))
-    assert one_row == "200" and {many_rows, *others} == {"not measured"}
+    step = {"model": "gpt2", "rows": 1, "seconds": {benchmark.GRAPH: [1e-4, 3e-4, 2e-4]}}
+    content = {"machine": {"device": f"NVIDIA {device}"}, "results": {"steps": [step]}}
+    lines = benchmark.predicted(kit.Results(content), "gpt2")
+    one_row, *others = (line["measured, graph"] for line in lines)
+    assert one_row == shown and set(others) == {"not measured"}
 
 
 @pytest.mark.slow

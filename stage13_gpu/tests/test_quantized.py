@@ -10,23 +10,18 @@ from typing import Any
 
 import torch
 
-from shared import models, parity
+from shared import parity
 from shared.conversion import Linear
 from shared.models import load_model
 from shared.testing import random_checkpoint
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.params import SamplingParams
-from stage04_continuous.runner import Runner
 from stage05_paged.blocks import BlockPool
-from stage05_paged.engine import cache_type, make
-from stage10_quantization import quantize
+from stage05_paged.engine import make
 from stage10_quantization.convert import Format, Quantize
 from stage10_quantization.layers import QuantizedEmbedding, QuantizedLinear
-from stage10_quantization.tests import test_folder
-from stage13_gpu.cache import GpuCache
 from stage13_gpu.launch import DEVICE
-from stage13_gpu.layers import GpuMatrix, KernelLinear, Products
-from stage13_gpu.runner import GpuRunner
+from stage13_gpu.layers import GpuMatrix, KernelLinear
 from stage13_gpu.tests.test_engine import CONFIGS, KERNELS
 from stage13_gpu.tests.test_graphs import graphed
 from stage13_gpu.tests.tools import TOLERANCE
@@ -110,51 +105,10 @@ def test_a_packed_matrix_gives_back_what_it_holds(bits, group, minimum):
     assert isinstance(fast, Linear)
 
 
-def test_products_that_read_the_same_input_are_one():
-    torch.manual_seed(4)
-    pairs = [layers(4, 32, True, "int8", 64, outputs, outputs == 24) for outputs in (24, 40)]
-    x = torch.randn(2, 64, device=DEVICE)
-    want = torch.cat([slow(x) for slow, _ in pairs], 1)
-    one = Products(*(fast for _, fast in pairs))
-    assert len(one.layers) == 1 and torch.equal(one(x), want)
-    assert torch.equal(pairs[1][1](x), want[:, 24:])
-    memory = {fast.matrix.stored.untyped_storage().data_ptr() for _, fast in pairs}
-    assert memory == {one.layers[0].matrix.stored.data_ptr()}  # views of the joined matrix
-    other = layers(8, 32, False, "int8", 64, 8)[1]
-    assert len(Products(one.layers[0], other).layers) == 2
-
-
 def quantized(name: str, weights: Any, activations: str = "int8") -> Any:
     checkpoint = random_checkpoint(CONFIGS[name], spread=24)
     checkpoint.conversion = Quantize(weights, activations)
     return load_model(checkpoint, dtype=torch.float32, device=DEVICE)
-
-
-def first_logits(folder):
-    """Of a model in files, by stage 04's runner and by the kernels'; and the latter's model."""
-    logits = []
-    for runner, cache in ((Runner, cache_type), (GpuRunner, lambda config: GpuCache)):
-        model = load_model(models.load(str(folder)), device=DEVICE)
-        memory: Any = cache(model.config)(model.config, 2, device=DEVICE)
-        logits.append(runner(model, memory).run([5, 9, 2], [([1], 0, 3)], [2]))
-    return *logits, model
-
-
-@pytest.mark.parametrize("options", [test_folder.GPTQ, test_folder.AWQ])
-@pytest.mark.parametrize("fields", [None, test_folder.SMALL], ids=["llama", "gpt2"])
-def test_folders_of_gptq_and_awq(tmp_path, options, fields):
-    test_folder.write(tmp_path, options, fields)
-    want, got, model = first_logits(tmp_path)
-    assert any(isinstance(layer, KernelLinear) for layer in model.modules())
-    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_layers_in_files(tmp_path):
-    quantize.main(["--weights", "int4", "--out", str(tmp_path / "small")])
-    want, got, model = first_logits(tmp_path / "small")
-    assert isinstance(model.lm_head.matrix, GpuMatrix)
-    torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-4)
 
 
 SMALL = Format(4, group=8, minimum=True, dtype=torch.float16)
