@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from stage01_forward import sampling
 from stage01_forward.generation import Row
 from stage01_forward.params import SamplingParams
-from stage01_forward.tests.rows import FixedDart, batches, close, edges, fresh
+from stage01_forward.tests.rows import FixedDart, batches, close, fresh
 from stage04_continuous import fast_sampling
 from stage04_continuous.request import Request
-from stage09_kernels.engine import make
 from stage09_kernels.sample import choose, sample_tokens
 
 sample = partial(fast_sampling.sample, choose=choose)
@@ -83,14 +82,6 @@ def test_darts_at_either_end_hit_a_token_that_is_kept(options, dtype):
                 assert ids == expected
 
 
-@pytest.mark.parametrize("options", [*OPTIONS[1:4], *OPTIONS[5:]], ids=str)
-def test_darts_just_before_and_after_every_edge(options):
-    """Temperature, filters and sums agree to eleven digits."""
-    logits = torch.randn(300, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    rows, expected = edges(logits, SamplingParams(**options))
-    assert sample(logits.repeat(len(rows), 1), rows)[0] == expected
-
-
 @DTYPES
 def test_the_first_of_equal_scores_wins_in_whatever_lane(dtype):
     """The best scores stand at all pairs of places; lanes are up to 16 numbers wide."""
@@ -134,11 +125,3 @@ def test_rows_may_be_apart_in_memory():
     wide[:, :101] = 3 * torch.randn(7, 101)
     expected = choose(wide[:, :101].clone(), rows_of(7))
     assert choose(wide[:, :101], rows_of(7)) == expected and bool(wide[:, 101:].isnan().all())
-
-
-def test_rows_of_the_vocabulary_without_a_token_are_never_drawn(tiny_model, monkeypatch):
-    """The padding of a vocabulary, here every second row, and one that a bias favours most."""
-    monkeypatch.setattr(tiny_model, "unused", torch.arange(1, 101, 2), raising=False)
-    params = SamplingParams(max_tokens=40, temperature=2.0, seed=0, logit_bias={5: 100.0})
-    (output,) = make(tiny_model, 1, eos_ids=()).generate([[1, 2, 3]], params)
-    assert len({*output.token_ids}) > 10 and not any(id % 2 for id in output.token_ids)
