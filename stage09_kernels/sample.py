@@ -1,4 +1,4 @@
-"""The next tokens of a step in one call: stage 01's `choose` in C (see sample.c)."""
+"""The next tokens of a step: stage 01's `choose`, with C for those that are drawn (sample.c)."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ def choose(scores: Tensor, rows: Sequence[Row]) -> list[int]:
     numbers = np.zeros((len(NUMBERS), len(rows)))  # of 8 bytes each
     temperatures, min_ps, top_ps, darts = numbers[:4]
     top_ks, ids = numbers[4:].view(np.int64)
+    numpy_scores = scores.numpy()
+    best = numpy_scores.argmax(-1)  # of several the first, and NaN before any number
+    ids[:] = np.where(np.isfinite(numpy_scores[np.arange(len(rows)), best]), best, -1)
     for i, row in enumerate(rows):
         p = row.params
         if not p.greedy:
@@ -45,7 +48,8 @@ def choose(scores: Tensor, rows: Sequence[Row]) -> list[int]:
     pointers = {name: start + i * line for i, name in enumerate(NUMBERS)}
     call = Draw(scores.data_ptr(), **pointers, count=scores.shape[1], stride=scores.stride(0))
     sizes = tuple(f"{name}={scores.itemsize}" for name in ("REAL", "WEIGHT", "CACHE"))
-    library.call(library.load(SOURCE, sizes).draw, ctypes.byref(call), len(ids))
+    if temperatures.any():
+        library.call(library.load(SOURCE, sizes).draw, ctypes.byref(call), len(ids))
     return ids.tolist()
 
 

@@ -1,4 +1,4 @@
-/* The next token of each row of scores: the best one, or one drawn at random.
+/* The next token of each row of scores that is drawn at random.
 
    Temperature, min_p, top_k, top_p and the draw are those of stage 01's sampling.py, in that order,
    so a seed gives the same tokens. But nothing is sorted: a binary search finds the limit between
@@ -21,30 +21,9 @@ struct draw {
     const double *min_ps, *top_ps;        /* 0 and 1: all */
     const double *darts;                  /* between 0 and 1: where the drawn token lies */
     const int64_t *top_ks;                /* 0: all */
-    int64_t *ids;                         /* the tokens; -1 where scores are NaN or infinite */
+    int64_t *ids;                         /* the best tokens, then those drawn; -1: none */
     int64_t count, stride;                /* numbers in a row; from one row to the next */
 };
-
-/* The first index of the largest score; -1 if there is none. */
-static int64_t best(const real *x, int64_t count, real *max) {
-    vec top = (vec){0} - INFINITY;
-    mask at = {0}, number, broken = {0};
-    for (int t = 0; t < LANES; t++) number[t] = t;
-    for (int64_t t = 0; t < count; t += LANES, number += LANES) {
-        vec y = load_partial(x + t, count - t, -INFINITY);
-        mask above = y > top;
-        top = blend(above, y, top);
-        at = (above & number) | (~above & at);
-        broken |= y != y;
-    }
-    int64_t index = at[0], bad = broken[0];
-    *max = top[0];
-    for (int t = 1; t < LANES; t++) {
-        if (top[t] > *max || (top[t] == *max && at[t] < index)) *max = top[t], index = at[t];
-        bad |= broken[t];
-    }
-    return bad || isinf(*max) ? -1 : index;
-}
 
 /* The sum of the weights above `limit`; their number in `number`. */
 static double tail_sum(const real *w, int64_t count, real limit, int64_t *number) {
@@ -151,10 +130,8 @@ static int64_t pick(const real *w, int64_t count, real limit, double distance) {
 static void draw_rows(int64_t first, int64_t last, void *context) {
     const struct draw *d = context;
     for (int64_t row = first; row < last; row++) {
-        real *w = d->scores + row * d->stride, max;
-        int64_t id = best(w, d->count, &max);
-        d->ids[row] = id;
-        if (id < 0 || d->temperatures[row] == 0) continue;
+        if (d->ids[row] < 0 || d->temperatures[row] == 0) continue;
+        real *w = d->scores + row * d->stride, max = w[d->ids[row]];
         const real cold = (real)(1 / d->temperatures[row]);
         vec least = (vec){0} + 1;
         for (int64_t t = 0; t < d->count; t += LANES) {

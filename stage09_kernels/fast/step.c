@@ -10,23 +10,6 @@
 
 #define FEW 6144 /* numbers that one thread finishes before another could begin */
 
-/* Weights at p, of which `left` exist. */
-static vec load_row(const weight *p, int64_t left) {
-#if WEIGHT == 2
-    uint16_t part[LANES] = {0};
-    memcpy(part, p, (left < LANES ? left : LANES) * sizeof(weight));
-    return (vec)(load_low(part) << 16);
-#else
-    return load_partial(p, left, 0);
-#endif
-}
-
-static vec as_weight(vec x) {
-    weight part[LANES];
-    store(part, x, LANES);
-    return load_row(part, LANES);
-}
-
 static void embed(int64_t first, int64_t last, void *context) { /* rows */
     const struct operation *o = context;
     const struct embed *e = &o->of.embed;
@@ -35,13 +18,11 @@ static void embed(int64_t first, int64_t last, void *context) { /* rows */
         int64_t id = o->pass->ids[row], position = position_of(o->pass, row);
         real *out = e->out + row * e->out_stride;
         if (read_row) read_row(e->format, id, out);
-        for (int64_t i = 0; i < e->width; i += LANES) {
-            int64_t left = e->width - i;
-            vec y = e->table ? load_row(e->table + id * e->width + i, left)
-                             : as_weight(load_partial(out + i, left, 0));
+        for (int64_t i = 0; i < e->width; i++) {
+            real y = as_weight(e->table ? load(e->table, id * e->width + i, WEIGHT) : out[i]);
             if (e->positions)
-                y = as_weight(y + load_row(e->positions + position * e->width + i, left));
-            store_real(out + i, y, left);
+                y = as_weight(y + load(e->positions, position * e->width + i, WEIGHT));
+            out[i] = y;
         }
     }
 }

@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include "../operations.h"
+#include "../number.h" /* before its `store` becomes that of vectors */
 
 #include <math.h>
 #include <string.h>
