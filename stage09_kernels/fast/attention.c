@@ -438,22 +438,6 @@ attend(const struct attention *a, const struct queries *group, const int count, 
             store_operand(group->out[i] + d, *(vec *)(result[i] + d) / sum[i], a->head_dim - d);
 }
 
-/* Numbers too small to be normal count as 0, as in tiles: before and after each operation. */
-static inline unsigned flush_subnormals(void) {
-#if BY_TILES && defined(__SSE2__)
-    const unsigned mode = _mm_getcsr();
-    _mm_setcsr(mode | 0x8040);
-    return mode;
-#endif
-    return 0;
-}
-static inline void restore(unsigned mode) {
-    (void)mode;
-#if BY_TILES && defined(__SSE2__)
-    _mm_setcsr(mode);
-#endif
-}
-
 /* Whether each share is one item whose output is wanted: then no item reads what another writes. */
 static inline int is_single(const struct operation *o) {
     const struct pass *p = o->pass;
@@ -477,7 +461,10 @@ static void attend_items(int64_t first, int64_t last, void *context) {
     const struct item *items = o->rows == ALL_ROWS ? p->items : p->out_items;
     int64_t n_items = o->rows == ALL_ROWS ? p->n_items : p->n_out_items;
     int set = 0; /* rows of the tiles */
-    const unsigned mode = flush_subnormals();
+#if BY_TILES && defined(__SSE2__)
+    const unsigned mode = _mm_getcsr();
+    _mm_setcsr(mode | 0x8040); /* numbers too small to be normal count as 0, as in tiles */
+#endif
     for (int64_t n = first; n < last; n++) {
         const struct item *item = items + (is_single(o) ? n / a->heads : n % n_items);
         const struct share *share = p->shares + item->share;
@@ -512,7 +499,9 @@ static void attend_items(int64_t first, int64_t last, void *context) {
         }
     }
     release_tiles(set);
-    restore(mode);
+#if BY_TILES && defined(__SSE2__)
+    _mm_setcsr(mode);
+#endif
 }
 
 /* Store the new keys and values of all tokens, then attend. */
