@@ -30,9 +30,9 @@ def caches(heads, kv_heads, width, block, dtype, blocks=BLOCKS, kind=KernelCache
     return cache_type(config)(config, blocks, block, dtype=torch.float64), kernel
 
 
-def passes(block, lengths):
+def passes(block, lengths, blocks=BLOCKS):
     """Passes that write sequences of `lengths` in up to 3 pieces, into blocks in any order."""
-    free = torch.randperm(BLOCKS).tolist()
+    free = torch.randperm(blocks).tolist()
     tables = [[free.pop() for _ in range(-(-length // block))] for length in lengths]
     done = [0] * len(lengths)
     for cut in range(3):

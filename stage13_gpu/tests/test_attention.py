@@ -15,7 +15,7 @@ from shared.config import Config
 from stage09_kernels.backend import NoKernels
 from stage13_gpu import cache as module
 from stage13_gpu.cache import GpuCache, check
-from stage13_gpu.tests.tools import BLOCKS, caches, compare, inputs
+from stage13_gpu.tests.tools import caches, compare, inputs, passes
 
 HEADS = [(3, 3, 16), (4, 1, 32), (6, 2, 40), (7, 1, 8), (2, 2, 64), (4, 2, 128), (3, 3, 17)]
 
@@ -25,24 +25,6 @@ def small(monkeypatch):
     """Tiles and pieces so small that short sequences have several."""
     monkeypatch.setattr(module, "TILE", 32)
     monkeypatch.setattr(module, "PIECE", 32)
-
-
-def passes(block, lengths):
-    """Passes that write sequences of `lengths`: prompts, then chunks beside single tokens, then
-    single tokens; into blocks in any order."""
-    free = torch.randperm(BLOCKS).tolist()
-    tables = [[free.pop() for _ in range(-(-length // block))] for length in lengths]
-    done = [0] * len(lengths)
-    for cut in range(3):
-        shares = []
-        for row, length in enumerate(lengths):
-            left = length - done[row]
-            count = (-(-left // 2), left - 1 if row % 2 else 1, min(left, 1))[cut]
-            if 0 < count <= left:
-                shares.append((tables[row], done[row], count))
-                done[row] += count
-        if shares:
-            yield shares
 
 
 def agree(heads, kv_heads, width, block, dtype, lengths):

@@ -19,7 +19,7 @@ from stage05_paged.engine import make
 from stage13_gpu import cache as module
 from stage13_gpu import launch as launching
 from stage13_gpu.graphs import Graphs, ceiling
-from stage13_gpu.launch import DEVICE, INTERPRETED
+from stage13_gpu.launch import INTERPRETED
 from stage13_gpu.runner import GpuRunner
 from stage13_gpu.tests.test_engine import CONFIGS, KERNELS, model_of
 
@@ -103,18 +103,12 @@ def test_replayed_steps_give_the_tokens_of_stage_01(name, monkeypatch):
     outputs = engine.generate(prompts, sampling)
     wanted = Naive(model).generate(prompts, sampling)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in wanted]
+    assert {shape.tokens for shape in graphs.kept} == {1, 2, 4}
+    assert {shape.pieces for shape in graphs.kept} == {1, 2} and len(computed) == 1  # the prompts
     shapes = list(graphs.kept)
-    assert {shape.tokens for shape in shapes} == {1, 2, 4}
-    assert {shape.pieces for shape in shapes} == {1, 2} and len(computed) == 1  # the prompts
-    places = {
-        shape: [x.data_ptr() for x in (graph.numbers, graph.logits)]
-        for shape, graph in graphs.kept.items()
-    }
     again = engine.generate(prompts, sampling)
     assert [o.token_ids for o in again] == [o.token_ids for o in wanted]
     assert list(graphs.kept) == shapes
-    for shape, graph in graphs.kept.items():
-        assert [x.data_ptr() for x in (graph.numbers, graph.logits)] == places[shape]
 
 
 def test_a_replay_writes_to_the_slots_of_its_rows_alone():
@@ -164,8 +158,3 @@ def test_what_fits_no_graph_runs_without():
     assert [ceiling(n) for n in (1, 2, 3, 5, 200, 256)] == [1, 2, 4, 8, 256, 256]
     shapes = {graphs.shape([one] * n, range(n)) for n in range(1, 257)}
     assert sorted(shape.tokens for shape in shapes if shape) == [2**n for n in range(9)]
-
-
-def test_a_pass_that_asks_for_a_number_cannot_be_captured():
-    with pytest.raises(RuntimeError, match="asks for a number"):
-        capture(lambda: torch.ones(1, device=DEVICE).item())

@@ -8,7 +8,6 @@ import torch
 from stage01_forward.generation import Row
 from stage01_forward.params import SamplingParams
 from stage01_forward.sampling import sample
-from stage04_continuous.request import Request
 from stage13_gpu.sample import choose
 
 OPTIONS: list[dict] = [
@@ -23,12 +22,8 @@ OPTIONS: list[dict] = [
 ]
 
 
-def requests_of(seed: int) -> list[Request]:
-    return [Request([1], SamplingParams(seed=seed + i, **o)) for i, o in enumerate(OPTIONS)]
-
-
 def rows_of(seed: int) -> list[Row]:
-    return [request.row for request in requests_of(seed)]
+    return [Row(SamplingParams(seed=seed + i, **o)) for i, o in enumerate(OPTIONS)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

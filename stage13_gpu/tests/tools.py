@@ -14,6 +14,7 @@ from stage13_gpu.launch import DEVICE
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 BLOCKS = 60
 caches = partial(kernels.caches, blocks=BLOCKS, kind=GpuCache)
+passes = partial(kernels.passes, blocks=BLOCKS)
 compare = partial(kernels.compare, tolerances=TOLERANCE)
 
 
