@@ -89,10 +89,12 @@ class Graphs:
                 self.kept[shape] = self._captured(shape)
             except torch.OutOfMemoryError:
                 self.kept[shape] = None
-        if graph := self.kept[shape]:
-            graph.numbers.copy_(self.cache.numbers(shape, shares, ids, range(len(ids))), True)
-            graph.replay()
-        return graph and graph.logits[: len(ids)]
+        graph, count = self.kept[shape], len(ids)
+        if graph is None:
+            return None
+        graph.numbers.copy_(self.cache.numbers(shape, shares, ids, range(count)), True)
+        graph.replay()
+        return graph.logits[:count]
 
     def _captured(self, shape: Shape) -> Captured:
         """Runs passes of tokens without a slot, so that nothing is written."""

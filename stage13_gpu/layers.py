@@ -113,7 +113,9 @@ class KernelLinear(QuantizedLinear):
     """A layer of stage 10 over a GpuMatrix, computed by kernels, for inputs in float32, bfloat16 or
     float16."""
 
-    matrix: Any
+    def __init__(self, matrix: Any, bias: Tensor | None = None, activations: str = "int8") -> None:
+        super().__init__(matrix, bias, activations)
+        self.matrix: Any
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""

@@ -29,20 +29,18 @@ def choose(scores: Tensor, rows: Sequence[Row]) -> list[int]:
             (i, max(p.temperature, MIN_TEMPERATURE), p.min_p, p.top_k or width, p.top_p, dart)
             for i, p, dart in drawn
         ]
+        # From pinned memory, a copy does not wait for the pass.
         table = torch.tensor(options, dtype=torch.float64, pin_memory=scores.is_cuda)  # (n, 6)
-        place, *numbers = table.to(scores.device, non_blocking=True).t()  # needs no wait: pinned
-        place = place.long()
-        limited = any(p.top_k or p.top_p < 1 for _, p, _ in drawn)
-        ids[place] = _draw(scores[place] - best[place], *(x[:, None] for x in numbers), limited)
+        table = table.to(scores.device, non_blocking=True)
+        place, limited = table[:, 0].long(), any(p.top_k or p.top_p < 1 for _, p, _ in drawn)
+        ids[place] = _draw(scores[place] - best[place], table[:, 1:], limited)
     return torch.where(best[:, 0].isfinite(), ids, -1).tolist()
 
 
-def _draw(
-    scores: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, dart: Tensor,
-    limited: bool,
-) -> Tensor:  # fmt: skip
-    """The tokens (n,) that darts hit. scores (n, V): the largest 0; options (n, 1). limited: some
-    row has a top_k or top_p, for which all are sorted."""
+def _draw(scores: Tensor, numbers: Tensor, limited: bool) -> Tensor:
+    """The tokens (n,) that darts hit. scores (n, V): the largest 0; numbers (n, 5): the options.
+    limited: some row has a top_k or top_p, for which all are sorted."""
+    temperature, min_p, top_k, top_p, dart = (column[:, None] for column in numbers.t())  # (n, 1)
     weights = (scores / temperature.to(scores.dtype)).exp().double()  # (n, V)
     weights = weights * (weights >= min_p)
     if limited:

@@ -342,7 +342,7 @@ def test_norms_of_every_width(level, weights, cached):
                 outputs.append(room[:-1, : heads * width])
             most = float(outputs[0].abs().max())
             rare = 0 if out == real else RARE * 4
-            near(*outputs, real, 64 * (1 + most), rare, most / 128)
+            near(outputs[0], outputs[1], real, 64 * (1 + most), rare, most / 128)
 
 
 ODD = (
