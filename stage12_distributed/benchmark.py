@@ -15,22 +15,20 @@ from matplotlib.figure import Figure
 
 from shared import charts, cli, kit, models
 from shared.catalog import EMBEDDED
-from shared.kit import Results, Row, Subject
+from shared.kit import Results, Subject
 from shared.roofline import forward_cost, static_costs
 from stage05_paged.engine import make
 
 from .passes import PassTime, calibrate
 from .routing import BLOCK_SIZE
 from .simulator import Cell, bounds, policies
-from .tensor.group import RankGroup, Setup
-from .tensor.group import make as make_ranks
+from .tensor import group
 
 STAGE = "stage12_distributed"
 SUM = 0.2e-3  # seconds, assumed for a sum over a socket of this machine
 ONE, TWO = "one process", "two ranks"
 PROMPT = 276  # tokens: a system prompt, and a question
 CONTEXTS = 8  # memory of a replica, in whole contexts
-LOAD = 0.7
 
 
 def measure(bench: kit.Bench) -> None:
@@ -38,18 +36,18 @@ def measure(bench: kit.Bench) -> None:
         times = PassTime.fit(calibrate(make(subject.model, CONTEXTS)))
         blocks = CONTEXTS * subject.config.n_positions // BLOCK_SIZE
         cell = Cell(4 if bench.quick else 10, blocks=blocks)
-        fleets = policies(cell, times, 200 if bench.quick else 800, LOAD)
-        bench.results["fleets"] = [subject.about | group for group in fleets]
-        few: dict[str, Any] = {"loads": (0.4,), "replicas": (2,)} if bench.quick else {}
-        limited = bounds(cell, times, 50 if bench.quick else 150, **few)
-        bench.results["bounded"] = [subject.about | group for group in limited]
+        fleets = policies(cell, times, 200 if bench.quick else 800)
+        bench.results["fleets"] = [subject.about | case for case in fleets]
+        few = ((0.4,), (2,)) if bench.quick else ()
+        limited = bounds(cell, times, 50 if bench.quick else 150, *few)
+        bench.results["bounded"] = [subject.about | case for case in limited]
         ranks(bench, subject)
 
 
-def whole(name: str, dtype: str) -> Any:
+def whole(name: str) -> Any:
     """The model that every rank loads."""
     shape = models.load(name, random_weights=name not in EMBEDDED)
-    return models.load_model(shape, torch.device("cpu"), getattr(torch, dtype))
+    return models.load_model(shape, torch.device("cpu"), torch.float32)
 
 
 class Threads:
@@ -68,17 +66,17 @@ def ranks(bench: kit.Bench, subject: Subject) -> None:
     threads = torch.get_num_threads()
     half = max(1, threads // 2)
     torch.set_num_threads(half)  # as many as each rank has
-    load = partial(whole, subject.about["model"], "float32")
-    group = RankGroup(Setup(load, 2, timeout=60.0, linear="auto"))
+    load = partial(whole, subject.about["model"])
+    workers = group.RankGroup(group.Setup(load, 2, timeout=60.0, linear="auto"))
     engines = {
         ONE: Threads(make(subject.model, CONTEXTS), threads),
-        TWO: Threads(make_ranks(group.model, CONTEXTS), half),
+        TWO: Threads(group.make(workers.model, CONTEXTS), half),
     }
     try:
         for rows in bench.sizes(1, 8):
             bench.answers("ranks", subject, engines, [(64, 32)] * rows, 3)
     finally:
-        group.close()
+        workers.close()
         torch.set_num_threads(threads)
 
 
@@ -90,8 +88,7 @@ def tables(results: Results) -> kit.Tables:
         {
             "traffic": row["traffic"], "policy": row["policy"], "found": f"{row['hits']:.0%}",
             "most over mean load": f"{row['balance']:.2f}",
-            "TTFT p50, ms": f"{1e3 * row['ttft_p50']:,.0f}",
-            "TTFT p99, ms": f"{1e3 * row['ttft_p99']:,.0f}",
+            **{f"TTFT {p}, ms": f"{1e3 * row[f'ttft_{p}']:,.0f}" for p in ("p50", "p99")},
         }
         for row in results.rows("fleets")
     ]  # fmt: skip
@@ -103,12 +100,6 @@ def tables(results: Results) -> kit.Tables:
     return {"few": few, "bounds": limited.values(), "claims": claims(results)}
 
 
-def least(row: Row, variant: str) -> float:
-    """Least seconds of answers; two ranks on one machine add their sums."""
-    sums = row.median(ONE, "passes") * (2 * row.config.n_layer + 1) if variant == TWO else 0
-    return row.least(static_costs(row.config, row.kind, row.lengths)) + sums * SUM
-
-
 def claims(results: Results) -> Iterator[dict[str, str]]:
     """What the lesson predicts."""
     rows = {(row["traffic"], row["policy"]): row for row in results.rows("fleets")}
@@ -118,18 +109,17 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
     why = "a prefix whose replica is too busy is computed by another one too"
     big = 100 * prefix["big"]
     yield kit.claim("prompts found, by prefix, %", 88.8, big, 100 * prefix["hits"], "", why)
-    half, few = (
-        forward_cost(prefix.config, prefix.kind, PROMPT // part).seconds(kit.ROUND, prefix.kind)
-        for part in (2, 9)
-    )
+    costs = (forward_cost(prefix.config, prefix.kind, PROMPT // part) for part in (2, 9))
+    half, few = (cost.seconds(kit.ROUND, prefix.kind) for cost in costs)
     gain = chance["ttft_p50"] / prefix["ttft_p50"]
     yield kit.claim("TTFT, at random over by prefix", 4.6, half / few, gain)
     free = rows["free", "random"]["ttft_p50"] / rows["free", "prefix"]["ttft_p50"]
     yield kit.claim("the same without common prefixes", 1.0, 1.0, free, "x", "the control: no hits")
     for row in results.rows("ranks")[:1]:
-        here, why = least(row, ONE) / least(row, TWO), "each rank waits for the other in every sum"
-        what = "two ranks over one process, 1 row"
-        yield kit.claim(what, 0.73, here, row.gain(ONE, TWO), "x", why)
+        seconds = row.least(static_costs(row.config, row.kind, row.lengths))
+        sums = row.median(ONE, "passes") * (2 * row.config.n_layer + 1) * SUM
+        what, why = "two ranks over one process, 1 row", "each rank waits for the other in each sum"
+        yield kit.claim(what, 0.73, seconds / (seconds + sums), row.gain(ONE, TWO), "x", why)
 
 
 def found(results: Results) -> dict[str, float]:
@@ -150,8 +140,8 @@ def chart(results: Results) -> Figure:
 def headline(results: Results) -> str:
     if not (hits := found(results)):
         return kit.UNMEASURED
-    prefix, chance = f"{hits['prefix']:.0%}", f"{hits['random']:.0%}"
-    return f"routing by prefix finds {prefix} of the prompts' tokens, at random {chance}"
+    shares = "{prefix:.0%} of the prompts' tokens, at random {random:.0%}".format(**hits)
+    return f"routing by prefix finds {shares}"
 
 
 main = partial(kit.main, STAGE, __doc__, measure, tables)
