@@ -23,9 +23,7 @@ from shared.testing import random_checkpoint, wide_norm
 from stage01_forward import engine as naive
 from stage01_forward.attention import Recompute
 from stage04_continuous.tests import contract, oracle
-from stage04_continuous.tests.lives import live
 from stage05_paged.blocks import BlockPool
-from stage05_paged.tests import test_contract as paged
 from stage05_paged.tests.engines import engine_of
 from stage08_llama.model import RMSNorm
 from stage08_llama.tests.test_contract import GROUPED
@@ -136,8 +134,6 @@ def test_bits_do_not_depend_on_neighbours_or_chunks(weights, dtype):
 
 # ---- keys and values in int8: the contract of engines, of stage 05 -------------------------------
 
-KERNELS = kernels.KERNELS | INT8 | {"make_cache": partial(Int8KernelCache, real=torch.float64)}
-
 
 @pytest.fixture(scope="module")
 def rounding():
@@ -161,21 +157,7 @@ class TestInt8Kernels(kernels.TestKernels):
     def engine(*args: Any, **options: Any) -> Any:
         real = options["model"].dtype if "model" in options else torch.float64
         make_cache = partial(Int8KernelCache, real=real)
-        return engine_of(*args, **(KERNELS | {"make_cache": make_cache} | options))
-
-
-class KernelLife(paged.PagedLife):
-    def make(self, sequences, token_budget, **options):
-        return super().make(sequences, token_budget, **KERNELS, **options)
-
-
-@needs_kernels
-@pytest.mark.usefixtures("rounding")
-@pytest.mark.parametrize("examples", [10, pytest.param(100, marks=pytest.mark.slow)])
-def test_lives_with_kernels(examples):
-    """Swaps, copies, hits and evictions, watched by the sanitizer."""
-    seen = live(KernelLife, examples)
-    assert all(seen[event] for event in ("copies", "evicted", "hit_tokens", "swapped_in"))
+        return engine_of(*args, **(kernels.KERNELS | INT8 | {"make_cache": make_cache} | options))
 
 
 @needs_kernels
