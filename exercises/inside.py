@@ -179,7 +179,8 @@ def main() -> None:
     if cache := job.pop("cache", ""):  # compiled kernels of the reference
         shutil.copytree(cache, os.environ["XDG_CACHE_HOME"], dirs_exist_ok=True)
     sys.path[0] = os.getcwd()
-    run(job.pop("tests"), lambda line: print(json.dumps(line), file=results, flush=True), **job)
+    with results:
+        run(job.pop("tests"), lambda line: print(json.dumps(line), file=results, flush=True), **job)
 
 
 if __name__ == "__main__":

@@ -130,9 +130,13 @@ def _prepare(home: Path) -> None:
 def main(options: argparse.Namespace) -> int:
     """Print what is wrong; the exit status."""
     stages = [tasks.find_stage(stage) for stage in options.stage] or tasks.stages()
-    work = [job for stage in stages for job in jobs(stage)]
-    problems = [job for job in work if isinstance(job, str)]
-    todo = [job for job in work if isinstance(job, Job) and options.only in job.name]
+    todo, problems = [], 0
+    for job in (job for stage in stages for job in jobs(stage)):
+        if isinstance(job, str):
+            print(job)
+            problems += 1
+        elif options.only in job.name:
+            todo.append(job)
     for name in HEAVY:
         with suppress(ImportError):
             importlib.import_module(name)
@@ -140,6 +144,8 @@ def main(options: argparse.Namespace) -> int:
         fork = multiprocessing.get_context("fork")
         with fork.Pool(options.jobs, _prepare, [Path(home)]) as pool:
             done = pool.imap_unordered(proved, todo)
-            problems += filter(None, tqdm(done, total=len(todo), disable=None))
-    print(*problems, f"{len(todo)} runs, {len(problems)} problems", sep="\n")
+            for problem in filter(None, tqdm(done, total=len(todo), disable=None)):
+                tqdm.write(problem)
+                problems += 1
+    print(f"{len(todo)} runs, {problems} problems")
     return 1 if problems else 0
