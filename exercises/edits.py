@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared import paths
 from shared.errors import UserError
 
 from . import splice
@@ -123,8 +122,3 @@ def parse(text: str, stage: str) -> Iterator[Edit]:
             tuple(("\n".join(pair["-"]), "\n".join(pair["+"])) for pair in pairs),
             {name: ("\n" if name == "shows" else " ").join(x) for name, x in fields.items()},
         )
-
-
-def source(file: str) -> str:
-    """A file of the repository."""
-    return (paths.ROOT / file).read_text(encoding="utf-8")

@@ -68,7 +68,7 @@ class Judge:
 
     def judge(self, task: Task, submitted: str) -> tuple[str, list[str]]:
         """Why a task has not passed, "" if it has; and what a reader should know."""
-        reference = (paths.ROOT / task.file).read_text(encoding="utf-8")
+        reference = tasks.source(task.file)
         try:
             same = [segment(reference, f) == segment(submitted, f) for f in task.functions]
             source, notes = splice(reference, submitted, task.functions, task.others())
@@ -84,8 +84,7 @@ class Judge:
     def _verdict(self, task: Task, source: str) -> str:
         with self._lock:  # only the first task of a stage runs the reference
             if task.stage not in self._references:
-                text = (paths.ROOT / task.file).read_text(encoding="utf-8")
-                run, must_fail = self._run(task, text, 1800, keep=True)
+                run, must_fail = self._run(task, tasks.source(task.file), 1800, keep=True)
                 why = run.ended or " ".join({**run.failures, must_fail: ""}.values())
                 if why.strip() or run.outcomes.pop(must_fail, None) is None:
                     raise UserError(f"The project's own {task.stage} fails: {why}")
@@ -177,7 +176,7 @@ def grade(judge: Judge, chosen: list[Task], source: Path, out: Path) -> tuple[st
             texts = {
                 task.file: UserError(f"{source.name} cannot be read: {error}") for task in chosen
             }
-    ours = [(paths.ROOT / file).read_text(encoding="utf-8") for file in texts]
+    ours = [tasks.source(file) for file in texts]
     digest = hashlib.sha256(repr((chosen, texts, ours)).encode()).hexdigest()
     if path.is_file():
         old = json.loads(path.read_text(encoding="utf-8"))

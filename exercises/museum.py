@@ -16,9 +16,9 @@ from itertools import zip_longest
 from shared import paths
 from shared.errors import UserError
 
-from . import edits, running, splice
+from . import edits, running, splice, tasks
 from .edits import Edit
-from .student import State, git, need_clean, read
+from .student import State, git, need_clean
 
 ACTIONS = ("list", "plant", "hint", "check", "reveal", "clear")
 PATIENCE = 120  # seconds for a symptom
@@ -65,7 +65,7 @@ def plant(exhibit: Edit, number: int, state: State) -> None:
         )
     need_clean(exhibit.file, "a planted bug")
     try:
-        planted = exhibit.applied(read(exhibit.file))
+        planted = exhibit.applied(tasks.source(exhibit.file))
     except (LookupError, splice.Refused):
         raise UserError(
             f"Your {exhibit.file} is not the project's where this bug goes: plant it on a branch "
@@ -90,14 +90,17 @@ def symptom(exhibit: Edit) -> str:
     """What the exhibit's command or program prints; how it ended, if not well."""
     shows = exhibit.fields["shows"]
     words = shlex.split(shows)[1:] if shows.startswith("python ") else ["-c", shows]
-    command = ["timeout", str(PATIENCE), sys.executable, *words]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": -1, "stderr": subprocess.STDOUT}
-    done = subprocess.run(command, cwd=paths.ROOT, check=False, **pipes)
-    lines = done.stdout.decode(errors="replace").strip().splitlines()
+    try:
+        command = [sys.executable, *words]
+        done = subprocess.run(command, cwd=paths.ROOT, timeout=PATIENCE, check=False, **pipes)
+        text, ended = done.stdout, f"[exit status {done.returncode}]" if done.returncode else ""
+    except subprocess.TimeoutExpired as error:
+        text, ended = error.stdout or b"", f"[no end after {PATIENCE} s]"
+    lines = text.decode(errors="replace").strip().splitlines()
     if len(lines) > SHOWN:
         lines[SHOWN // 2 : -SHOWN // 2] = ["..."]
-    status = {0: [], 124: [f"[no end after {PATIENCE} s]"]}
-    return "\n".join(lines + status.get(done.returncode, [f"[exit status {done.returncode}]"]))
+    return "\n".join([*lines, ended])
 
 
 def beside(left: str, right: str) -> str:

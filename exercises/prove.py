@@ -48,7 +48,7 @@ def jobs(stage: str) -> Iterator[Job | str]:
     """The jobs of a stage, or what is wrong with one as it is written."""
     known = {task.number: task for task in tasks.read(stage)}
     for task in known.values():
-        source = edits.source(task.file)
+        source = tasks.source(task.file)
         yield Job(f"{task.name}: the reference", task.file, source, task.tests, fails=False)
         empty = student.emptied(source, task)
         yield Job(f"{task.name}: emptied", task.file, empty, task.tests)
@@ -58,7 +58,7 @@ def jobs(stage: str) -> Iterator[Job | str]:
             yield f"{edit.name}: task {edit.task} is not in this file"
             continue
         try:
-            source = edit.applied(edits.source(edit.file), task)
+            source = edit.applied(tasks.source(edit.file), task)
         except (OSError, LookupError, splice.Refused) as error:
             yield f"{edit.name}: {error}"
             continue

@@ -54,14 +54,6 @@ class State(dict[str, Any]):
         self.path.write_text(json.dumps(self, indent=1) + "\n", encoding="utf-8")
 
 
-def read(file: str) -> str:
-    """A file of the working tree."""
-    try:
-        return (paths.ROOT / file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} cannot be read ({error}): `git restore {file}`.") from None
-
-
 def need_clean(file: str, what: str) -> None:
     """Raises UserError, with what to do, unless `file` can be changed and nothing of it is lost."""
     branch = git("branch", "--show-current").strip()
@@ -82,7 +74,7 @@ def start(stage: str, number: int) -> None:
         raise UserError("A bug of the museum is planted: `python -m exercises museum clear` first.")
     need_clean(task.file, "an emptied task")
     try:
-        source = emptied(read(task.file), task)
+        source = emptied(tasks.source(task.file), task)
     except splice.Refused as error:
         raise UserError(f"{task.file}: {error}. `git log -- {task.file}` has older ones.") from None
     (paths.ROOT / task.file).write_text(source, encoding="utf-8")
@@ -121,7 +113,7 @@ def chosen(stage: str | None, number: int | None) -> Task:
 
 def check(task: Task) -> int:
     """Run a task's tests on the working tree, and say of each that fails how."""
-    state, source = State(), read(task.file)
+    state, source = State(), tasks.source(task.file)
     notes = []
     try:
         reference = git("show", f"main:{task.file}")
@@ -146,7 +138,7 @@ def check(task: Task) -> int:
 
 
 def _digest(task: Task) -> str:
-    return hashlib.sha256(read(task.file).encode()).hexdigest()
+    return hashlib.sha256(tasks.source(task.file).encode()).hexdigest()
 
 
 def hint(task: Task) -> None:

@@ -51,6 +51,11 @@ class Task:
         return {name for task in known for name in task.functions} - {*self.functions}
 
 
+def source(file: str) -> str:
+    """A file of the project, as it is in the working tree."""
+    return (paths.ROOT / file).read_text(encoding="utf-8")
+
+
 def find_stage(text: str) -> str:
     """The stage that is called "stage04_continuous", "stage04", "04" or "4"."""
     known = paths.discover()
@@ -76,8 +81,7 @@ def stages() -> list[str]:
 
 def read(stage: str) -> list[Task]:
     """The tasks of a stage, in order; none if it has no EXERCISES.md."""
-    path = paths.ROOT / stage / NAME
-    return list(parse(path.read_text(encoding="utf-8"), stage)) if path.is_file() else []
+    return list(parse(source(f"{stage}/{NAME}"), stage)) if stage in stages() else []
 
 
 def parse(text: str, stage: str) -> Iterator[Task]:

@@ -20,7 +20,7 @@ def test_functions_and_tests_of_tasks_exist_and_edits_fit(stage):
     known = tasks.read(stage)
     assert sum(task.points for task in known) == 100
     for task in known:
-        source = edits.source(task.file)
+        source = tasks.source(task.file)
         for function in task.functions:
             assert splice.segment(source, function), f"{task.name}: {function}"
     written = {
@@ -40,7 +40,7 @@ def test_a_task_has_edits_and_hints_and_its_tests_pin_no_words_of_its_errors(sta
     raised: set[str] = set()
     for task in tasks.read(stage):
         assert task.hints and task.text
-        tree = splice.parse(edits.source(task.file))
+        tree = splice.parse(tasks.source(task.file))
         functions = [splice.find(tree, name) for name in task.functions]
         for node in (inner for f in functions if f for inner in ast.walk(f)):
             if isinstance(node, ast.Raise) and node.exc:
@@ -61,7 +61,7 @@ def test_edits_are_read(project):
     assert planted.fields["shows"].count("\n") == 1 and planted.tests == (
         "stage01_toy/tests/test_toy.py::test_rows",
     )
-    source = edits.source("stage01_toy/toy.py")
+    source = tasks.source("stage01_toy/toy.py")
     assert "[0] * (count + 1)" in planted.applied(source)
     with pytest.raises(LookupError):
         planted.applied(source.replace("* count", "* n"))

@@ -137,9 +137,9 @@ def test_crowds_of_other_sizes_and_prompts_are_measured_apart():
     for _ in range(300):
         run(switch, clock, 1, (1.0, 3), (1.0, 1), crowd=1)
         run(switch, clock, 1, (4.0, 3), (1.0, 1), crowd=32)
-        way = switch.on(1)
+        switch.on(1)
         clock.now += 100.0
-        switch.note(1, way, 1, True)  # beside a prompt
+        switch.note(1, True, 1, True)  # beside a prompt
     alone = sum(run(switch, clock, 100, (1.0, 3), (1.0, 1), crowd=1)[2])
     crowd = sum(run(switch, clock, 100, (4.0, 3), (1.0, 1), crowd=31)[2])
     assert alone > 90 and crowd < 10
