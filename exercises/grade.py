@@ -85,19 +85,22 @@ class Judge:
         with self._lock:  # only the first task of a stage runs the reference
             if task.stage not in self._references:
                 run, must_fail = self._run(task, tasks.source(task.file), 1800, keep=True)
-                why = run.ended or " ".join({**run.failures, must_fail: ""}.values())
-                if why.strip() or run.outcomes.pop(must_fail, None) is None:
+                failed = [why for outcome, why in run.outcomes.values() if outcome == "failed"]
+                if run.ended or len(failed) != 1 or not run.outcomes.pop(must_fail, None):
+                    why = run.ended or "; ".join(failed)
                     raise UserError(f"The project's own {task.stage} fails: {why}")
                 self._references[task.stage] = run
             reference = self._references[task.stage]
         run, must_fail = self._run(task, source, max(LEAST, PATIENCE * reference.seconds))
-        for test, why in run.failures.items():
-            if test != must_fail and not run.ended:
-                return f"{test.rpartition('::')[2]}: {why}"
-        expected = dict.fromkeys(reference.outcomes, "passed") | {must_fail: "failed"}
-        if {test: outcome for test, (outcome, _) in run.outcomes.items()} != expected:
-            return run.ended or "its results are not those of the tests"
-        return run.ended
+        expected = {test: outcome for test, (outcome, _) in reference.outcomes.items()}
+        expected[must_fail] = "failed"
+        for test, (outcome, why) in run.outcomes.items():
+            if outcome != expected.get(test) and test != must_fail and not run.ended:
+                return f"{test.rpartition('::')[2]}: {why or outcome}"
+        outcomes = {test: outcome for test, (outcome, _) in run.outcomes.items()}
+        if run.ended or outcomes == expected:
+            return run.ended
+        return "its results are not those of the tests"
 
     def _run(self, task: Task, source: str, seconds: float, keep: bool = False) -> tuple[Run, str]:
         """Run the suite of the task's stage in a fresh tree, the task's own tests first, to the

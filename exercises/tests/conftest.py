@@ -63,6 +63,7 @@ tests = ["test_toy.py::test_rows"]
 Rows of zeros.
 """
 TESTS = """
+import pytest
 from stage01_toy.toy import Sums, rows
 
 
@@ -78,6 +79,11 @@ def test_the_whole_suite_judges():
 
 def test_rows():
     assert rows(2) == [[0, 0], [0, 0]]
+
+
+@pytest.mark.skipif(True, reason="the reference skips it, too")
+def test_skipped():
+    pass
 """
 EDITS = """## stage01_toy/toy.py   task 2   museum
 a row has one number too many
