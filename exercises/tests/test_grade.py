@@ -59,7 +59,7 @@ HOSTILE = {
         "        def new(item, call):\n            report = old(item, call)\n"
         "            report.outcome = 'passed'\n            return report\n"
         "        r.TestReport.from_item_and_call = staticmethod(new)\n        return []\n",
-        "results are not those",
+        "test_skipped: passed",
     ),
 }
 
