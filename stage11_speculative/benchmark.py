@@ -32,7 +32,7 @@ def plain_of(subject: Subject, sequences: int) -> Any:
     """Plain decode; engines with drafts are made around its parts, so weights are there once."""
     model = models.load_model(subject.shape, "cpu", subject.dtype)
     contexts = max(2, -(-sequences * 192 // subject.config.n_positions))
-    sizes = {"max_sequences": sequences, "token_budget": 1024}
+    sizes: Any = {"max_sequences": sequences, "token_budget": 1024}
     return make_plain(model, contexts, release=True, prefix_caching=False, **sizes)
 
 

@@ -84,7 +84,7 @@ def transformers(folder: Path, dtype: str, threads: int, weights: str) -> Answer
 
 def llama_cpp(folder: Path, dtype: str, threads: int, weights: str) -> Answer:
     """llama.cpp through its C interface."""
-    import llama  # beside this file, which is run by its path
+    import llama  # type: ignore[import-not-found]  # beside this file, which is run by its path
 
     answer: Answer = llama.load(folder, dtype, threads, BUDGET, weights)
     return answer

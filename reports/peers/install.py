@@ -122,7 +122,7 @@ def pip(engine: Engine, *words: str) -> None:
         raise UserError(f"pip {words[0]} failed for {', '.join(engine.packages)}: see above.")
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str] | None = None) -> None:
     """Install all, and those that can be although another cannot; name it."""
     failed = []
     for engine in ENGINES.values():

@@ -136,7 +136,7 @@ def test_what_a_model_writes_keeps_to_the_grammar(name):
     rng, folder = random.Random("answers"), checkpoint.EMBEDDED[name]
     assert sum(file.stat().st_size for file in folder.iterdir()) < 12_000_000
     tokenizer: Any = JsonTokenizer.from_folder(CHAT)
-    template = chat_template.load(CHAT, tokenizer.control)
+    template: Any = chat_template.load(CHAT, tokenizer.control)
     demands: list[Any] = [request(rng, full=True) for _ in range(8)]
     messages = [template.render([{"role": "user", "content": one.text}]) for one in demands]
     prompts, given = [tokenizer.encode_chat(one) for one in messages], {"top_p": 0.95}
