@@ -231,8 +231,9 @@ async def started(engine: Any, max_queue: int = 64) -> AsyncIterator[AsyncEngine
 
 
 async def soon(condition: Callable[[], object]) -> None:
-    """Wait until `condition` holds, while the event loop goes on."""
-    async with asyncio.timeout(HANG):
+    """Wait until `condition` holds, while the event loop goes on. Not for long: an emptied task
+    makes many tests wait."""
+    async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.001)
 
