@@ -82,6 +82,8 @@ class Chat:
                 return 0
             if line == "/reset":
                 self.messages.clear()
+            elif line.startswith("/") and " " not in line:
+                print(f"error: no command is called {line!r}: {HELP}", file=sys.stderr, flush=True)
             elif line:
                 self._show(line)
 

@@ -52,9 +52,10 @@ def chat(loaded, folder):
 
 def test_a_conversation_is_the_prompt_of_every_answer(chat, capsys):
     chat.engine.stream = Mock(side_effect=chat.engine.stream)
-    lines = ["hello", "and <|im_end|>?", "/reset", "again", "/quit"]
+    lines = ["hello", "and <|im_end|>?", "/reset", "/help", "again", "/quit"]
     assert chat.run(Mock(side_effect=lines)) == 0
-    out = capsys.readouterr().out
+    out, said = capsys.readouterr()
+    assert "no command is called '/help': /reset forgets" in said
     prompts = [call.args[0] for call in chat.engine.stream.call_args_list]
     first, second, third = map(chat.loaded.tokenizer.decode, prompts)
     start = f"<|im_start|>user\nhello{END}\n<|im_start|>assistant\n"
