@@ -91,12 +91,11 @@ class Metrics(Collector):
     def _family(
         self, kind: Any, name: str, about: str, values: Mapping[Any, float], label: str = ""
     ) -> Metric:
-        family: Metric = kind(
-            f"vllm:{name}", about, labels=["model_name", label][: 1 + bool(label)]
-        )
+        family: Any = kind(f"vllm:{name}", about, labels=["model_name", label][: 1 + bool(label)])
         for value, count in values.items():
-            family.add_metric([self.model, str(value)][: 1 + bool(label)], count)  # type: ignore[attr-defined]
-        return family
+            family.add_metric([self.model, str(value)][: 1 + bool(label)], count)
+        metric: Metric = family
+        return metric
 
     def _listen(self, step: Step, emitted: list[Ticket], ended: list[Ticket]) -> None:
         now, observe = time.perf_counter(), self._observe
