@@ -2,7 +2,7 @@
 
 An edit replaces text of one file; some tests must notice. It is a planted fault, a wrong solution
 of a task, and, with a story, an exhibit of the museum. An edit that is `right` changes the shape of
-a solution and not what it does: all tests must pass. README.md states the format.
+a solution and not what it does: the task's tests must pass. README.md states the format.
 """
 
 from __future__ import annotations

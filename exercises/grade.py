@@ -1,7 +1,7 @@
 """Grade what a class has handed in: folders, zip files and patches, one command for all.
 
 Each task is judged by the bodies of its functions in a clean tree of `shared` and the stages up to
-its own: full marks need exactly the tests that the reference passes, each passed, none skipped; and
+its own: full marks need exactly the tests of the reference's run, each with the same outcome; and
 one more, with a random name, that must fail. What is aimed at these very checks from inside the
 process can still forge them: see INSTRUCTORS.md.
 
