@@ -30,7 +30,7 @@ from . import edits, inside, splice, student, tasks
 from .grade import build
 
 SECONDS = 180  # for the tests of a job
-HEAVY = ["torch", "numpy", "hypothesis", "safetensors.torch", "fastapi", "httpx", "uvicorn"]
+HEAVY = ["torch", "numpy", "hypothesis", "safetensors.torch", "fastapi", "httpx2", "uvicorn"]
 
 
 @dataclass

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-import httpx
+import httpx2
 import jsonschema  # type: ignore[import-untyped]
 import openai
 import pytest
@@ -100,7 +100,7 @@ def answers(server: OwnServer) -> list[Any]:
 
 def counts(server: OwnServer) -> dict[str, float]:
     """The samples about drafts."""
-    text = httpx.get(f"{server.url}/metrics").text
+    text = httpx2.get(f"{server.url}/metrics").text
     samples = re.findall(r"^\w+:spec_decode_(\w+)\{(.*?)\} (\S+)$", text, re.MULTILINE)
     place = re.compile(r'position="(.*?)"')
     return {name + "".join(place.findall(labels)): float(value) for name, labels, value in samples}
@@ -174,7 +174,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 def test_what_cannot_be_kept_is_refused_in_a_sentence(drafting):
     for fields, words in BAD:
-        answer = httpx.post(
+        answer = httpx2.post(
             f"{drafting.url}/v1/chat/completions", json={"messages": CHAT, **fields}, timeout=60
         )
         error = answer.json()["error"]
