@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from exercises import museum
 from exercises.__main__ import main
 
 from .conftest import git
@@ -79,10 +78,6 @@ def test_a_museum_beside_unfinished_work_says_what_to_do(project, capsys):
     git(project, "commit", "-qam", "mine")
     assert "git switch -c museum main" in said(capsys, "museum", "plant", "1", status=2)
     assert "Which exhibit, 1 to 1" in said(capsys, "museum", "plant", "2", status=2)
-
-
-def test_two_columns():
-    assert museum.beside("a\nb", "c").splitlines()[-1].startswith("b")
 
 
 @pytest.mark.parametrize("words", [["check", "stage01"], ["museum", "plant"]])

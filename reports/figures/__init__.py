@@ -62,11 +62,11 @@ def words(axes: Any, x: float, y: float, text: str, *, ha: str = "center", **loo
 
 def box(
     axes: Any, x: float, y: float, width: float, height: float, text: str = "",
-    *, fill: str = WHITE, hatch: str = "", edge: str = INK, dashed: bool = False, **look: Any,
+    *, fill: str = WHITE, hatch: str = "", dashed: bool = False, **look: Any,
 ) -> None:  # fmt: skip
     """A rectangle with its top left corner at (x, y) and `text` in its middle, white on dark."""
     dark = sum(part * weight for part, weight in zip(to_rgb(fill), (0.3, 0.6, 0.1), strict=True))
-    style: dict[str, Any] = {"facecolor": fill, "edgecolor": edge, "hatch": hatch, "linewidth": 0.9}
+    style: dict[str, Any] = {"facecolor": fill, "edgecolor": INK, "hatch": hatch, "linewidth": 0.9}
     with matplotlib.rc_context(charts.style() | {"hatch.color": "#9a9aa6"}):
         axes.add_patch(Rectangle((x, y), width, height, linestyle="--" * dashed or "-", **style))
     if text:
