@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from reports import draw
 from shared import kit
@@ -72,8 +73,8 @@ def test_cells() -> None:
 
 
 def test_a_wrong_token_is_no_near_tie() -> None:
-    scores = kit.torch.tensor([[1.0, 0.0], [1.0, 1.0 - 1e-4]])
-    proof = kit.prove(scores, kit.torch.tensor([0, 1]), kit.torch.float32)
+    scores = torch.tensor([[1.0, 0.0], [1.0, 1.0 - 1e-4]])
+    proof = kit.prove(scores, torch.tensor([0, 1]), torch.float32)
     assert (proof["tokens"], proof["near_ties"]) == (2, 1)
     with pytest.raises(AssertionError):
-        kit.prove(scores, kit.torch.tensor([1, 0]), kit.torch.float32)
+        kit.prove(scores, torch.tensor([1, 0]), torch.float32)
