@@ -194,9 +194,9 @@ def tables(results: Results) -> kit.Tables:
 def claims(results: Results) -> Iterator[dict[str, str]]:
     """What the lesson predicts: percent that a load loses behind HTTP."""
     by_hand = {
-        (HTTP, 8, "gpt2, float32, kernels"): 98.4, (HTTP, 32, "gpt2, float32, kernels"): 97.7,
-        (HTTP, 32, "gpt2, float32, paged"): 98.4, (HTTP, 32, "gpt2, bfloat16, kernels"): 95.5,
-        (NULL, 1, "gpt2, float32, kernels"): 99.8, (LOSE, 32, "gpt2, float32, kernels"): 96.0,
+        (HTTP, 8, "gpt2, float32, kernels"): 95.0, (HTTP, 32, "gpt2, float32, kernels"): 93.0,
+        (HTTP, 32, "gpt2, float32, paged"): 95.0, (HTTP, 32, "gpt2, bfloat16, kernels"): 87.0,
+        (NULL, 1, "gpt2, float32, kernels"): 99.2, (LOSE, 32, "gpt2, float32, kernels"): 96.0,
     }  # fmt: skip
     for row in results.rows("loads"):
         if (key := (row["load"], row["streams"], subject_of(row))) in by_hand:

@@ -24,8 +24,8 @@ LONG_TEXT = 8_192  # characters: longer texts are tokenized off the event loop
 LONGEST_TOKEN = 128  # characters, in GPT-2: a longer prompt is too long without tokenizing it
 MOST_SCORES = 50_000  # log-probabilities in one body
 READ = 256  # tokens in a piece, at most
-# Seconds of the event loop for each answer's next event: tokens that come sooner share one. With a
-# fast model and many streams, events would take the processor that computes.
+# Seconds between two events of an answer, for each answer in flight; tokens that come sooner share
+# one. With a fast model and many streams, events would take the processor that computes.
 PACE = 0.0006
 FIELD = re.compile(rf"\b({'|'.join(SamplingBody.model_fields)}|logprobs)\b")  # in an error
 

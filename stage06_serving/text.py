@@ -32,11 +32,6 @@ class TextStream:
         self._held = ""
         self.stop: str | None = None  # the stop string that ended the text
 
-    @property
-    def may_stop(self) -> bool:
-        """Whether a stop string may end the text before the engine ends it."""
-        return bool(self._stops)
-
     def push(self, token_id: int) -> str:
         """The text that may be shown once this token has arrived. Do not call it after `stop`."""
         new = "" if token_id in self._eos_ids else self._decoder.push(token_id)

@@ -124,7 +124,7 @@ class Fleet:
     """A cell and its traffic, run to the end of the last request by `run`."""
 
     def __init__(self, cell: Cell, pass_time: PassTime, asks: Sequence[Ask]) -> None:
-        self.cell, self.pass_time, self.rng = cell, pass_time, random.Random("fleet 0")
+        self.cell, self.rng = cell, random.Random("fleet 0")
         self.env, self.left = simpy().Environment(), len(asks)
         self.requests = [SimRequest(self.env, ask) for ask in asks]
         self.over = self.env.event()

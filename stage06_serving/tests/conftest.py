@@ -50,8 +50,8 @@ def house() -> Iterator[Callable[..., House]]:
     """house(*arguments): a server of its own."""
     houses: list[House] = []
 
-    def start(*arguments: str, **options: Any) -> House:
-        houses.append(House(*arguments, **options))
+    def start(*arguments: str) -> House:
+        houses.append(House(*arguments))
         return houses[-1]
 
     yield start
@@ -80,12 +80,12 @@ def client(server: House) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def checkpoint(folder: Path, tensors: dict[str, Any] | None = None, **fields: Any) -> Path:
-    """A checkpoint folder with bytes for tokens, these fields, and random weights by default."""
+def checkpoint(folder: Path, **fields: Any) -> Path:
+    """A checkpoint folder with bytes for tokens, these fields, and random weights."""
     make_folder(folder)
     fields = {**FIELDS, **fields}
     (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    tensors = tensors or random_checkpoint(Config.from_dict(fields), spread=16.0).tensors
+    tensors = random_checkpoint(Config.from_dict(fields), spread=16.0).tensors
     save_file(tensors, folder / "model.safetensors")
     return folder
 

@@ -7,7 +7,6 @@ import json
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -46,24 +45,22 @@ IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 class House:
-    """A server on a thread of this process, so quick to start. `served` has its engine; `loading`
-    is set by the test if it is `held`."""
+    """A server on a thread of this process, so quick to start. `served` has its engine."""
 
-    def __init__(self, *arguments: str, held: bool = False) -> None:
+    def __init__(self, *arguments: str) -> None:
         self.settings = parse(["--sanitize", "--engine", "paged", "--grace", "0", *arguments])
         self.thread = EngineThread()
         make = partial(program.make_engine, self.settings)
-        self.loading: Future[Any] = Future() if held else self.thread.run(make)
-        self.app = create_app(self.loading, self.settings, self.thread)
+        loading = self.thread.run(make)
+        self.app = create_app(loading, self.settings, self.thread)
         place = program.listen("127.0.0.1", 0)
         self.url, self.port = program.address_of(place), place.getsockname()[1]
         self.server = program.Server(self.app, self.settings.grace, lambda: None)
         serve = lambda: asyncio.run(self.server.serve(sockets=[place]))  # noqa: E731
         self.work = threading.Thread(target=serve, daemon=True)
         self.work.start()
-        if not held:
-            self.served = self.loading.result()
-            until(lambda: self.app.state.engine)
+        self.served = loading.result()
+        until(lambda: self.app.state.engine)
 
     @property
     def running(self) -> AsyncEngine:
