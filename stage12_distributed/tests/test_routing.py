@@ -174,10 +174,11 @@ def test_a_dead_replica_is_forgotten_with_its_tree():
 
 def test_a_replica_that_is_not_ready_keeps_its_load_and_its_tree():
     routing, prompt = fleet(2), prompt_of(10 * SIZE)
-    open_route = send(routing, prompt)
+    open_route = send(routing, prompt, answer=8)
+    routing.begin(open_route)  # with the prompt cached, it would be the cheapest
     open_route.replica.ready = False
     assert passed(routing, prompt).replica is not open_route.replica
-    assert open_route.replica.tokens == len(prompt) and open_route.replica.requests == 1
+    assert open_route.replica.tokens == 8 and open_route.replica.requests == 1
     open_route.replica.ready = True
     routing.finish(open_route)
     assert passed(routing, prompt).cached == 9 * SIZE
