@@ -20,10 +20,10 @@ MOST_STOPS, LONGEST_STOP = 4, 256
 MOST_BIASES = 300
 MOST_LOGPROBS = 20
 MOST_MESSAGES = 1000
-# Each would change the answer, or run a client's program. The values are the reasons.
 TEXT_ONLY = "this model reads and writes text, not images or audio: leave it out"
 NO_FORMAT = "this server cannot constrain an answer so: send 'response_format', or leave it out"
 UNSUPPORTED = "this server does not support it: leave it out"
+# Each would change the answer, or run a client's program. The values are the reasons.
 REFUSED = {
     "functions": "it is deprecated: send 'tools'",
     "function_call": "it is deprecated: send 'tool_choice'",
