@@ -2,7 +2,7 @@
 and against the ways in which load tests mislead.
 
 Client and mock use real sockets on a clock that stands still while either works: what is measured
-must equal the mock's settings on any machine. Its overhead is measured by the benchmark.
+must equal the mock's settings on any machine. The benchmark's table has the client's own time.
 """
 
 from __future__ import annotations
