@@ -24,7 +24,7 @@ LONG_TEXT = 8_192  # characters: longer texts are tokenized off the event loop
 LONGEST_TOKEN = 128  # characters, in GPT-2: a longer prompt is too long without tokenizing it
 MOST_SCORES = 50_000  # log-probabilities in one body
 READ = 256  # tokens in a piece, at most
-# Seconds between two events of an answer, for each answer in flight; tokens that come sooner share
+# Seconds between two events of an answer, for each answer that runs; tokens that come sooner share
 # one. With a fast model and many streams, events would take the processor that computes.
 PACE = 0.0006
 FIELD = re.compile(rf"\b({'|'.join(SamplingBody.model_fields)}|logprobs)\b")  # in an error
@@ -101,7 +101,7 @@ class Generation:
                 return
             async with asyncio.timeout_at(self.deadline):
                 await news.wait()
-                if (early := sent + PACE * len(engine.in_flight) - loop.time()) > 0:
+                if (early := sent + PACE * len(engine.status.running) - loop.time()) > 0:
                     await asyncio.sleep(early)
             news.clear()
             sent = loop.time()
