@@ -1,7 +1,7 @@
 """The kit of the benchmarks: variants in turn beside the machine's limits, proofs, results as JSON,
 and tables.
 
-A stage's benchmark.py has three functions: `measure(bench)` runs cases and keeps a row for each,
+A stage's benchmark.py has four functions: `measure(bench)` runs cases and keeps a row for each,
 `tables(results)` and `chart(results)` turn the rows into lines of cells and a figure, and
 `headline(results)` into one line for the table of stages.
 

@@ -1,8 +1,8 @@
 """Several prompts on the command line: run them, show their answers as they grow, print them.
 
-Stages 03, 04 and 05 share this. `view` draws the answers: one line each, cut to the width and
-height of the terminal, and `Screen` shows them. `Show` is a run in which prompts arrive over time,
-for engines with `add` and `step`.
+Stages 03, 04 and 05 print their answers with it. `view` draws the answers: one line each, cut to
+the width and height of the terminal, and `Screen` shows them. `Show` is a run in which prompts
+arrive over time, for engines with `add` and `step`, as in stages 04 and 05.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 The naive engine takes minutes for a thousand tokens, but the time of its steps grows smoothly. So
 of a long answer only every hundredth naive step is run and timed, and those between are
-interpolated. Every answer is proved.
+interpolated. Every whole answer is proved.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
             # A request holds its prompt and half of its answer, for as many steps as that has.
             held = sum((p + a / 2) * a for p, a in row.lengths) / row.tokens
             fit, queued = MEMORY // BLOCK / -(-held // BLOCK), row.median(PAGED, "queued")
-            why = "long answers stay longer, so those that are in memory are longer than average"
+            why = "long answers stay longer; and the mean includes the steps that fill the memory"
             yield kit.claim("sequences at once, while others wait", 51, fit, queued, "", why)
             yield kit.claim("seconds of the crowd, slots over blocks", 1.87, here, measured)
         else:

@@ -60,7 +60,7 @@ def make(
     sanitize: check after every step that no block is lost, shared by mistake or read after it was
         given back; slow.
     make_cache, make_runner, sample_tokens: another stage's, with the arguments of PagedCache,
-        Runner and stage 04's function. make_cache None: that of the model's family, or PagedCache.
+        Runner and stage 04's function. make_cache None: that of `cache_type`.
     options: those of Scheduler. Raises UserError for invalid settings.
     """
     config, dtype = model.config, model.dtype if dtype is None else dtype

@@ -65,7 +65,7 @@ def test_addresses_go_through_the_tables():
 
 def test_a_whole_prompt_gathers_nothing_and_a_chunk_only_what_it_sees():
     """Shares come in any order; `order` brings those together that attend together. Gathered are
-    the blocks of the longest of a run; a shorter table is padded with its own first block."""
+    the blocks of the longest of a run; a shorter table is padded with its own last block."""
     cache = PagedCache(slots.CONFIG, 20, 4)
     attention = cache.extend(
         [([7, 3], 0, 6), ([5, 11, 1, 8], 6, 2), ([4, 0, 6], 10, 1), ([9, 2], 0, 6), ([13], 2, 1)]
