@@ -66,7 +66,7 @@ def model() -> Check:
     loaded = checkpoint.load("stories")
     tokenizer = load_tokenizer(loaded.folder)
     engine = registry.load(registry.ENGINES["forward"])(models.load_model(loaded))
-    sampling = registry.load("stage01_forward.params:SamplingParams")(max_tokens=TOKENS)
+    sampling = registry.load(registry.SAMPLING)(max_tokens=TOKENS)
     (output,) = engine.generate([tokenizer.encode(PROMPT)], sampling)
     text = tokenizer.decode(output.token_ids)
     right = text.startswith(STORY)

@@ -224,16 +224,11 @@ class Passes:
         self.subject, self.costs = subject, list[list[float]]()
 
     def before(self, plan: Any) -> None:
-        parts = [Part(0, work.start, work.count, bool(work.rows)) for work in plan.work]
+        parts = [Part(work.start, work.count, bool(work.rows)) for work in plan.work]
         cost = pass_cost(self.subject.config, self.subject.dtype, parts)
         self.costs.append([cost.flops, cost.bytes])
 
     def after(self, plan: Any) -> None: ...
-
-    def taken(self) -> list[list[float]]:
-        """The costs so far, which it forgets."""
-        costs, self.costs = self.costs, []
-        return costs
 
 
 def crowd(requests: int = 72) -> list[tuple[int, int]]:
@@ -343,10 +338,10 @@ class Row(dict[str, Any]):
         """Tokens of answers per second."""
         return spread((self.tokens / seconds for seconds in self["seconds"][variant]), digits)
 
-    def least(self, costs: Cost | Iterable[Cost], limits: Limits | None = None) -> float:
+    def least(self, costs: Cost | Iterable[Cost]) -> float:
         """The least seconds that passes can take, by the limits beside the row."""
         passes = [costs] if isinstance(costs, Cost) else costs
-        return sum(cost.seconds(limits or self.limits, self.kind) for cost in passes)
+        return sum(cost.seconds(self.limits, self.kind) for cost in passes)
 
     @property
     def proof(self) -> str:

@@ -119,13 +119,11 @@ def _output(*command: str) -> str | None:
 # ---- times ---------------------------------------------------------------------------------------
 
 
-def synchronize(device: Device | None = None) -> None:
-    """Wait until `device` has done all that it was told to do. None: whichever GPU this process has
-    used."""
-    kind = torch.device(device).type if device is not None else None
-    if kind == "cuda" or (kind is None and torch.cuda.is_initialized()):
+def synchronize() -> None:
+    """Wait until the GPU, if this process has used one, has done all its work."""
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    elif kind == "mps" or (kind is None and torch.backends.mps.is_available()):
+    elif torch.backends.mps.is_available():
         torch.mps.synchronize()
 
 

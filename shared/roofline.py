@@ -31,9 +31,6 @@ class Cost:
     flops: float
     bytes: float
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flops + other.flops, self.bytes + other.bytes)
-
     def seconds(self, limits: Limits, dtype: torch.dtype) -> float:
         """The least time that a machine with these limits needs."""
         return max(self._computing(limits, dtype), self._reading(limits))
@@ -116,9 +113,8 @@ def static_costs(config: Config, dtype: torch.dtype, lengths: Lengths, size: int
 
 @dataclass(frozen=True)
 class Part:
-    """What a pass computes for one request (a number): `count` tokens after `cached`."""
+    """What a pass computes for one request: `count` tokens after `cached`."""
 
-    request: int
     cached: int
     count: int
     samples: bool = True  # whether it yields a token

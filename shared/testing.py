@@ -42,7 +42,7 @@ def oracle(model: Any) -> Any:
 
 def sampling_params() -> Any:
     """The class SamplingParams, which the first stage defines and all others take."""
-    return registry.load("stage01_forward.params:SamplingParams")
+    return registry.load(registry.SAMPLING)
 
 
 def random_checkpoint(config: Config, seed: int = 0, spread: float = 4.0) -> Checkpoint:

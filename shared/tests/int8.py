@@ -69,13 +69,3 @@ class Int8:
 
     def embedding(self, name: str, plain: nn.Embedding, tensors: Any) -> nn.Embedding:
         return plain
-
-
-class Dequantized(Int8):
-    """The same layers with plain weights."""
-
-    def layer(self, name: str, plain: nn.Linear, tensors: Any) -> nn.Module:
-        layer = super().layer(name, plain, tensors)
-        if isinstance(layer, Int8Linear):
-            plain.weight = nn.Parameter(layer.dequantized(plain.weight.dtype), requires_grad=False)
-        return plain
