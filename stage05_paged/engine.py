@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from shared import registry
-from shared.config import Config
 from stage01_forward.model import Model
 from stage04_continuous.engine import Engine, Sampled, sample_tokens
 from stage04_continuous.plan import Observer
@@ -28,8 +27,8 @@ from .sanitizer import Sanitizer
 from .scheduler import Scheduler
 
 
-def cache_type(config: Config, dtype: torch.dtype = torch.float32) -> Callable[..., BlockCache]:
-    """Makes the cache in `dtype` for models of this shape, from PagedCache's arguments."""
+def cache_type(dtype: torch.dtype = torch.float32) -> Callable[..., BlockCache]:
+    """Makes the cache in `dtype`, from PagedCache's arguments."""
     if entry := registry.CACHES.get(str(dtype).removeprefix("torch.")):
         make_cache: Callable[..., BlockCache] = registry.load(entry)
         return make_cache
@@ -71,7 +70,7 @@ def make(
         pool = make_pool(memory, config, dtype, block_size)
         options = {"max_sequences": SEQUENCES, **options}
     swap_blocks = swap_pool.count if swap_pool else 0
-    make_cache = cache_type(config, dtype) if make_cache is None else make_cache
+    make_cache = cache_type(dtype) if make_cache is None else make_cache
     cache = make_cache(config, pool.count, pool.block_size, swap_blocks, dtype, model.device)
     runner = make_runner(model, cache)
     options = {"longest": config.n_positions, **options}

@@ -153,7 +153,7 @@ def _runner(model: Any, *memory: Any) -> AnyRunner:
         kernels = backend_of(model.device)
         return kernels.runner(model, kernels.cache(model.config, *memory))
     except NoKernels:
-        return Runner(model, cache_type(model.config, model.dtype)(model.config, *memory))
+        return Runner(model, cache_type(model.dtype)(model.config, *memory))
 
 
 def _generator(request: Request) -> torch.Generator:

@@ -57,11 +57,11 @@ def steps(bench: kit.Bench, subject: Subject, rows: int) -> None:
 
     config, dtype, size = subject.config, subject.dtype, -(-(CONTEXT + 1) // 16)
     blocks = rows * size
-    paged = cache_type(config, dtype)(config, blocks, 16, 0, dtype, DEVICE)
+    paged = cache_type(dtype)(config, blocks, 16, 0, dtype, DEVICE)
     paged.memory.planes[0].normal_(generator=torch.Generator(DEVICE).manual_seed(0))
     ours = GpuCache(config, blocks, 16, dtype=dtype)
     ours.kv.copy_(paged.memory.planes[0].movedim(0, 3))
-    exact = cache_type(config, torch.float32)(config, blocks, 16, 0, torch.float32, DEVICE)
+    exact = cache_type(torch.float32)(config, blocks, 16, 0, torch.float32, DEVICE)
     exact.memory.planes[0].copy_(paged.memory.planes[0])
     judge = Runner(models.load_model(subject.shape, DEVICE, dtype).float(), exact)
     runners: dict[str, Any] = {PAGED: Runner(subject.model, paged)}

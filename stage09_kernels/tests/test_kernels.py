@@ -27,7 +27,7 @@ def caches(heads, kv_heads, width, block, dtype, blocks=BLOCKS, kind=KernelCache
     config = LlamaConfig(11, 4096, heads * width, 2, heads, kv_heads, width)
     kernel = kind(config, blocks, block, dtype=dtype)
     kernel.kv.fill_(torch.nan)
-    return cache_type(config)(config, blocks, block, dtype=torch.float64), kernel
+    return cache_type()(config, blocks, block, dtype=torch.float64), kernel
 
 
 def passes(block, lengths, blocks=BLOCKS):

@@ -104,7 +104,7 @@ def obey(collectives: Collectives, model: Any) -> None:
         if kind == CACHE:
             *sizes, name = arguments
             dtype = getattr(torch, name)
-            make_cache = cache_type(model.config, dtype)
+            make_cache = cache_type(dtype)
             runner = runner_of(model, make_cache(model.config, *sizes, dtype, model.device))
         else:
             moves, ids, shares, rows, adapters = arguments

@@ -68,7 +68,7 @@ def test_layers_of_another_format(name):
     model = load_model(checkpoint, dtype=torch.float32, device=DEVICE)
     ids, shares = oracle.prompt_of(24), [([3, 0], 0, 21), ([5], 0, 3)]
     config = CONFIGS[name]
-    caches = cache_type(config)(config, 8, 16, device=DEVICE), GpuCache(config, 8, 16)
+    caches = cache_type()(config, 8, 16, device=DEVICE), GpuCache(config, 8, 16)
     want = Runner(model, caches[0]).run(ids, shares, [20, 23, 5])
     got = GpuRunner(model, caches[1]).run(ids, shares, [20, 23, 5])
     torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-4)
