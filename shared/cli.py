@@ -207,10 +207,10 @@ def add_max_tokens(parser: argparse._ActionsContainer, default: int) -> None:
     parser.add_argument("--max-tokens", type=whole, default=default, metavar="N", help=about)
 
 
-def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int = 400) -> None:
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """--max-tokens, --temperature, --top-k, --top-p."""
     group = parser.add_argument_group("text")
-    add_max_tokens(group, max_tokens)
+    add_max_tokens(group, 400)
     option = group.add_argument
     about = (
         "0 always takes the likeliest token, so that every run gives the same text; 0.8 varies the "

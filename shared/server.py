@@ -28,7 +28,6 @@ class OwnServer:
     process: subprocess.Popen[bytes]
     log: Path  # its standard error
     url: str = ""
-    begins: int = 0  # bytes of the log that are older than this server
 
     @property
     def pid(self) -> int:
@@ -36,7 +35,7 @@ class OwnServer:
 
     def stderr(self) -> str:
         """What the server has written to standard error."""
-        return self.log.read_bytes()[self.begins :].decode(errors="replace")
+        return self.log.read_bytes().decode(errors="replace")
 
     def wait(self) -> None:
         """Wait until the server is ready. Raises UserError with its last line if it never is."""

@@ -18,8 +18,6 @@ class BlocksRecord(SharesRecord):
     """A record by request, with the state of the blocks during the pass."""
 
     owned_blocks: int = 0  # in at least one table
-    shared_blocks: int = 0  # in at least two
-    cached_blocks: int = 0  # unowned and findable; all others are free
     used_tokens: int = 0  # positions of running requests that have keys and values after the pass
     swapped: int = 0  # requests whose keys and values are in the swap pool
     moves: tuple[Move, ...] = ()  # memory work before the pass
@@ -41,8 +39,6 @@ class Recorder:
         computed = sum(request.computed for request in self.scheduler.running)
         self._memory = {
             "owned_blocks": pool.owned,
-            "shared_blocks": pool.shared,
-            "cached_blocks": len(pool.cached),
             "used_tokens": computed + sum(work.count for work in plan.work),
             "swapped": len(self.scheduler.swapped),
             "preempted": preemptions - self._preemptions,

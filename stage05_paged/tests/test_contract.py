@@ -5,7 +5,6 @@ Every engine here is watched by the sanitizer.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -115,17 +114,15 @@ class PagedLife(lives.Life):
             record = self.engine.steps[-1]
             assert record.preempted == self.noted - noted
             assert record.swapped == len(scheduler.swapped) <= record.waiting
-            memory = record.owned_blocks, record.shared_blocks, record.cached_blocks
-            assert (*memory, record.used_tokens) == self.memory
+            assert (record.owned_blocks, record.used_tokens) == self.memory
 
     def before(self, plan):
         """Memory: the most junior give way, and no other request comes in beside them."""
         super().before(plan)
         scheduler = self.scheduler
-        held = Counter(block for table in scheduler.tables.values() for block in table.blocks)
+        held = {block for table in scheduler.tables.values() for block in table.blocks}
         used = sum(request.computed for request in scheduler.running)
-        shared, cached = sum(count > 1 for count in held.values()), len(scheduler.pool.cached)
-        self.memory = len(held), shared, cached, used + sum(work.count for work in plan.work)
+        self.memory = len(held), used + sum(work.count for work in plan.work)
         for work in plan.work:
             tokens = work.request.token_count
             assert len(work.table) == scheduler.pool.blocks_for(tokens)
