@@ -473,8 +473,8 @@ def main(
     module = module or f"{stage}.benchmark"
     examples = f"  python -m {module} --quick\n  python -m {module}"
     parser = cli.Parser(module, about or "", examples)
-    told = "the smallest sizes, once: shows the tables and keeps nothing"
-    parser.add_argument("--quick", action="store_true", help=told)
+    smallest = "the smallest sizes, once: shows the tables and keeps nothing"
+    parser.add_argument("--quick", action="store_true", help=smallest)
     parser.add_argument("--effort", type=float, default=1.0, help="share of the repeats, 0 to 1")
     options = parser.parse_args(argv)
     if not options.quick:

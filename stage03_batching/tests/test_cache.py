@@ -70,7 +70,7 @@ def test_each_row_is_what_it_is_alone(cuts, tiny_model, cache, rows, alone):
 
 @torch.inference_mode()
 def test_positions_are_the_cumulative_mask_minus_one(cache):
-    """Pitfall 5: positions 0, 1, 2, ... from the left edge of the rectangle."""
+    """Pitfall: positions 0, 1, 2, ... from the left edge of the rectangle."""
     expected = REAL.cumsum(1) - 1
     got = torch.cat([cache.extend(count).positions for count in ONE_BY_ONE], dim=1)
     assert torch.equal(got[REAL], expected[REAL])
@@ -79,7 +79,7 @@ def test_positions_are_the_cumulative_mask_minus_one(cache):
 
 @torch.inference_mode()
 def test_every_pass_hides_the_padding(cache):
-    """Pitfall 6: a mask at prefill, and none on the decode steps."""
+    """Pitfall: a mask at prefill, and none on the decode steps."""
     for count in ONE_BY_ONE:
         attention = cache.extend(count)
         start, end = cache.length - count, cache.length
@@ -91,7 +91,7 @@ def test_every_pass_hides_the_padding(cache):
 
 @torch.inference_mode()
 def test_no_query_is_left_with_nothing_to_see(cache):
-    """Pitfall 7: a query of padding sees something, such as its own column."""
+    """A query of padding sees something, such as its own column."""
     for count in [4, WIDTH - 4] + [1] * STEPS:
         attention = cache.extend(count)
         assert attention.mask.any(-1).all()
@@ -99,7 +99,7 @@ def test_no_query_is_left_with_nothing_to_see(cache):
 
 @torch.inference_mode()
 def test_a_plain_softmax_makes_no_nan_of_padding(tiny_model, cache, rows, alone, monkeypatch):
-    """Pitfall 7, for every kernel. PyTorch's fused one makes zeros of a fully masked row, a plain
+    """For every kernel. PyTorch's fused one makes zeros of a fully masked row, a plain
     softmax makes NaN, which the next layer caches; a weight of zero times NaN is NaN."""
 
     def plain(q, keys, values, mask):

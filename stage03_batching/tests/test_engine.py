@@ -74,7 +74,7 @@ def test_each_request_has_its_own_sampling(engine, naive, prompts, tiny):
 
 
 def test_end_of_text_in_one_row_ends_that_row_alone(tiny_model, naive):
-    """Pitfall 8, both ways: the first end of text ends the batch, or a row does not end."""
+    """Pitfall, both ways: the first end of text ends the batch, or a row does not end."""
     prompts = [[50, 2], [3], [5, 6, 7, 8], [12] * 6]
     free = naive.generate(prompts, SamplingParams(max_tokens=12))
     ends = (free[0].token_ids[4],)
