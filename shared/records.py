@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 
@@ -20,15 +19,3 @@ class StepRecord:
     decode_tokens: int
     seconds: float
     wasted_tokens: int = 0
-
-
-class Stopwatch:
-    """Times the block of a `with` statement; `seconds` is the duration of the last one."""
-
-    seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds = time.perf_counter() - self._started

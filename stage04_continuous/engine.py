@@ -178,8 +178,7 @@ class Engine(Generic[SchedulerT]):
         self.plan = plan
         for observer in self.observers:
             observer.before(plan)
-        with self.recorder.model_time:
-            logits = self.runner.run(*plan.tokens())  # (requests that sample, V)
+        logits = self.runner.run(*plan.tokens())  # (requests that sample, V)
         tokens = self._postprocess(plan, self._sample(plan, logits))
         for observer in self.observers:
             observer.after(plan)

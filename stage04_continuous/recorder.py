@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from shared.records import StepRecord, Stopwatch
+from shared.records import StepRecord
 
 from .plan import AnyScheduler, Plan
 
@@ -31,7 +31,6 @@ class SharesRecord(StepRecord):
     started: float = 0.0
     shares: tuple[ShareRecord, ...] = ()
     waiting: int = 0  # requests that do not run
-    bookkeeping_seconds: float = 0.0  # part of `seconds`: all but the pass
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,8 @@ class SlotsRecord(SharesRecord):
     slots: tuple[int, ...] = ()  # of each share
 
 
-def fields(plan: Plan, scheduler: AnyScheduler, model_seconds: float) -> dict[str, Any]:
-    """The fields of a SharesRecord, at the end of a step whose pass took `model_seconds`."""
+def fields(plan: Plan, scheduler: AnyScheduler) -> dict[str, Any]:
+    """The fields of a SharesRecord, at the end of a step."""
     seconds = time.perf_counter() - plan.started  # excludes writing this record
     shares = []
     for work in plan.work:
@@ -55,15 +54,14 @@ def fields(plan: Plan, scheduler: AnyScheduler, model_seconds: float) -> dict[st
         "started": plan.started,
         "shares": tuple(shares),
         "waiting": len(scheduler.waiting),
-        "bookkeeping_seconds": seconds - model_seconds,
     }
 
 
 class Recorder:
-    """Keeps the records of the last `kept` steps. The engine times each pass with `model_time`."""
+    """Keeps the records of the last `kept` steps."""
 
     def __init__(self, scheduler: AnyScheduler, kept: int = STEPS_KEPT) -> None:
-        self.scheduler, self.model_time = scheduler, Stopwatch()
+        self.scheduler = scheduler
         self.steps: deque[SlotsRecord] = deque(maxlen=kept)
 
     def before(self, plan: Plan) -> None:
@@ -72,6 +70,5 @@ class Recorder:
     def after(self, plan: Plan) -> None:
         """Append the record of a step that had work."""
         if plan:
-            known = fields(plan, self.scheduler, self.model_time.seconds)
             slots = tuple(work.table for work in plan.work)
-            self.steps.append(SlotsRecord(**known, slots=slots))
+            self.steps.append(SlotsRecord(**fields(plan, self.scheduler), slots=slots))

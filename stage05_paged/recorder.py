@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from shared.records import Stopwatch
 from stage04_continuous.plan import Plan
 from stage04_continuous.recorder import STEPS_KEPT, SharesRecord, fields
 
@@ -25,10 +24,10 @@ class BlocksRecord(SharesRecord):
 
 
 class Recorder:
-    """Keeps the records of the last `kept` steps. The engine times each pass with `model_time`."""
+    """Keeps the records of the last `kept` steps."""
 
     def __init__(self, scheduler: Scheduler, kept: int = STEPS_KEPT) -> None:
-        self.scheduler, self.model_time = scheduler, Stopwatch()
+        self.scheduler = scheduler
         self.steps: deque[BlocksRecord] = deque(maxlen=kept)
         self._memory: dict[str, int] = {}
         self._preemptions = 0  # up to the last step
@@ -48,5 +47,5 @@ class Recorder:
     def after(self, plan: Plan) -> None:
         """Append the record of a step that had work."""
         if plan:
-            known = fields(plan, self.scheduler, self.model_time.seconds) | self._memory
+            known = fields(plan, self.scheduler) | self._memory
             self.steps.append(BlocksRecord(**known, moves=tuple(plan.moves)))

@@ -33,7 +33,7 @@ class Recorder:
     """The records of `inner`, another stage's recorder. Refused drafts are `wasted_tokens`."""
 
     def __init__(self, inner: Any) -> None:
-        self.inner, self.steps, self.model_time = inner, inner.steps, inner.model_time
+        self.inner, self.steps = inner, inner.steps
 
     def before(self, plan: DraftPlan) -> None:
         self.inner.before(plan)
@@ -65,8 +65,7 @@ class Engine(stage04.Engine[Any]):
         self.plan = plan
         for observer in self.observers:
             observer.before(plan)
-        with self.recorder.model_time:
-            logits = self.runner.run(*plan.tokens())  # (rows of all requests that sample, V)
+        logits = self.runner.run(*plan.tokens())  # (rows of all requests that sample, V)
         tokens = self._verify(plan, logits)
         self.scheduler.note(plan, len(tokens))
         for observer in self.observers:

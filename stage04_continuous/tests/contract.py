@@ -236,7 +236,7 @@ class EngineContract(StepContract):
         engine = self.engine(2, steps_kept=3)
         engine.generate([prompt_of(length) for length in (4, 5, 6)], greedy(4))
         first, second, third = engine.steps
-        assert all(0 < record.bookkeeping_seconds < record.seconds for record in engine.steps)
+        assert all(record.seconds > 0 for record in engine.steps)
         assert first.started + first.seconds <= second.started < third.started
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

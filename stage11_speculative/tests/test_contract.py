@@ -51,7 +51,7 @@ class TestDrafts(paged.TestPaged):
         engine = self.engine(2, steps_kept=3)
         engine.generate([prompt_of(length) for length in (4, 5, 6, 7, 8)], greedy(4))
         assert len(engine.steps) == 3
-        assert all(0 < record.bookkeeping_seconds < record.seconds for record in engine.steps)
+        assert all(record.seconds > 0 for record in engine.steps)
 
     @pytest.mark.parametrize("when", [1, 2, 3], ids=["chunk", "chunk 2", "prompt"])
     def test_nan_stays_with_its_request_and_goes_with_it(self, when):
