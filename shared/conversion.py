@@ -18,7 +18,7 @@ from .errors import UserError
 @runtime_checkable
 class Linear(Protocol):
     """A linear layer in a format of its own: it packs and splits its weight itself. It is also an
-    nn.Module; nn.Linear is no Linear. Tensors that its state_dict lacks it has in `numbers()`."""
+    nn.Module; nn.Linear is no Linear."""
 
     in_features: int
     out_features: int
