@@ -1,5 +1,5 @@
-/* One number in memory, as naive.c and fast/step.c read and write it: real, or bfloat16, which is the
-   upper half of a float32. `size` is REAL, WEIGHT or CACHE: the bytes that each number takes. */
+/* One number in memory, as naive.c and fast/step.c read and write it: real, or bfloat16, which is
+   the upper half of a float32. `size` is REAL, WEIGHT or CACHE: the bytes that a number takes. */
 
 #pragma once
 

@@ -2,8 +2,8 @@
    and head, one for its key and one for its value.
 
    A head of a block has its keys and values as in stage 09, a byte for each number, and behind them
-   the scales of its keys and then those of its values: (2, padded block) in bfloat16. So a block's
-   scales are part of its bytes: what copies, saves or poisons the bytes has the scales with them. */
+   the scales of its keys and then those of its values: (2, padded block) in bfloat16. So a
+   block's scales are part of its bytes: what copies, swaps or poisons these has the scales, too. */
 
 #pragma once
 

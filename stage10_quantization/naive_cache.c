@@ -1,5 +1,5 @@
-/* Attention over a cache of codes, one number at a time: stage 09's naive.c with these two functions
-   in the place of its own. fast/cache.c computes the same numbers. */
+/* Attention over a cache of codes, one number at a time: stage 09's naive.c with these two
+   functions in the place of its own. fast/cache.c computes the same numbers. */
 
 #define step step_of_floats /* the other operations are as they were */
 #include "../stage09_kernels/naive.c"

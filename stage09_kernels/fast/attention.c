@@ -3,9 +3,9 @@
    A block holds B tokens of one layer. For each head it stores the keys as D rows of B numbers and
    the values as B rows of D numbers, so both are read forwards, a vector at a time: with AVX-512,
    16 keys give 16 scores of one query, and 16 numbers of a value give a part of its output. In
-   bfloat16, numbers are multiplied in pairs (vec.h): two rows of keys are interleaved in memory, and
-   the values of two tokens are interleaved as they are read. Queries and softmax weights are rounded
-   to bfloat16, too.
+   bfloat16, numbers are multiplied in pairs (vec.h): two rows of keys are interleaved in memory,
+   and the values of two tokens are interleaved as they are read. Queries and softmax weights are
+   rounded to bfloat16, too.
 
    The order of a query's sums depends on its position alone: over the width of a key, over keys in
    tiles of 256 counted from position 0, and over tiles in order. So its bits do not depend on the
@@ -410,7 +410,7 @@ attend(const struct attention *a, const struct queries *group, const int count, 
             /* Not left to the compiler, which fuses it for some numbers of queries only. */
             sum[i] = (real)fma(sum[i], decay[i], hsum(total));
         }
-        /* Values. Those before `start` or past `end` may be anything, even NaN: not read. */
+        /* Values. Those past `end` may be anything, even NaN: not read. */
 #if BY_TILES
         for (int i = 0; few && i < count; i++) {
             for (int64_t t = 0; t < tile.end - first; t += LANES)

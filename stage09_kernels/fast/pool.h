@@ -44,8 +44,8 @@ static void add_loop(struct loops *l, int64_t count, int64_t least, body run, vo
 }
 
 /* One thread's work. Each thread gets an equal number of a loop's parts; when done, it takes parts
-   that others have not started. A loop begins when all parts of the previous one are done. So no
-   thread waits for another that a third program holds up, unless that is in the middle of a part. */
+   that others have not started. A loop begins when all parts of the previous one are done. So
+   no thread waits for another that a third program holds up, unless that is within a part. */
 static void run_loops(int64_t first, int64_t last, void *context) {
     const struct loops *list = context;
     (void)last; /* `first`, out of PARTS, is where this thread's parts begin */

@@ -81,9 +81,9 @@ static int64_t between(const real *w, int64_t count, real low, real high, real *
     return copied;
 }
 
-/* Keep the largest weights: as few as make at least `fewest` and sum to at least `lightest`. Numbers
-   of one sign sort like their bits, so the binary search runs over bits, until one weight is left
-   between its ends. Once at max COPIES are, it goes on with a copy of them. */
+/* Keep the largest weights: as few as make at least `fewest` and sum to at least `lightest`.
+   Numbers of one sign sort like their bits, so the binary search runs over bits, until one weight
+   is left between its ends. Once at max COPIES are, it goes on with a copy of them. */
 static struct kept threshold(
     const real *w, int64_t count, struct kept now, int64_t fewest, double lightest
 ) {

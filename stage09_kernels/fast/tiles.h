@@ -1,10 +1,10 @@
 /* Tiles (AMX): eight registers of 16 rows of 64 bytes, and instructions that multiply two of them.
 
-   A tile of x has up to 16 rows of 32 inputs, a tile of weights 16 pairs of inputs of 16 outputs, as
-   they lie in a panel, and one instruction adds their 8,192 products to 16 x 16 sums: 16 times what
-   a vector instruction does. The order of a sum's additions is that of tiles.h. It does not depend
-   on the number of rows, so a row's bits are the same alone and beside others; but they differ from
-   those of vectors, so all rows take tiles.
+   A tile of x has up to 16 rows of 32 inputs, a tile of weights 16 pairs of inputs of 16 outputs,
+   as they lie in a panel, and one instruction adds their 8,192 products to 16 x 16 sums: 16 times
+   what a vector instruction does. The order of a sum's additions is that of tiles.h. It does not
+   depend on the number of rows, so a row's bits are the same alone and beside others; but they
+   differ from those of vectors, so all rows take tiles.
 
    A thread sets the shape of its tiles before it uses them, and releases them when it is done, so
    that an idle thread has none that the system must save.
@@ -178,7 +178,8 @@ multiply_tiles(const struct operation *o, int64_t first, int64_t last, const str
                         x += full * X_BYTES;
                         for (int t = 0; t < some; t++)
                             memcpy(last_x[t], x + t * p.x_stride, p.left);
-                        madd_tiles(last_x[0], X_BYTES, w + full * W_BYTES, 1, w, 0, sums + i, 1, codes);
+                        madd_tiles(last_x[0], X_BYTES, w + full * W_BYTES, 1, w, 0, sums + i, 1,
+                                   codes);
                     }
                     for (int t = 0; t < some; t++) p.finish(o, panel, row + i + t, sums[i + t]);
                 }

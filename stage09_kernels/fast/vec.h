@@ -82,7 +82,8 @@ static inline void store_real(real *p, vec x, int64_t left) {
     else memcpy(p, &x, left * sizeof(real));
 }
 
-/* Store the numbers of x where `which` is set, without gaps; returns how many. All of x must fit. */
+/* Store the numbers of x where `which` is set, without gaps; returns how many. There must be
+   room for all of x. */
 static inline int64_t compress(real *p, vec x, mask which) {
 #if BYTES == 64 && REAL == 4
     __mmask16 bits = _mm512_test_epi32_mask((__m512i)which, (__m512i)which);
