@@ -127,8 +127,8 @@ class Options:
             return float(value)
         raise UserError(f"{name} in {self.source} must be a number above {least:g}, not {value!r}.")
 
-    def flag(self, name: str, default: bool = False) -> bool:
-        return bool(self.get(name, default))
+    def flag(self, name: str) -> bool:
+        return bool(self.get(name))
 
 
 def read(
@@ -257,26 +257,3 @@ def qwen_window(config: LlamaConfig, options: Options) -> LlamaConfig:
     layers = options.get("layer_types", full if first >= config.n_layer else [])
     switched_on = options.flag("use_sliding_window") and layers != full
     return within_window(config, options) if switched_on else config
-
-
-def to_fields(config: LlamaConfig) -> dict[str, Any]:
-    """The config.json from which a reader makes `config`: of Llama 3's rotary positions, or
-    unstretched ones."""
-    kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias > config.o_bias else "llama"
-    rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
-    if config.rope.kind == "llama3":
-        rope |= {
-            "factor": config.rope.factor,
-            "low_freq_factor": config.rope.low_factor,
-            "high_freq_factor": config.rope.high_factor,
-            "original_max_position_embeddings": config.rope.trained,
-        }
-    return {theirs: getattr(config, ours) for theirs, ours in SIZES.items()} | {
-        "model_type": kind,
-        "num_key_value_heads": config.n_kv_head,
-        "head_dim": config.head_dim,
-        "rms_norm_eps": config.layer_norm_epsilon,
-        "tie_word_embeddings": config.tied,
-        "eos_token_id": list(config.eos_ids),
-        "rope_parameters": rope,
-    }

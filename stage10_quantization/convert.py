@@ -67,7 +67,7 @@ FORMATS = {"int8": INT8, "int8-g32": INT8_GROUPS, "int4": INT4}  # of the layers
 def of_table(weight: Tensor) -> Format:
     """The format of the table of tokens and of the head `weight` (V, C), whatever that of the
     layers: 8 bits, in groups where they divide the width. With a scale for each token, the rounding
-    of the head's input costs more than that of all layers (REPORT.md)."""
+    of the head's input costs more than that of all layers."""
     return INT8 if weight.shape[1] % GROUP else INT8_GROUPS
 
 

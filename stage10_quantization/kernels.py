@@ -33,7 +33,7 @@ class Quantized(ctypes.Structure):
     """`struct quantized` of quantized.h."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("panels",)),
+        ("panels", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("row_bytes", "code_bytes", "count", "group", "bits")),
         *((name, ctypes.c_int64) for name in ("offset", "scale_bytes", "minimum", "floats")),
     ]

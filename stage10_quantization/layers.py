@@ -14,7 +14,6 @@ from .matrix import QuantizedMatrix
 if TYPE_CHECKING:
     from .kernels import PanelProduct
 
-ACTIVATIONS = ("int8", "float")  # how a layer reads its input: rounded to int8, or as it is
 SMALLEST = 2.0**-119  # of a group of activations: then its scale is a normal number, 127 / x finite
 EXACT = 2**24  # whole numbers up to here, and so their sums in any order, are exact in float32
 

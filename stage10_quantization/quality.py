@@ -72,7 +72,7 @@ def divergence(reference: Any, engine: Any, ids: Sequence[int]) -> dict[str, flo
     return shares | {"difference": losses.mean().item(), "low": low, "high": high}
 
 
-def losses(windows: int = 40, calibration: int = 32) -> Iterator[dict[str, Any]]:
+def losses(windows: int, calibration: int) -> Iterator[dict[str, Any]]:
     """What each format costs, a row each: on `windows` windows of a text that the model never saw,
     GPTQ calibrated on others. No time is taken, so the machine may do other work meanwhile."""
     for name, kinds in ROUNDED.items():

@@ -52,14 +52,10 @@ class Recorded:
     """
 
     def __init__(
-        self,
-        answers: Mapping[tuple[int, ...], Sequence[int]],
-        alpha: float,
-        vocab_size: int,
-        seed: int = 0,
+        self, answers: Mapping[tuple[int, ...], Sequence[int]], alpha: float, vocab_size: int
     ) -> None:
         self.answers, self.alpha, self.vocab_size = answers, alpha, vocab_size
-        self.rng = random.Random(seed)
+        self.rng = random.Random(0)
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Drafts]:
         return [self._of(request, count) for request, count in zip(requests, most, strict=True)]

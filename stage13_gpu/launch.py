@@ -24,7 +24,7 @@ Launch = Callable[..., None]  # (kernel, grid, arguments in order, constants by 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Run one program of `kernel` for each place of `grid`. All kernels are launched here, so that
-    others can note what is launched (see `watching`)."""
+    others can note what is launched: the last of WATCHERS is called."""
     if 0 not in grid:
         WATCHERS[-1](kernel, grid, *arguments, **constants)
 
@@ -33,4 +33,4 @@ def _run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) 
     kernel[grid](*arguments, **constants)
 
 
-WATCHERS: list[Launch] = [_run]  # the last one is called
+WATCHERS: list[Launch] = [_run]

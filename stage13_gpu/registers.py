@@ -136,7 +136,6 @@ def _aligned(value: Any) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-
     about = "Compiles all kernels for GPUs that are not here, and prints what they need."
     parser = cli.Parser("stage13_gpu.registers", about, "  python -m stage13_gpu.registers gpt2")
     parser.add_argument("models", nargs="*", help="known shapes; by default three")

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from stage08_llama import config as reading
+from stage08_llama.config import LlamaConfig
+
 SIZES = {
     "vocab_size": 101,
     "hidden_size": 48,
@@ -87,3 +90,26 @@ def save(folder: Path, kind: str, **options: Any) -> Any:
             parameter.normal_(float("norm" in name), spread)  # no weight is 0 or 1
     model.save_pretrained(folder)
     return model.eval()
+
+
+def to_fields(config: LlamaConfig) -> dict[str, Any]:
+    """The config.json from which a reader makes `config`: of Llama 3's rotary positions, or
+    unstretched ones."""
+    kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias > config.o_bias else "llama"
+    rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
+    if config.rope.kind == "llama3":
+        rope |= {
+            "factor": config.rope.factor,
+            "low_freq_factor": config.rope.low_factor,
+            "high_freq_factor": config.rope.high_factor,
+            "original_max_position_embeddings": config.rope.trained,
+        }
+    return {theirs: getattr(config, ours) for theirs, ours in reading.SIZES.items()} | {
+        "model_type": kind,
+        "num_key_value_heads": config.n_kv_head,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.layer_norm_epsilon,
+        "tie_word_embeddings": config.tied,
+        "eos_token_id": list(config.eos_ids),
+        "rope_parameters": rope,
+    }

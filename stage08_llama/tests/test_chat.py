@@ -110,11 +110,6 @@ def test_rows_without_a_token_are_never_sampled(loaded):
     assert len(set(output.token_ids)) > 100 and not set(output.token_ids) & set(unused)
 
 
-def test_every_end_id_ends_an_answer(loaded):
-    ends = loaded.tokenizer.encode_chat([(f"{END}<|endoftext|>", True)])
-    assert set(loaded.config.eos_ids) == set(ends) and len(ends) == 2
-
-
 def test_a_chat_begins_with_what_runs(folder, capsys, monkeypatch):
     monkeypatch.setattr(builtins, "input", Mock(side_effect=EOFError))
     assert main(["--chat", "--model", str(folder), "--engine", "paged", "--dtype", "float32"]) == 0

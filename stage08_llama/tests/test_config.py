@@ -11,10 +11,9 @@ import torch
 
 from shared import models, registry
 from shared.errors import UserError
-from stage08_llama.config import to_fields
 from stage08_llama.rope import Rope, frequencies, rotate, rotation
 from stage08_llama.shapes import PRESETS
-from stage08_llama.tests.folders import LLAMA3, SIZES, rope, save
+from stage08_llama.tests.folders import LLAMA3, SIZES, rope, save, to_fields
 
 BASE = SIZES | {"model_type": "llama"}
 READERS = {kind: registry.load(entry) for kind, entry in registry.CONFIGS.items()}

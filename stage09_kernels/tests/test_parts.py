@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from stage09_kernels import library
-from stage09_kernels.cache import cut
 from stage09_kernels.online import attend, merge
-from stage09_kernels.program import interleave, pack
+from stage09_kernels.program import pack
 from stage09_kernels.tile import MR, NR, Memory, most_loads, product
 
 
@@ -70,13 +69,6 @@ def test_a_tile_loads_each_number_once(sizes):
     assert loads == expected, f"{sizes}: {loads} of x and weights were loaded, not {expected}"
 
 
-def test_a_pass_is_cut_into_items_of_a_few_tokens():
-    items = cut(torch.tensor([1, 8, 9, 3]), 8)
-    assert items.tolist() == [[0, 0, 1], [1, 0, 8], [2, 0, 8], [2, 8, 1], [3, 0, 3]]
-    ones = cut(torch.tensor([2, 3]), 1).tolist()
-    assert ones == [[0, 0, 1], [0, 1, 1], [1, 0, 1], [1, 1, 1], [1, 2, 1]]
-
-
 def test_weights_are_packed_by_panels():
     """64 outputs a panel, input by input; several layers side by side; zeros behind the last."""
     first, second = torch.randn(70, 5), torch.randn(3, 5)
@@ -85,14 +77,6 @@ def test_weights_are_packed_by_panels():
     rows = packed.transpose(1, 2).flatten(0, 1)  # (128, 5)
     assert torch.equal(rows[:73], torch.cat((first, second))) and not rows[73:].any()
     assert pack([first.bfloat16()], torch.bfloat16).dtype == torch.bfloat16
-
-
-def test_gates_are_beside_what_they_open():
-    gate, up = torch.arange(1.0, 41)[:, None], torch.arange(101.0, 141)[:, None]
-    mixed = interleave(gate, up)[:, 0].tolist()
-    assert mixed[:32] == list(range(1, 33)) and mixed[32:64] == list(range(101, 133))
-    assert mixed[64:72] == list(range(33, 41)) and mixed[72:96] == [0] * 24
-    assert mixed[96:104] == list(range(133, 141)) and len(mixed) == 128
 
 
 def test_the_best_level_that_the_processor_has_comes_first(monkeypatch):

@@ -16,7 +16,8 @@ from shared import registry
 from shared.catalog import STORIES
 from shared.checkpoint import random_tensors
 from shared.errors import UserError
-from stage08_llama.config import LlamaConfig, to_fields
+from stage08_llama.config import LlamaConfig
+from stage08_llama.tests.folders import to_fields
 from stage10_quantization.convert import INT4_ZERO, INT8, INT8_GROUPS
 from stage10_quantization.folder import METHODS, FolderModel, Unfit, write_folder
 from stage10_quantization.matrix import PROJECTIONS, QuantizedMatrix

@@ -17,8 +17,9 @@ from shared.config import Config
 from shared.errors import UserError
 from shared.files import read_json
 from shared.tokenizer import load_tokenizer
-from stage08_llama.config import LlamaConfig, to_fields
+from stage08_llama.config import LlamaConfig
 from stage08_llama.rope import Rope, frequencies
+from stage08_llama.tests.folders import to_fields
 from stage10_quantization import gguf_file
 from stage10_quantization.gguf_file import GGUFModel, unpacked
 from stage10_quantization.matrix import PROJECTIONS, QuantizedMatrix

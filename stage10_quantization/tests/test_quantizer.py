@@ -171,7 +171,7 @@ def test_sums_of_whole_numbers_are_exact_at_both_ends():
     assert page.symmetric(w, 8, 64)[0].min() == -127  # ours keep to both sides
 
 
-@pytest.mark.parametrize("activations", layers.ACTIVATIONS)
+@pytest.mark.parametrize("activations", ["int8", "float"])
 def test_a_layer_is_split_by_outputs_and_by_groups_of_inputs(activations):
     torch.manual_seed(0)
     w, x, bias = torch.randn(12, 128), torch.randn(3, 128), torch.randn(12)

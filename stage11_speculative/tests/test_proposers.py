@@ -1,4 +1,4 @@
-"""Proposers and the choice of lengths, against slow and obvious versions."""
+"""Proposers, against slow and obvious versions; and the switch, by a clock that the tests move."""
 
 from __future__ import annotations
 
