@@ -152,9 +152,9 @@ static void weigh_tiles(const uint32_t *values, int64_t row, int64_t keys,
     }
 }
 
-/* One query would use one row of 16, so it takes vectors. They add in the order of tiles (tiles.h),
-   and so give the same bits: even and odd numbers of a unit apart, from 0 on, and then both to the
-   sum; rounding flushes (see `attend_items`). */
+/* One or two queries would use as many rows of 16, so they take vectors. These add in the order of
+   tiles (tiles.h), and so give the same bits: even and odd numbers of a unit apart, from 0 on, and
+   then both to the sum; rounding flushes (see `attend_items`). */
 typedef struct { vec even, odd; } pair_vec;
 typedef struct { vec all, even, odd; } total;
 typedef real multiplier;

@@ -22,7 +22,7 @@ from stage04_continuous.tests import oracle
 from stage05_paged.blocks import BlockPool
 from stage05_paged.engine import cache_type, make
 from stage08_llama.tests.test_contract import GROUPED
-from stage09_kernels.backend import NoKernels, backend_of
+from stage09_kernels.backend import NoKernels
 from stage13_gpu.backend import BACKEND
 from stage13_gpu.cache import GpuCache
 from stage13_gpu.launch import DEVICE
@@ -72,10 +72,6 @@ def test_layers_of_another_format(name):
     want = Runner(model, caches[0]).run(ids, shares, [20, 23, 5])
     got = GpuRunner(model, caches[1]).run(ids, shares, [20, 23, 5])
     torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-4)
-
-
-def test_the_stage_offers_kernels_for_cuda():
-    assert backend_of("cuda") is BACKEND
 
 
 def test_a_projection_is_a_view_of_the_joined_weights():
