@@ -238,10 +238,6 @@ def call(kernel: Any, *arguments: Any) -> None:
         raise RuntimeError(f"a kernel failed: {reason}")
 
 
-def address(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
-
 @cache
 def parallel_for() -> ctypes.c_void_p:
     """The address of PyTorch's parallel loop. Raises NoKernels if this PyTorch has none."""

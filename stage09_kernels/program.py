@@ -385,7 +385,7 @@ class Program:
             self.buffers["stream"][:count, : hidden.shape[1]] = hidden
         if not isinstance(self.model, GPT2):
             self._make_turns(attention.end)
-            this_pass.cosines, this_pass.sines = map(library.address, self.turns)
+            this_pass.cosines, this_pass.sines = (turn.data_ptr() for turn in self.turns)
         library.call(self.library.step, self.steps, len(self.steps), ctypes.byref(this_pass))
         return self.buffers["logits"][: len(rows), : self.config.vocab_size]
 

@@ -210,7 +210,6 @@ static void linear(int64_t first, int64_t last, void *context) { /* panels */
             for (int64_t i = 0; i < count; i++) epilogue(o, panel, row + i, sums[i]);
         }
 }
-
 #endif
 
 static void add_linear(struct loops *list, struct operation *o) {
