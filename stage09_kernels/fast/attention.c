@@ -38,6 +38,7 @@
 #ifndef PREFETCH
 #define PREFETCH (CACHE <= 2) /* gain: bfloat16 1.09x */
 #endif
+#define SPARE (UNROLL > 4 ? UNROLL : 4) /* vectors of keys behind a tile, only to be read */
 #define ACCUMULATORS (BY_TILES ? 4 : BYTES == 64 ? 16 : 8) /* sums to keep in registers */
 
 #if CACHE != 1 /* otherwise a later stage's file has these */
@@ -353,7 +354,7 @@ attend(const struct attention *a, const struct queries *group, const int count, 
         struct tile tile;
         tile.first = first;
         tile.end = first + KEY_TILE < end ? first + KEY_TILE : end;
-        struct key_vec vectors[KEY_TILE + 1 + UNROLL]; /* the last ones only to be read */
+        struct key_vec vectors[KEY_TILE + 1 + SPARE];
         int n_vectors = 0;
         int64_t key = first - first % a->block;
         for (int64_t b = 0; key < tile.end; b++, key += a->block) {
@@ -366,7 +367,7 @@ attend(const struct attention *a, const struct queries *group, const int count, 
                     vectors[n_vectors++] = (struct key_vec){tile.blocks[b] + slot * PAIR, place};
                 }
         }
-        for (int u = 0; u < UNROLL; u++)
+        for (int u = 0; u < SPARE; u++)
             vectors[n_vectors + u] = (struct key_vec){tile.blocks[0], KEY_TILE};
 #if BY_TILES
         for (int i = 0; few && i < count; i++)
