@@ -40,8 +40,6 @@ def make_parser() -> cli.Parser:
     drafting = parser.add_argument_group("a model that drafts, with --speculate draft")
     about = "a name, such as stories-draft, or a folder; default: the model itself"
     drafting.add_argument("--speculative-model", default="", metavar="NAME", help=about)
-    about = "format of its weights, such as int4; default: unchanged"
-    drafting.add_argument("--speculative-weights", choices=cli.weight_formats(), help=about)
     about = "only its first N layers draft; default: 1 of the model itself, all of another"
     drafting.add_argument("--layers", type=whole, metavar="N", help=about)
     about = "sample the drafts, too, and verify them by rejection: a seed then fixes how answers "
@@ -64,8 +62,8 @@ def speak(options: argparse.Namespace, prompt: str) -> int:
     from .engine import speculate
 
     sampling = SamplingParams(**cli.sampling_fields(options))
-    name, weights = options.speculative_model, options.speculative_weights
-    if (name or weights or options.drawn_drafts) and options.speculate != "draft":
+    name = options.speculative_model
+    if (name or options.drawn_drafts) and options.speculate != "draft":
         raise UserError("A model that drafts needs --speculate draft: give both or neither.")
     catalog.checked(name or options.model)
     device, dtype = cli.device_and_dtype(options)
@@ -75,9 +73,8 @@ def speak(options: argparse.Namespace, prompt: str) -> int:
     draft = None
     if options.speculate == "draft":
         draft = loaded.model
-        if name or weights:
-            opened = models.load(name or options.model, weights=weights or AUTO)
-            draft = models.load_model(opened, loaded.device, loaded.dtype)
+        if name:
+            draft = models.load_model(models.load(name), loaded.device, loaded.dtype)
         layers = options.layers or (draft.config.n_layer if name else 1)
         if layers > draft.config.n_layer:
             raise UserError(f"--layers {layers}: {draft.config.name} has {draft.config.n_layer}.")
