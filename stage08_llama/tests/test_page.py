@@ -66,11 +66,13 @@ def test_neighbouring_queries_share_a_head_of_keys():
 
 
 def test_only_distances_count():
-    """Tokens that come later attend as before, if what is before them is hidden: the first token
-    repeated gives the same output at every place."""
-    x = np.tile(np.random.default_rng(1).normal(size=10), (4, 1))
-    out = attention(x, page_weights(4, 1), "a", 4, 1, 100.0, 1e-5)
-    np.testing.assert_allclose(out, np.tile(out[0], (4, 1)))
+    """Two tokens of zeros before three others take a share of the weights and add nothing: what the
+    three add to each other keeps its proportions."""
+    x, weights = 0.3 * np.random.default_rng(1).normal(size=(3, 10)), page_weights(1, 1)
+    both = x, np.vstack([np.zeros((2, 10)), x])
+    outs = (attention(tokens, weights, "a", 1, 1, 100.0, 1e-5)[-3:] for tokens in both)
+    here, moved = (out / np.linalg.norm(out, axis=1, keepdims=True) for out in outs)
+    np.testing.assert_allclose(moved, here)
 
 
 @pytest.mark.parametrize("bias", [False, True])
