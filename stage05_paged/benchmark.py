@@ -138,13 +138,15 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
             fit, queued = MEMORY // BLOCK / -(-held // BLOCK), row.median(PAGED, "queued")
             why = "long answers stay longer; and the mean includes the steps that fill the memory"
             yield kit.claim("sequences at once, while others wait", 51, fit, queued, "", why)
-            yield kit.claim("seconds of the crowd, slots over blocks", 1.87, here, measured)
+            what, why = "seconds of the crowd, slots over blocks", "as this machine's limits say"
+            yield kit.claim(what, 1.87, here, measured, "x", why)
         else:
             why = "the control: no more requests fit, and the gather still costs time"
             yield kit.claim("the same where requests fill slots", 0.91, here, measured, "x", why)
     for row in results.rows("gather", model="gpt2", dtype="float32", rows=32, context=256):
         what = "a step of 32 rows at context 256, blocks over slots"
-        yield kit.claim(what, 1.39, slower(row), row.gain(PAGED, SLOTS))
+        why = "the step is above its limit without the gather too, which is a smaller share"
+        yield kit.claim(what, 1.39, slower(row), row.gain(PAGED, SLOTS), "x", why)
     for row in results.rows("prefix", model="gpt2"):
         passes = (SYSTEM + OWN, 0), (OWN, SYSTEM)
         costs = [row.least(forward_cost(row.config, row.kind, *n)) for n in passes]
