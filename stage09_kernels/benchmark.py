@@ -182,7 +182,7 @@ def chart(results: Results) -> Figure:
     return charts.bars(
         "A decode step: attention in place, then all of it in one call",
         "milliseconds (GPT-2 124M shape, float32, 256 tokens of context)",
-        [f"{row['rows']} rows" for row in rows],
+        ["1 row" if row["rows"] == 1 else f"{row['rows']} rows" for row in rows],
         drawn | {"machine's limit": [1e3 * bound(row) for row in rows]},
     )
 

@@ -141,7 +141,7 @@ def chart(results: Results) -> Figure:
     return charts.bars(
         "Drafts are free while rows are: seven of ten right",
         "times plain decode's tok/s (GPT-2 124M shape, float32)",
-        [f"{row['rows']} requests" for row in rows],
+        ["1 request" if row["rows"] == 1 else f"{row['rows']} requests" for row in rows],
         {name: [row.gain(PLAIN, name) for row in rows] for name in (FIXED, SWITCHED)},
         limits={"no gain": 1.0},
         digits=2,
