@@ -1,5 +1,5 @@
-"""Measures what each kernel buys, in decode steps and a prompt: stage 05 with packed layers, stage 05
-with attention in place, and the whole pass as one call. Then the same call with each technique
+"""Measures what each kernel buys, in decode steps and a prompt: stage 05 with packed layers, stage
+05 with attention in place, and the whole pass as one call. Then the same call with each technique
 taken away. Every pass is proved by stage 05's logits in float32.
 """
 
