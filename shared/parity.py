@@ -48,6 +48,10 @@ class Parity:
     sequences: int = 0
     near_ties: list[dict[str, Any]] = field(default_factory=list)
 
+    def __str__(self) -> str:
+        ties = f", {len(self.near_ties)} parted at a near tie" if self.near_ties else ", identical"
+        return f"{self.sequences} sequences, {self.tokens} tokens{ties}"
+
 
 def random_prompt(length: int, config: Config, seed: int | str) -> list[int]:
     rng = random.Random(f"prompt {seed} {length}")
