@@ -20,7 +20,7 @@ def test_a_stage_with_a_wrong_token_is_named(monkeypatch: Any, capsys: Any) -> N
     cli.add_model_options(parser)
     loaded = cli.load_model_from(parser.parse_args([]))
     monkeypatch.setattr(staircase, "ENGINES", ("forward", "kv_cache"))
-    assert tour.visit(loaded, options) == 0 and "identical" in capsys.readouterr().out
+    assert tour.visit(loaded, options) == 0 and "tokens, identical" in capsys.readouterr().out
 
     class Wrong(Engine):
         def generate(self, prompts: Any, sampling: Any) -> Any:
