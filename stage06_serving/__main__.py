@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import errno
 import gc
 import logging
 import signal
@@ -48,7 +47,16 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, grace: float, loaded: Callable[[], None]) -> None:
         """loaded: called once the model is loaded; the server answers /health before."""
-        super().__init__(configure(app))
+        config = uvicorn.Config(
+            app,
+            log_config=None,  # see logs.py
+            ws="none",
+            lifespan="on",
+            server_header=False,
+            limit_concurrency=MOST_CONNECTIONS,
+            timeout_graceful_shutdown=CLOSE,
+        )
+        super().__init__(config)
         self.app, self.grace, self.loaded = app, grace, loaded
 
     async def main_loop(self) -> None:
@@ -76,20 +84,6 @@ class Server(uvicorn.Server):
             await engine.drain(self.grace, lambda: self.force_exit)
         self.force_exit = False  # all answers have ended: let the application end in order
         await super().shutdown(sockets)
-
-
-def configure(app: FastAPI) -> uvicorn.Config:
-    """How uvicorn serves `app`: with our log, and at most MOST_CONNECTIONS at a time."""
-    quiet = {"log_config": None, "log_level": "warning", "access_log": False}
-    return uvicorn.Config(
-        app,
-        **quiet,  # type: ignore[arg-type]
-        ws="none",
-        lifespan="on",
-        server_header=False,
-        limit_concurrency=MOST_CONNECTIONS,
-        timeout_graceful_shutdown=CLOSE,
-    )
 
 
 @dataclass
@@ -140,11 +134,9 @@ def make_engine(settings: Settings) -> Served:
         if drafts:
             weights = models.load(catalog.checked(settings.speculative_model), dtype=loaded.dtype)
             model = models.load_model(weights, loaded.device, loaded.dtype)
-        speculate, count = (
-            registry.load(registry.DRAFTS[speculative]),
-            settings.num_speculative_tokens,
-        )
-        served.engine = speculate(engine, speculative, count, model, settings.drawn_drafts)
+        speculate = registry.load(registry.DRAFTS[speculative])
+        options = speculative, settings.num_speculative_tokens, model, settings.drawn_drafts
+        served.engine = speculate(engine, *options)
         served.drafts = served.engine.scheduler.draft_counts
     return served
 
@@ -170,8 +162,6 @@ def sampling_defaults(settings: Settings, folder: Path | None) -> dict[str, Any]
 
 def plan(settings: Settings, served: Served, address: str) -> str:
     """The text at the start: address, model, memory, and a command to try."""
-    from .choice import faster
-
     loaded, pool = served.loaded, served.engine.scheduler.pool
     config, count = loaded.config, pool.count
     whole = count // -(-config.n_positions // pool.block_size)
@@ -181,12 +171,11 @@ def plan(settings: Settings, served: Served, address: str) -> str:
     drafts += ", drawn" if settings.drawn_drafts else ""
     sampling = ", ".join(f"{name} {value:g}" for name, value in served.defaults.items())
     key = ' -H "Authorization: Bearer $STAIRCASE_API_KEY"' if settings.keys else ""
-    hint = faster(served.choice, loaded)
     return (
         f"Staircase serves {config.name} at {address}\n"
         f"  model    {config.name}, context of {config.n_positions:,} tokens\n"
         f"  engine   {served.choice.name}, {loaded.machine}\n"
-        + (f"  faster   {hint}\n" if hint else "")
+        + (f"  faster   {served.choice.reason}\n" if served.choice.reason else "")
         + f"  memory   {memory} in {count} blocks of {pool.block_size} tokens: {contexts} of "
         f"{config.n_positions}; at most {settings.max_num_seqs} sequences at a time, "
         f"{settings.max_queue} more in the queue\n"
@@ -256,17 +245,11 @@ def listen(host: str, port: int) -> socket.socket:
     """The socket to listen on. Raises UserError if it cannot be opened."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.getaddrinfo(host, port, family)  # create_server hides that a name is unknown
         listening = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            raise UserError(
-                f"--host {host} is not an address of this machine: give one such as 127.0.0.1."
-            ) from None
-        why = str(error.strerror).partition(" (while")[0]
         raise UserError(
-            f"Port {port} on {host} cannot be opened ({why}): choose another --port, or stop the "
-            "program that uses it."
+            f"The server cannot listen on {host}, port {port} ({error.strerror}): choose an "
+            "address of this machine with --host, and a free --port."
         ) from None
     # Events are small, and must not wait until the client confirms the one before (Nagle). asyncio
     # turns that off for its own sockets, and not for this one; connections inherit it.

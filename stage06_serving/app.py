@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
@@ -21,6 +21,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import Receive, Scope, Send
 
 from shared import registry
@@ -28,13 +29,13 @@ from shared.errors import UserError
 from stage05_paged.blockmap import blockmap
 
 from .access import Door, Keys
-from .async_engine import CLOSING, AsyncEngine, Broken, EngineDead, EngineThread, Overloaded, Step
+from .async_engine import AsyncEngine, Broken, EngineDead, EngineThread, Overloaded, Step
 from .chat import Simple, template_of
-from .errors import REFUSALS, ApiError, failure, unreadable, validation_message
+from .errors import REFUSALS, ApiError, failure, validation_message
 from .formats import Completion, Format, Generate
 from .metrics import Metrics
-from .protocol import ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
-from .service import Generation, Service, off_loop
+from .protocol import ChatBody, CompletionBody, GenerateBody, TokenizeBody
+from .service import Generation, Service
 from .settings import Settings
 
 PAGE = Path(__file__).with_name("page.html")
@@ -92,8 +93,6 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Re
         if not working.done():
             raise ApiError(499, "The client has disconnected.")
         return working.result()
-    except asyncio.CancelledError:  # the shutdown waits no longer
-        raise EngineDead(CLOSING) from None
     finally:
         for task in (working, leaving):
             task.cancel()
@@ -105,14 +104,12 @@ async def respond(
 ) -> Response:
     """The answer to a request that the engine has: a stream, or one body, in the endpoint's
     format."""
-    body = generation.body
-    long = bool(getattr(body, "logprobs", None))  # to be formatted: then not on the event loop
     try:
-        answer = await off_loop(long, format, generation, body)
-        if body.stream:
+        answer = format(generation, generation.body)
+        if generation.body.stream:
             return EventStream(events(generation, answer), generation.release)
         answers = await unless_gone(request, generation.whole())
-        return json_response(await off_loop(long, answer.whole, answers))
+        return json_response(answer.whole(answers))
     except BaseException:
         generation.release()
         raise
@@ -127,7 +124,7 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return unreadable(error, request.headers).response()
+        return ApiError(400, *validation_message(error.errors())).response()
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
@@ -151,7 +148,8 @@ def create_app(
 ) -> FastAPI:
     """The server's application. It runs the engine that `starting` will hold (a Served, see
     __main__.py) on `thread`. Until then only paths such as /health answer."""
-    created, steps = int(time.time()), deque[dict[str, Any]](maxlen=STEPS)
+    created, numbers = int(time.time()), count(1)
+    steps = deque[dict[str, Any]](maxlen=STEPS)
     forms = registry.load(registry.FORMS["json"])
     if TYPE_CHECKING:
         Completions: TypeAlias = CompletionBody
@@ -173,8 +171,7 @@ def create_app(
     def record(step: Step, *_: Any) -> None:
         if step.shares:
             counts = step.prefill_tokens, step.decode_tokens, round(1000 * step.seconds, 1)
-            shown = {"number": state.engine.passes, "counts": counts, "rows": step.shares}
-            steps.append(shown)
+            steps.append({"number": next(numbers), "counts": counts, "rows": step.shares})
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -197,7 +194,9 @@ def create_app(
     state: Any = app.state
     state.engine = None
     answer_errors(app)
-    app.add_middleware(Door, hosts=settings.hosts)
+    app.add_middleware(Door)
+    # No other name: the page of another site could have its own resolve to this server's address.
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.hosts, www_redirect=False)
 
     def service_of(request: Request) -> Service:
         if state.engine is None:
@@ -257,19 +256,8 @@ def create_app(
             ids = await service.chat_ids(asked)
         fields = {"count": len(ids), "max_model_len": service.context, "tokens": ids}
         if body.return_token_strs:
-            decode = service.loaded.tokenizer.decode
-            fields["token_strs"] = await off_loop(True, lambda: [decode([id]) for id in ids])
+            fields["token_strs"] = [service.loaded.tokenizer.decode([id]) for id in ids]
         return json_response(fields)
-
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody, service: Ready, tenant: Tenant) -> Response:
-        service.check_model(body.model)
-        size, largest = service.loaded.config.vocab_size, max(body.tokens, default=0)
-        if largest >= size:
-            message = f"Token id {largest} is not in the vocabulary: send ids from 0 to {size - 1}."
-            raise ApiError(400, message, "tokens")
-        text = await off_loop(True, service.loaded.tokenizer.decode, body.tokens)
-        return json_response({"prompt": text})
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
@@ -283,12 +271,11 @@ def create_app(
 
     @app.get("/ready")
     async def ready() -> dict[str, Any]:
-        """Whether requests are accepted. For a router: how many wait, and how many forward passes
-        have ended, which shows that answers go on."""
+        """Whether requests are accepted, for a router."""
         now = await health()
         if now["status"] != "ok":
             raise ApiError(503, f"The server is {now['status']}.", headers={"Retry-After": "1"})
-        return now | {"waiting": state.engine.waiting, "passes": state.engine.passes}
+        return now
 
     @app.get("/metrics")
     async def metrics(service: Ready, tenant: Tenant) -> Response:

@@ -10,7 +10,7 @@ it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import logging
 import queue
 import threading
@@ -81,8 +81,6 @@ class Ticket:
     """
 
     id: str
-    prompt_tokens: int
-    sampling: SamplingParams
     arrived: float
     news: Callable[[], object] = lambda: None  # called when there is something to read
     fresh: list[Token] = field(default_factory=list)
@@ -91,10 +89,8 @@ class Ticket:
     reason: str | None = None  # "stop", "length", "abort" or "error"
     error: str | None = None  # the failure that ended it
     scores: asyncio.Future[Scores] | None = None  # of a prompt that is scored
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache
-    scheduled: float | None = None  # start of its first step
-    first_token: float | None = None
-    last_token: float | None = None
+    cached_tokens: int | None = None  # of the prompt; None before its first step
+    last_token: float | None = None  # when it came
 
 
 @dataclass(frozen=True)
@@ -103,18 +99,17 @@ class Step:
 
     tokens: Sequence[tuple[str, Token]] = ()
     ended: Sequence[tuple[str, str, str | None]] = ()  # id, finish reason, error if there was one
-    begun: Sequence[tuple[str, int]] = ()  # whose first step it was: id, tokens that were cached
-    shares: Sequence[tuple[str, int, int]] = ()  # of the pass: id, prefill and decode tokens
-    started: float = 0.0
+    # Of the pass: id, prefill and decode tokens, and the position of the first.
+    shares: Sequence[tuple[str, int, int, int]] = ()
     seconds: float = 0.0
 
     @property
     def prefill_tokens(self) -> int:
-        return sum(prefill for _, prefill, _ in self.shares)
+        return sum(prefill for _, prefill, *_ in self.shares)
 
     @property
     def decode_tokens(self) -> int:
-        return sum(decode for _, _, decode in self.shares)
+        return sum(decode for _, _, decode, _ in self.shares)
 
 
 def failure(ticket: Ticket) -> Exception:
@@ -123,6 +118,16 @@ def failure(ticket: Ticket) -> Exception:
         return UserError(ticket.error)
     dead = ticket.error in (CLOSING, DEAD)
     return (EngineDead if dead else Broken)(ticket.error or BROKEN)
+
+
+def settle(future: asyncio.Future[Scores], scores: Scores) -> None:
+    """Give the event loop the scores, unless their request has ended."""
+
+    def settled() -> None:
+        if not future.done():
+            future.set_result(scores)
+
+    future.get_loop().call_soon_threadsafe(settled)
 
 
 class Job(NamedTuple):
@@ -137,12 +142,6 @@ class Job(NamedTuple):
                 self.future.set_result(self.do())
             except BaseException as error:  # the future's owner handles it
                 self.future.set_exception(error)
-
-
-def logged(future: Future[Any]) -> None:
-    error = future.exception()
-    if error is not None and not isinstance(error, EngineDead):
-        log.error("a command failed", exc_info=error)
 
 
 class EngineThread:
@@ -184,8 +183,6 @@ class AsyncEngine:
         self.in_flight: dict[str, Ticket] = {}  # all that the engine has not released, by id
         self.alive = False
         self.draining = False
-        self.rejected = 0  # requests since the start
-        self.passes = 0
         # Called with each step, the tickets that got tokens, and the tickets that ended.
         self.listeners: list[Callable[[Step, list[Ticket], list[Ticket]], None]] = []
         # The engine's newest status: the thread replaces it before and after each step.
@@ -193,17 +190,15 @@ class AsyncEngine:
         self._engine = engine
         engine.runner = scoring = ScoringRunner(engine.runner)
         engine.observers += [scoring, self]
-        self._commands: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = EngineThread() if thread is None else thread
-        self._running: Future[Any] | None = None
+        self._finished: asyncio.Future[None] | None = None  # the thread no longer steps
         self._loop = asyncio.get_running_loop()
-        self._named = 0
+        self._names = itertools.count(1)
         self._news: dict[Callable[[], object], None] = {}  # of tickets with something to read
-        # The thread's: all requests with an unreported end, those that no step had yet, and what
-        # the running step does.
+        # The thread's: all requests with an unreported end, and the shares of the running step.
         self._requests: dict[str, Request] = {}
-        self._unstarted: set[str] = set()
-        self._work: dict[str, Any] = {}
+        self._shares: list[tuple[str, int, int, int]] = []
 
     # ---- on the event loop ----------------------------------------------------------------------
 
@@ -220,8 +215,8 @@ class AsyncEngine:
     def start(self) -> None:
         """Let the thread run steps."""
         self.alive = True
-        self._running = self._thread.run(self._run)
-        self._running.add_done_callback(self._over)
+        self._finished = asyncio.wrap_future(self._thread.run(self._run))
+        self._finished.add_done_callback(self._die)
 
     def submit(
         self,
@@ -239,17 +234,19 @@ class AsyncEngine:
         All or none are accepted. Raises UserError for a request that can never be answered,
         Overloaded without room for all of them, EngineDead.
         """
-        self._need_life()
+        if not self.alive or self.draining:
+            raise EngineDead(CLOSING if self.alive else DEAD)
         for prompt in prompts:
             for params in sampling:
                 self._engine.check(prompt, params)
         self._need_room(len(prompts) * len(sampling))
-        groups = [[self._ticket(prompt, params) for params in sampling] for prompt in prompts]
+        names, now = self._names, time.perf_counter()
+        groups = [[Ticket(f"sequence-{next(names)}", now) for _ in sampling] for prompt in prompts]
         for prompt, group in zip(prompts, groups, strict=True):
             self.in_flight |= {ticket.id: ticket for ticket in group}
             if score is not None:
                 group[0].scores = self._loop.create_future()
-            self._command(partial(self._add, prompt, sampling, salt, score, prepare, group))
+            self._commands.put(partial(self._add, prompt, sampling, salt, score, prepare, group))
         return groups
 
     async def scores(self, ticket: Ticket) -> Scores:
@@ -260,10 +257,6 @@ class AsyncEngine:
             raise failure(ticket)
         return ticket.scores.result()
 
-    def _need_life(self) -> None:
-        if not self.alive or self.draining:
-            raise EngineDead(CLOSING if self.alive else DEAD)
-
     def _need_room(self, count: int) -> None:
         if count > self.capacity:
             raise UserError(
@@ -272,7 +265,6 @@ class AsyncEngine:
             )
         taken = len(self.in_flight)
         if taken + count > self.capacity:
-            self.rejected += 1
             raise Overloaded(
                 f"The server has {taken} of at most {self.capacity} sequences in flight, and this "
                 f"request needs {count} more: try again in a moment."
@@ -291,14 +283,19 @@ class AsyncEngine:
         has ended."""
         if not ticket.ended:
             ticket.reason = ticket.reason or reason
-            self._command(partial(self._abort, ticket.id))
+            self._commands.put(partial(self._abort, ticket.id))
 
     async def call(self, do: Callable[[Engine], Any]) -> Any:
         """Run `do` with the engine on its thread, between two steps. Returns or raises what `do`
         does. Raises EngineDead."""
-        if not self.alive:
-            raise EngineDead(DEAD)
-        return await asyncio.wrap_future(self._enqueue(partial(do, self._engine)))
+        if self.alive and self._finished:
+            job = Job(partial(do, self._engine), Future())
+            self._commands.put(job.run)
+            result = asyncio.wrap_future(job.future)
+            await asyncio.wait((result, self._finished), return_when=asyncio.FIRST_COMPLETED)
+            if result.done():
+                return result.result()
+        raise EngineDead(DEAD)
 
     async def drain(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> None:
         """Accept nothing more, wait up to `grace` seconds for what is in flight, and end the rest
@@ -308,35 +305,22 @@ class AsyncEngine:
         while self.in_flight and not hurry() and self._loop.time() < end:
             await asyncio.sleep(min(DRAIN, end - self._loop.time()))
         for name in self.in_flight:
-            self._command(partial(self._abort, name))
+            self._commands.put(partial(self._abort, name))
         self._deliver(Step(ended=[(name, "error", CLOSING) for name in self.in_flight]))
 
     async def stop(self) -> None:
         """Let the thread end after its step; wait for it, but not longer than STUCK seconds."""
         self._commands.put(None)
-        if self._running is not None:
-            await asyncio.wait([asyncio.wrap_future(self._running)], timeout=STUCK)
-
-    def _ticket(self, prompt: Sequence[int], sampling: SamplingParams) -> Ticket:
-        self._named += 1
-        return Ticket(f"sequence-{self._named}", len(prompt), sampling, time.perf_counter())
-
-    def _enqueue(self, do: Callable[[], Any]) -> Future[Any]:
-        job = Job(do, Future())
-        self._commands.put(job)
-        return job.future
-
-    def _command(self, do: Callable[[], Any]) -> None:
-        self._enqueue(do).add_done_callback(logged)
+        if self._finished is not None:
+            await asyncio.wait([self._finished], timeout=STUCK)
 
     def _deliver(self, step: Step) -> None:
         """Hand the tokens and ends of a step to their tickets, and the step to the listeners; have
         the readers called."""
         now = time.perf_counter()
-        self.passes += bool(step.shares)
-        for name, cached in step.begun:
-            if ticket := self.in_flight.get(name):
-                ticket.scheduled, ticket.cached_tokens = step.started, cached
+        for name, *_, start in step.shares:
+            if (ticket := self.in_flight.get(name)) and ticket.cached_tokens is None:
+                ticket.cached_tokens = start  # its first step computes the rest
         emitted: dict[Ticket, None] = {}
         for name, token in step.tokens:
             if ticket := self.in_flight.get(name):
@@ -350,7 +334,6 @@ class AsyncEngine:
         for listener in self.listeners:  # before these tokens' times replace the last ones
             listener(step, list(emitted), ended)
         for ticket in emitted:
-            ticket.first_token = ticket.first_token or now
             ticket.last_token = now
         if not self._news:  # after all steps that wait in this turn of the loop
             self._loop.call_soon(self._announce)
@@ -369,14 +352,12 @@ class AsyncEngine:
             ticket.scores.cancel()  # unless they are there
         self.in_flight.pop(ticket.id, None)
 
-    def _die(self) -> None:
-        """The thread has ended: answer everything that waits for it."""
+    def _die(self, finished: asyncio.Future[None]) -> None:
+        """The thread has ended, in whatever way: answer everything that waits for it."""
         self.alive = False
+        if error := finished.exception():
+            log.error("the engine's thread has ended", exc_info=error)
         self._deliver(Step(ended=[(name, "error", DEAD) for name in self.in_flight]))
-        with contextlib.suppress(queue.Empty):
-            while True:
-                if command := self._commands.get_nowait():
-                    command.future.set_exception(EngineDead(DEAD))
 
     # ---- on the thread --------------------------------------------------------------------------
 
@@ -396,11 +377,6 @@ class AsyncEngine:
                     self._enter(Request([0], SamplingParams(max_tokens=1), PROBE))
             self._loop.call_soon_threadsafe(self._deliver, step)
 
-    def _over(self, _: object) -> None:
-        """Have the event loop answer everything that waits, however `_run` has ended."""
-        with contextlib.suppress(RuntimeError):  # the loop may be closed
-            self._loop.call_soon_threadsafe(self._die)
-
     def _obey(self) -> bool:
         """Run the loop's commands; wait for one while there is nothing to compute. Returns False if
         the thread must end."""
@@ -411,26 +387,26 @@ class AsyncEngine:
                 return True
             if command is None:
                 return False
-            command.run()
+            command()
 
     def _idle(self) -> bool:
         return all(request.output.finish_reason for request in self._requests.values())
 
     def _step(self) -> Step:
-        self._work, started = {}, time.perf_counter()
+        self._shares, started = [], time.perf_counter()
         tokens = self._engine.step()
         self._report()
         seconds = time.perf_counter() - started
-        return Step(tokens, self._ended(), started=started, seconds=seconds, **self._work)
+        return Step(tokens, self._ended(), self._shares, seconds)
 
     def before(self, plan: Plan) -> None:
-        """The engine's observer: what the step computes, and who is in it for the first time."""
+        """The engine's observer: what the step computes."""
         self._report()
-        works = [(work.request.id, work) for work in plan.work if work.request.id != PROBE]
-        begun = [(name, work.start) for name, work in works if name in self._unstarted]
-        self._unstarted.difference_update(name for name, _ in begun)
-        shares = [(name, w.prefill_tokens, w.count - w.prefill_tokens) for name, w in works]
-        self._work = {"shares": shares, "begun": begun}
+        self._shares = [
+            (work.request.id, work.prefill_tokens, work.count - work.prefill_tokens, work.start)
+            for work in plan.work
+            if work.request.id != PROBE
+        ]
 
     def after(self, plan: Plan) -> None:
         """The step's own report follows."""
@@ -450,7 +426,6 @@ class AsyncEngine:
         ended = [request for request in self._requests.values() if request.output.finish_reason]
         for request in ended:
             del self._requests[request.id]
-            self._unstarted.discard(request.id)
         return [
             (request.id, request.output.finish_reason or "", request.output.error)
             for request in ended
@@ -459,7 +434,6 @@ class AsyncEngine:
     def _enter(self, request: Request) -> None:
         self._engine.enqueue(request)
         self._requests[request.id] = request
-        self._unstarted.add(request.id)
 
     def _add(
         self,
@@ -476,10 +450,9 @@ class AsyncEngine:
             salt = own_salt(group[0].id, salt)
         try:
             for ticket, params in zip(group, sampling, strict=True):
-                if first is not None or score is None:
-                    request = Request(prompt, params, ticket.id)
-                else:
-                    done = partial(self._have, ticket)
+                request = Request(prompt, params, ticket.id)
+                if ticket.scores is not None and score is not None:
+                    done = partial(settle, ticket.scores)
                     request = ScoredRequest(prompt, params, ticket.id, top=score, done=done)
                 if prepare is not None:
                     prepare(request)
@@ -488,19 +461,12 @@ class AsyncEngine:
                     first, self._engine.scheduler.tables[request].salt = request, salt
                 else:
                     self._engine.scheduler.follow(request, first)
-        except Exception:  # a defect, since `submit` has checked; its readers must not wait
+        except Exception as error:  # a defect, as `submit` has checked: its readers must not wait
+            log.error("a prompt could not be added", exc_info=error)
             step = Step(ended=[(ticket.id, "error", BROKEN) for ticket in group])
             self._loop.call_soon_threadsafe(self._deliver, step)
             for ticket in group:
                 self._abort(ticket.id)
-            raise
-
-    def _have(self, ticket: Ticket, scores: Scores) -> None:
-        def settle() -> None:
-            if ticket.scores is not None and not ticket.scores.done():
-                ticket.scores.set_result(scores)
-
-        self._loop.call_soon_threadsafe(settle)
 
     def _abort(self, name: str) -> None:
         """End a request, if it has not ended, before the next step."""

@@ -55,15 +55,3 @@ def choose(name: str, dtype: torch.dtype, device: torch.device) -> Choice:
                 raise UserError(f"{why} Use --engine {AUTO} to get one that runs here.")
             reason = reason or why
     return Choice(PAGED if name == AUTO else name, name == AUTO, reason)
-
-
-def faster(choice: Choice, loaded: cli.Loaded) -> str:
-    """What would make the engine faster, in a line; "" if nothing is known."""
-    if choice.reason:
-        return choice.reason
-    if choice.name == PAGED and not choice.automatic:
-        return f"--engine {AUTO} runs stage 09's kernels, where they are right"
-    floats = loaded.dtype == torch.float32 and loaded.weights == "auto"
-    if floats and cli.has_bfloat16(loaded.device):
-        return "--dtype bfloat16 halves the memory to read; its rounding may choose another token"
-    return ""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from http import HTTPStatus
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from shared.errors import UserError
@@ -20,12 +18,11 @@ LATE = (
     "--request-timeout."
 )
 NOT_AN_OBJECT = "The body is not a JSON object: send one, as application/json."
-NOT_JSON = "The body must be JSON: send the header 'Content-Type: application/json'."
-ENCODED = "The body is encoded: send plain JSON, without the header Content-Encoding."
 REFUSALS = {
     404: "This path does not exist: /openapi.json lists those that do.",
     405: "This path does not allow this method.",
     413: "The body exceeds a megabyte: send a shorter one.",
+    415: "The body is encoded: send plain JSON, without the header Content-Encoding.",
 }
 # Where several kinds of value are valid, pydantic only explains why a value is not the first kind.
 KINDS = {
@@ -51,8 +48,8 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """Of an answer, or the event that ends a stream."""
         message = self.message.encode("utf-8", "replace").decode()[:LONGEST_MESSAGE]
-        phrase = HTTPStatus(self.status).phrase.replace(" ", "") if self.status != 499 else "Client"
-        error = {"message": message, "type": phrase.removesuffix("Error") + "Error"}
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": message, "type": kind}
         return {"error": {**error, "param": self.param, "code": self.status}}
 
     def response(self) -> JSONResponse:
@@ -75,14 +72,6 @@ def failure(error: Exception) -> ApiError:
         return ApiError(504, LATE, headers={"x-should-retry": "false"})
     log.error("a request failed", exc_info=error)
     return ApiError(500, "The server failed to answer this request: see its log for the reason.")
-
-
-def unreadable(error: RequestValidationError, headers: Mapping[str, str]) -> ApiError:
-    """The answer to a body that is not what an endpoint takes."""
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
-        return ApiError(400, NOT_JSON)
-    return ApiError(400, *validation_message(error.errors()))
 
 
 def validation_message(errors: Sequence[Any]) -> tuple[str, str | None]:

@@ -76,12 +76,6 @@ class OpenAI:
         """A whole body."""
         return {**self.head, **fields, "choices": choices, "usage": self.generation.usage}
 
-    def chunk_of(self, part: dict[str, Any]) -> dict[str, Any]:
-        chunk = {**self.head, "choices": [part]}
-        if self.options is not None and self.options.continuous_usage_stats:
-            chunk["usage"] = self.generation.usage
-        return chunk
-
     def last(self) -> list[dict[str, Any]]:
         wanted = self.options is not None and self.options.include_usage
         return [self.answer([])] if wanted else []
@@ -94,8 +88,8 @@ class Completion(OpenAI):
         self.body = body
         super().__init__(generation, body, "cmpl", "text_completion")
         self._echoes = {choice.index: self._echo(choice) for choice in generation.choices}
-        eos_ids, n = generation.service.loaded.config.eos_ids, body.n or 1
-        self._offsets = [Offsets(len(text), eos_ids) for text in self._echoes.values()]
+        self._eos_ids, n = generation.service.loaded.config.eos_ids, body.n or 1
+        self._offsets = [Offsets(len(text)) for text in self._echoes.values()]
         self._scores = {
             choice.index: self._prompt_logprobs(choice, generation.scores[choice.index // n])
             for choice in (generation.choices if generation.scores else ())
@@ -109,14 +103,15 @@ class Completion(OpenAI):
         part = self._part(choice, piece)
         if not any(part.get(name) for name in ("text", "logprobs", "finish_reason", "token_ids")):
             return []
-        return [self.chunk_of(part)]
+        return [{**self.head, "choices": [part]}]
 
     def _part(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """One choice's text so far unsent, after its prompt the first time if that is echoed."""
         index, logprobs = choice.index, None
         if self.body.logprobs is not None:
             scored = [(token.id, token.logprobs) for token in piece.tokens]
-            logprobs = columns(self.tokenizer, scored, self._offsets[index])
+            data = [b"" if id in self._eos_ids else self._bytes(id) for id, _ in scored]
+            logprobs = columns(self.tokenizer, scored, data, self._offsets[index])
             if before := self._scores.pop(index, None):
                 logprobs = {name: before[name] + logprobs[name] for name in logprobs}
         text = self._echoes.pop(index, "") + piece.text
@@ -135,15 +130,19 @@ class Completion(OpenAI):
     def _prompt_logprobs(self, choice: Choice, scores: Scores) -> dict[str, Any]:
         """The columns of a prompt. Tokens that the tokenizer puts before a text, such as BOS, have
         no text in its echo; nor has the space that sentencepiece puts before its first word."""
-        ids, tokenizer = choice.prompt_ids, self.tokenizer
-        start = tokenizer.encode("")
+        ids = choice.prompt_ids
+        data = [self._bytes(id) for id in ids]
+        start = self.tokenizer.encode("")
         before = len(start) if ids[: len(start)] == start else 0
-        silent = before if isinstance(choice.prompt, str) else 0
-        whole = tokenizer.decode_bytes(ids[silent:]).decode("utf-8", "replace")
-        spaced = tokenizer.decode_bytes(ids[before : before + 1]).startswith(b" ")
-        shorter = len(self._echoes[choice.index]) < len(whole)
-        offsets = Offsets(0, (), silent, before if spaced and shorter else None)
-        return columns(tokenizer, list(zip(ids, scores, strict=True)), offsets)
+        if isinstance(choice.prompt, str):
+            data[:before] = [b""] * before
+        whole = b"".join(data).decode("utf-8", "replace")
+        if len(self._echoes[choice.index]) < len(whole):
+            data[before] = data[before].removeprefix(b" ")
+        return columns(self.tokenizer, list(zip(ids, scores, strict=True)), data, Offsets(0))
+
+    def _bytes(self, token_id: int) -> bytes:
+        return self.tokenizer.decode_bytes([token_id])
 
 
 class Chat(OpenAI):
@@ -179,9 +178,8 @@ class Chat(OpenAI):
 
     def chunk(self, choice: Choice, delta: dict[str, Any], piece: Piece) -> dict[str, Any]:
         logprobs = self._logprobs(piece)
-        return self.chunk_of(
-            {"index": choice.index, "delta": delta, "logprobs": logprobs, **finish(piece)}
-        )
+        part = {"index": choice.index, "delta": delta, "logprobs": logprobs, **finish(piece)}
+        return {**self.head, "choices": [part]}
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if not self.body.logprobs:
@@ -216,27 +214,16 @@ def token_text(tokenizer: AnyTokenizer, token_id: int) -> str:
 
 
 class Offsets:
-    """Where tokens are in a text that begins with `start` characters before them. Tokens of
-    `eos_ids` and the first `silent` ones have no text; that with the number `spaced` begins with a
-    space that the text has not."""
+    """Where tokens are in a text that begins with `start` characters before them."""
 
-    def __init__(
-        self,
-        start: int = 0,
-        eos_ids: Sequence[int] = (),
-        silent: int = 0,
-        spaced: int | None = None,
-    ) -> None:
-        self._characters, self._eos_ids = start, eos_ids
-        self._silent, self._spaced, self._count = silent, spaced, 0
+    def __init__(self, start: int) -> None:
+        self._characters = start
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def next(self, token_id: int, data: bytes) -> int:
+    def next(self, data: bytes) -> int:
         """The place of the first character that has bytes of the next token, whose bytes are
         `data`."""
-        number, self._count = self._count, self._count + 1
-        data = data[number == self._spaced :]
-        if number < self._silent or token_id in self._eos_ids or not data:
+        if not data:
             return self._characters
         self._characters += len(self._utf8.decode(data[:1]))
         unfinished = bool(self._utf8.getstate()[0])  # then its character is still to come
@@ -246,19 +233,22 @@ class Offsets:
 
 
 def columns(
-    tokenizer: AnyTokenizer, scored: Sequence[tuple[int, Logprobs | None]], offsets: Offsets
+    tokenizer: AnyTokenizer,
+    scored: Sequence[tuple[int, Logprobs | None]],
+    data: Sequence[bytes],
+    offsets: Offsets,
 ) -> dict[str, list[Any]]:
-    """Log-probabilities of tokens as completions have them."""
+    """Log-probabilities of tokens, and where their bytes `data` are, as completions have them."""
     table: dict[str, list[Any]] = {
         "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
     }  # fmt: skip
-    for token_id, logprobs in scored:
+    for (token_id, logprobs), text_bytes in zip(scored, data, strict=True):
         text, score, top = token_text(tokenizer, token_id), None, None
         if logprobs is not None:
             score = finite(logprobs.token)
             top = {token_text(tokenizer, other): finite(value) for other, value in logprobs.top}
             top.setdefault(text, score)
-        offset = offsets.next(token_id, tokenizer.decode_bytes([token_id]))
+        offset = offsets.next(text_bytes)
         for column, value in zip(table.values(), (text, score, top, offset), strict=True):
             column.append(value)
     return table

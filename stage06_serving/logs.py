@@ -1,5 +1,4 @@
-"""The log on standard error. The event loop waits for no reader of it: a thread writes the lines
-(logging.handlers.QueueListener)."""
+"""The log on standard error: a thread writes the lines, and the event loop waits for no reader."""
 
 from __future__ import annotations
 
@@ -13,23 +12,14 @@ FORM = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
 MOST_LINES = 10_000  # that wait to be written; more are dropped
 
 
-class Dropping(QueueHandler):
-    """A handler that drops a line where the queue is full: standard error may be a pipe that is not
-    read."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Called where the queue is full."""
-
-
 def start(requests: bool) -> None:
-    """Log warnings and errors, and if `requests` a line for each request, to standard error."""
-    logging.raiseExceptions = False  # a full disk or a closed pipe is no error of the server
+    """Log warnings and errors, and if `requests` uvicorn's line for each request."""
+    logging.raiseExceptions = False  # a full queue or disk, or a closed pipe, is no error
     writer = logging.StreamHandler(sys.stderr)
     writer.setFormatter(FORM)
     lines: queue.Queue[logging.LogRecord] = queue.Queue(MOST_LINES)
     listener = QueueListener(lines, writer)
     listener.start()
     atexit.register(listener.stop)
-    logging.root.addHandler(Dropping(lines))
-    if requests:
-        logging.getLogger("staircase.requests").setLevel(logging.INFO)
+    logging.root.addHandler(QueueHandler(lines))
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO if requests else logging.WARNING)

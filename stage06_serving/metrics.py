@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
@@ -13,22 +13,12 @@ from prometheus_client.registry import Collector
 
 from .async_engine import PROBE, AsyncEngine, Step, Ticket
 
-SECONDS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5),
-    *(0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0, 300.0),
-)
-TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 REASONS = ("stop", "length", "abort", "error")
 HISTOGRAMS = {
-    "iteration_tokens_total": ("Tokens computed in a step.", TOKENS),
-    "time_to_first_token_seconds": ("From arrival to the first token.", SECONDS),
-    "inter_token_latency_seconds": ("Between two tokens of an answer.", SECONDS),
-    "e2e_request_latency_seconds": ("From arrival to the last token.", SECONDS),
-    "request_queue_time_seconds": ("From arrival to the first step.", SECONDS),
-    "request_prefill_time_seconds": ("From the first step to the first token.", SECONDS),
-    "request_decode_time_seconds": ("From the first token to the last.", SECONDS),
-    "request_prompt_tokens": ("Tokens of a prompt.", TOKENS),
-    "request_generation_tokens": ("Tokens of an answer.", TOKENS),
+    "time_to_first_token_seconds": "From arrival to the first token.",
+    "inter_token_latency_seconds": "Between two tokens of an answer.",
+    "e2e_request_latency_seconds": "From arrival to the last token.",
 }
 DRAFTS = {  # counts that an engine with drafts keeps: names and fields
     "spec_decode_num_drafts": ("passes", "Passes of a sequence that verified drafts."),
@@ -51,9 +41,9 @@ class Metrics(Collector):
         self.registry.register(self)
         self.prompt_tokens = self.generated = 0
         self.ended = Counter(dict.fromkeys(REASONS, 0))
-        self.histograms: dict[str, Any] = {}
-        for name, (about, buckets) in HISTOGRAMS.items():
-            options: dict[str, Any] = {"buckets": buckets, "registry": self.registry}
+        self.histograms: dict[str, Histogram] = {}
+        for name, about in HISTOGRAMS.items():
+            options: dict[str, Any] = {"buckets": SECONDS, "registry": self.registry}
             histogram = Histogram(f"vllm:{name}", about, ["model_name"], **options)
             self.histograms[name] = histogram.labels(model)
         engine.listeners.append(self._listen)
@@ -63,62 +53,45 @@ class Metrics(Collector):
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        status, engine = self.engine.status, self.engine
+        status, drafts = self.engine.status, self.drafts
         usage = status.owned / status.blocks
         for name, about, value in (
             ("num_requests_running", "Sequences in a step.", len(status.running)),
-            ("num_requests_waiting", "Accepted, not running.", engine.waiting),
+            ("num_requests_waiting", "Accepted, not running.", self.engine.waiting),
             ("kv_cache_usage_perc", "Share of the blocks owned, 0 to 1.", usage),
         ):
-            yield self._family(GaugeMetricFamily, name, about, {"": value})
+            gauge = GaugeMetricFamily(f"vllm:{name}", about, labels=["model_name"])
+            gauge.add_metric([self.model], value)
+            yield gauge
         for name, about, value in (
             ("num_preemptions", "Sequences preempted.", status.preemptions),
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", status.lookup_tokens),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", status.hit_tokens),
             ("prompt_tokens", "Prompt tokens computed.", self.prompt_tokens),
             ("generation_tokens", "Tokens generated.", self.generated),
-            ("admission_rejections", "Requests refused: no room.", engine.rejected),
-            *((n, a, getattr(self.drafts, f)) for n, (f, a) in DRAFTS.items() if self.drafts),
+            *((name, about, getattr(drafts, f)) for name, (f, about) in DRAFTS.items() if drafts),
         ):
-            yield self._family(CounterMetricFamily, name, about, {"": value})
-        ended, about = dict(self.ended), "Sequences that ended, by reason."
-        yield self._family(CounterMetricFamily, "request_success", about, ended, "finished_reason")
-        if self.drafts is not None:
-            name, about = "spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by place."
-            places = dict(enumerate(list(self.drafts.per_position)))
-            yield self._family(CounterMetricFamily, name, about, places, "position")
-
-    def _family(
-        self, kind: Any, name: str, about: str, values: Mapping[Any, float], label: str = ""
-    ) -> Metric:
-        family: Any = kind(f"vllm:{name}", about, labels=["model_name", label][: 1 + bool(label)])
-        for value, count in values.items():
-            family.add_metric([self.model, str(value)][: 1 + bool(label)], count)
-        metric: Metric = family
-        return metric
+            counter = CounterMetricFamily(f"vllm:{name}", about, labels=["model_name"])
+            counter.add_metric([self.model], value)
+            yield counter
+        labels = ["model_name", "finished_reason"]
+        ended = CounterMetricFamily("vllm:request_success", "Sequences that ended.", labels=labels)
+        for reason, count in self.ended.items():
+            ended.add_metric([self.model, reason], count)
+        yield ended
 
     def _listen(self, step: Step, emitted: list[Ticket], ended: list[Ticket]) -> None:
-        now, observe = time.perf_counter(), self._observe
+        now = time.perf_counter()
         self.generated += sum(name != PROBE for name, _ in step.tokens)
         self.prompt_tokens += step.prefill_tokens
-        if step.shares:
-            observe("iteration_tokens_total", step.prefill_tokens + step.decode_tokens)
         for ticket in emitted:
-            if ticket.last_token is not None:
-                observe("inter_token_latency_seconds", now - ticket.last_token)
-                continue
-            observe("time_to_first_token_seconds", now - ticket.arrived)
-            if ticket.scheduled is not None:
-                observe("request_prefill_time_seconds", now - ticket.scheduled)
+            if ticket.last_token is None:
+                self._observe("time_to_first_token_seconds", now - ticket.arrived)
+            else:
+                self._observe("inter_token_latency_seconds", now - ticket.last_token)
         for ticket in ended:
             self.ended[ticket.reason or "error"] += 1
-            observe("request_prompt_tokens", ticket.prompt_tokens)
-            observe("request_generation_tokens", ticket.generated)
-            observe("e2e_request_latency_seconds", now - ticket.arrived)
-            if ticket.scheduled is not None:
-                observe("request_queue_time_seconds", ticket.scheduled - ticket.arrived)
-            if ticket.generated:  # an only token is the first one, and arrives now
-                observe("request_decode_time_seconds", now - (ticket.first_token or now))
+            self._observe("e2e_request_latency_seconds", now - ticket.arrived)
 
     def _observe(self, name: str, value: float) -> None:
         self.histograms[name].observe(value)

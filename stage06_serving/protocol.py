@@ -40,8 +40,9 @@ for names, reason in (
     ("max_new_tokens max_length n_predict num_predict", "send a limit as 'max_tokens'"),
     ("response_format tools tool_choice", UNSUPPORTED),  # see `Forms`
     ("chat_template chat_template_kwargs continue_final_message suffix", UNSUPPORTED),
+    ("prediction documents", UNSUPPORTED),
     ("add_generation_prompt add_special_tokens skip_special_tokens", UNSUPPORTED),
-    ("spaces_between_special_tokens prediction documents use_beam_search", UNSUPPORTED),
+    ("spaces_between_special_tokens include_stop_str_in_output use_beam_search", UNSUPPORTED),
     ("allowed_token_ids bad_words logits_processors prompt_logprobs", UNSUPPORTED),
     ("truncate_prompt_tokens length_penalty typical_p tfs_z top_a", UNSUPPORTED),
     ("mirostat dynatemp_range dry_multiplier xtc_probability samplers", UNSUPPORTED),
@@ -119,7 +120,6 @@ Prompts = (
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
 
 
 class SamplingBody(Body):
@@ -139,16 +139,8 @@ class SamplingBody(Body):
     stop: Stop | Annotated[Many[Stop], Field(max_length=MOST_STOPS)] | None = None
     stop_token_ids: Annotated[Many[TokenId], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-
-    @field_validator("logit_bias", mode="before")
-    @classmethod
-    def _few(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MOST_BIASES:  # before any is validated
-            raise ValueError(f"logit_bias can have at most {MOST_BIASES} ids")
-        return value
 
     @field_validator("logit_bias")
     @classmethod
@@ -278,10 +270,3 @@ class TokenizeBody(Body):
         if (self.prompt is None) == (self.messages is None):
             raise WrongField("prompt", "send either 'prompt' or 'messages'")
         return self
-
-
-class DetokenizeBody(Body):
-    """POST /detokenize."""
-
-    tokens: Annotated[Many[TokenId], Field(max_length=100_000)]
-    model: str | None = None

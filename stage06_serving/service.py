@@ -131,7 +131,7 @@ class Generation:
         prompts = {id(choice.prompt_ids): choice for choice in reversed(self.choices)}
         prompt = sum(len(choice.prompt_ids) for choice in prompts.values())
         completion = sum(choice.completion_tokens for choice in self.choices)
-        cached = sum(choice.ticket.cached_tokens for choice in prompts.values())
+        cached = sum(choice.ticket.cached_tokens or 0 for choice in prompts.values())
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -236,7 +236,8 @@ class Service:
         """The ids of a text. Raises ApiError."""
         encode = self.loaded.tokenizer.encode
         try:
-            return await off_loop(len(text) > LONG_TEXT, encode, text)
+            long = len(text) > LONG_TEXT
+            return await asyncio.to_thread(encode, text) if long else encode(text)
         except UserError as error:
             raise ApiError(400, str(error), field) from None
 
@@ -274,8 +275,7 @@ class Service:
         except UserError as error:
             named = FIELD.search(str(error))
             raise ApiError(400, str(error), named[0] if named else "prompt") from None
-        eos_ids, keep = self.loaded.config.eos_ids, bool(body.include_stop_str_in_output)
-        options = eos_ids, [*body.stops, *stops], keep, body.min_tokens or 0
+        options = self.loaded.config.eos_ids, [*body.stops, *stops], body.min_tokens or 0
         choices: list[Choice] = []
         for prompt, prompt_ids, tickets in zip(prompts, ids, groups, strict=True):
             for ticket in tickets:
@@ -314,8 +314,3 @@ class Service:
                 by_id = stopped and token.id not in self.loaded.config.eos_ids
                 return Piece(text, tokens[:count], token.finish_reason, token.id if by_id else None)
         return Piece(text, tokens)
-
-
-async def off_loop(long: bool, work: Callable[..., Any], *arguments: object) -> Any:
-    """The result of `work`: on a thread if it is long, else at once."""
-    return await asyncio.to_thread(work, *arguments) if long else work(*arguments)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import ipaddress
-import sys
-from typing import Any, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
 from shared import catalog, cli, registry
 from shared.catalog import AUTO
-from shared.cli import MOST_TOKENS, Parser, with_default
+from shared.cli import MOST_TOKENS
 from shared.errors import UserError, advised
-from stage05_paged.memory import parse_memory
 
 PREFIX = "STAIRCASE_"
 PAGED = "paged"  # runs everywhere
 ENGINES = PAGED, "kernels"  # for --engine, the newest last; names in registry.ENGINES
 OFF = "off"  # no drafts
+ABOUT_ENGINE = "auto is the newest that runs correctly on this machine"
+ABOUT_DRAFTS = "what drafts the next tokens, which a step then verifies"
+ANYWHERE = ("0.0.0.0", "::")
 NAMES = {  # options whose values a registry or a list names
     "engine": [AUTO, *ENGINES],
     "weights": cli.weight_formats(),
@@ -28,89 +28,83 @@ NAMES = {  # options whose values a registry or a list names
 }
 
 
-def described(default: Any, description: str, **bounds: Any) -> Any:
-    return Field(default=default, description=description, **bounds)
+def one_of(option: str, about: str) -> str:
+    return f"{about}: {', '.join(NAMES[option])}"
 
 
 class Settings(BaseSettings):
-    """The server's options. Each is also an environment variable, STAIRCASE_ and its name in
-    capitals; the command line wins."""
+    """The engine behind HTTP. Each option is also STAIRCASE_ and its name in the environment."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", protected_namespaces=())
-
-    model: str = described(
-        "stories",
-        "the embedded model 'stories' or 'stories-chat', a name on the hub, or a folder"
-        + catalog.others(),
-    )
-    random_weights: bool = described(False, "seeded random weights instead, for speed tests")
-    max_model_len: int = described(
-        *(0, "maximum tokens of a prompt and its answer; 0: the model's context"),
-        ge=0,
-        le=MOST_TOKENS,
-    )
-    device: Literal["auto", "cpu", "cuda"] = described("auto", "device to compute on")
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = described(
-        "auto", "number format of the weights"
-    )
-    weights: str = described(AUTO, f"{cli.ABOUT_WEIGHTS}: {', '.join(NAMES['weights'])}")
-    threads: int = described(0, "CPU threads; 0 is PyTorch's choice", ge=0, le=1024)
-
-    host: str = described("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in")
-    port: int = described(8000, "port to listen on; 0 takes a free one", ge=0, le=65535)
-    allowed_host: str = described(
-        "", "more names to accept in the Host header, with commas between; * is any; default: none"
-    )
-    api_key: str = described(
-        "",
-        "keys, with commas between; clients must send one of them; set them in the environment: "
-        "every user of the machine can read a command line; default: none",
-    )
-    log_requests: bool = described(False, "log each request in a line on standard error")
-
-    engine: str = described(
-        AUTO,
-        f"engine of a stage: {', '.join(ENGINES)}; {AUTO} is the newest one that runs correctly on "
-        "this machine",
-    )
-    max_num_seqs: int = described(32, "maximum sequences running at a time", ge=1, le=4096)
-    max_num_batched_tokens: int = described(
-        0, "maximum tokens computed per step; 0: automatic", ge=0, le=1_000_000
-    )
-    kv_memory: str = described(
-        "", "memory for keys and values: 512MiB, 2GB, 25%% of free; default: automatic"
-    )
-    kv_dtype: str = described(AUTO, f"{cli.ABOUT_KV}: {', '.join(NAMES['kv_dtype'])}")
-    enable_prefix_caching: bool = described(True, "reuse the blocks of common prompt prefixes")
-    sanitize: bool = described(False, "check the memory after every step; slow")
-
-    speculate: str = described(
-        OFF,
-        "what drafts the next tokens, which a step then verifies together: "
-        f"{', '.join(NAMES['speculate'])}; the tokens stay those of off",
-    )
-    num_speculative_tokens: int = described(
-        4, "maximum drafts of a sequence in a step", ge=1, le=64
-    )
-    speculative_model: str = described(
-        "", "model that drafts for --speculate draft: a name, such as stories-draft, or a folder"
-    )
-    drawn_drafts: bool = described(
-        False,
-        "sample the drafts of --speculate draft, too, and verify them by rejection: a seed then "
-        "fixes how answers are distributed, not their tokens",
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX,
+        extra="ignore",
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+        cli_prog_name="python -m stage06_serving",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_show_env_vars=True,
+        cli_exit_on_error=False,
     )
 
-    max_queue: int = described(1024, "maximum waiting sequences; more get 503", ge=0, le=100_000)
-    request_timeout: float = described(
-        300.0, "seconds after which a request gets 504", gt=0, le=86400
-    )
-    grace: float = described(10.0, "seconds for requests to finish at shutdown", ge=0, le=3600)
-    temperature: float | None = described(
-        *(None, "temperature of requests that do not choose it; default: the model's"), ge=0, le=2
-    )
-    top_p: float | None = described(None, "the same for top_p", gt=0, le=1)
-    top_k: int | None = described(None, "the same for top_k", ge=0, le=1_000_000)
+    model: str = "stories"
+    """'stories' or 'stories-chat', embedded; a name on the hub; a folder or a .gguf file"""
+    random_weights: bool = False
+    """seeded random weights, for speed tests"""
+    max_model_len: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 0
+    """maximum tokens of a prompt and its answer; 0: the model's context"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """number format of the weights"""
+    weights: Annotated[str, Field(description=one_of("weights", cli.ABOUT_WEIGHTS))] = AUTO
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    """CPU threads; 0 is PyTorch's choice"""
+
+    host: str = "127.0.0.1"
+    """address to listen on; 0.0.0.0 lets other machines in"""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """port to listen on; 0 takes a free one"""
+    allowed_host: str = ""
+    """more names to accept in the Host header, with commas between; * is any"""
+    api_key: str = ""
+    """keys, with commas between; clients must send one of them; set them in the environment: every
+    user of the machine can read a command line"""
+    log_requests: bool = False
+    """log each request in a line on standard error"""
+
+    engine: Annotated[str, Field(description=one_of("engine", ABOUT_ENGINE))] = AUTO
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 32
+    """maximum sequences running at a time"""
+    max_num_batched_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """maximum tokens computed per step; 0: automatic"""
+    kv_memory: str = ""
+    """memory for keys and values: 512MiB, 2GB, 25% of free; '': automatic"""
+    kv_dtype: Annotated[str, Field(description=one_of("kv_dtype", cli.ABOUT_KV))] = AUTO
+    enable_prefix_caching: bool = True
+    """reuse the blocks of common prefixes"""
+    sanitize: bool = False
+    """check the memory after every step; slow"""
+
+    speculate: Annotated[str, Field(description=one_of("speculate", ABOUT_DRAFTS))] = OFF
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=64)] = 4
+    """maximum drafts of a sequence in a step"""
+    speculative_model: str = ""
+    """model for --speculate draft: a name, such as stories-draft, or a folder"""
+    drawn_drafts: bool = False
+    """sample the drafts of --speculate draft, too, and verify them by rejection: a seed then fixes
+    how answers are distributed, not their tokens"""
+
+    max_queue: Annotated[int, Field(ge=0, le=100_000)] = 1024
+    """maximum waiting sequences; more get 503"""
+    request_timeout: Annotated[float, Field(gt=0, le=86400)] = 300.0
+    """seconds after which a request gets 504"""
+    grace: Annotated[float, Field(ge=0, le=3600)] = 10.0
+    """seconds for requests to finish at shutdown"""
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """of requests that do not choose it; null: the model's, as for the next two"""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
 
     @field_validator("model")
     @classmethod
@@ -125,15 +119,6 @@ class Settings(BaseSettings):
             raise ValueError(advised(f"choose one of {', '.join(names)}", name, names))
         return name
 
-    @field_validator("kv_memory")
-    @classmethod
-    def _a_size(cls, text: str) -> str:
-        try:
-            parse_memory(text or "0", sys.maxsize)  # how much is free is known later
-        except UserError as error:
-            raise ValueError(str(error).removesuffix(".")) from None
-        return text
-
     @field_validator("api_key")
     @classmethod
     def _has_a_key(cls, text: str) -> str:
@@ -147,8 +132,11 @@ class Settings(BaseSettings):
 
     @property
     def hosts(self) -> list[str]:
-        """The names of this server, in Host headers."""
-        return [self.host, *parts_of(self.allowed_host)]
+        """The names of this server, in Host headers; any, if it listens on all addresses."""
+        names = parts_of(self.allowed_host)
+        if self.host in ANYWHERE and not names:
+            return ["*"]
+        return ["localhost", "127.0.0.1", "[::1]", self.host, *names]
 
     @property
     def open_to_all(self) -> bool:
@@ -166,40 +154,12 @@ def parts_of(text: str) -> list[str]:
 
 def parse(argv: list[str] | None) -> Settings:
     """The settings of a command line and the environment. Raises UserError for invalid values."""
-    parser = Parser(
-        "stage06_serving",
-        "Stage 06, serving: the engine behind HTTP, for OpenAI's clients, LangChain, curl, and a "
-        "browser.",
-        "  python -m stage06_serving\n"
-        "  python -m stage06_serving --port 8080 --max-num-seqs 8 --kv-memory 256MiB\n"
-        f"  {PREFIX}API_KEY=secret python -m stage06_serving --host 0.0.0.0",
-    )
-    for name, field in Settings.model_fields.items():
-        about = (
-            f"{with_default(str(field.description), field.default)}; also {PREFIX}{name.upper()}"
-        )
-        choices = ",".join(map(str, get_args(field.annotation))) if field.default else ""
-        more: dict[str, Any] = {"metavar": f"{{{choices}}}" if choices else "VALUE"}
-        if field.annotation is bool:
-            more = {"action": argparse.BooleanOptionalAction}
-        option = "--" + name.replace("_", "-")
-        parser.add_argument(option, default=argparse.SUPPRESS, help=about, **more)
-    options: dict[str, Any] = vars(parser.parse_args(argv))
-    if "api_key" in options:
-        print(
-            "WARNING: every user of this machine can read --api-key in the process list: use "
-            f"{PREFIX}API_KEY.",
-            file=sys.stderr,
-        )
     try:
-        return Settings(**options)
+        return CliApp.run(Settings, argv)
+    except SettingsError as error:
+        reason = str(error).removeprefix("error parsing CLI: ")
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0])
-        source = "--" + name.replace("_", "-") if name in options else PREFIX + name.upper()
-        reason = first["msg"].removeprefix("Value error, ")
-        reason = reason[:1].lower() + reason[1:]
-        if first["type"] == "literal_error":
-            values = get_args(Settings.model_fields[name].annotation)
-            reason = advised(reason, str(first["input"]), values)
-        raise UserError(f"{source}: {reason}; --help lists every option.") from None
+        option = str(first["loc"][0]).replace("_", "-")
+        reason = f"--{option}: {first['msg'].removeprefix('Value error, ')}"
+    raise UserError(f"{reason}; --help lists every option.")

@@ -14,8 +14,8 @@ class TextStream:
     the last characters are held back as long as they may be the beginning of one. What `push` and
     the final `flush` return is the same text however the tokens arrive.
 
-    eos_ids: end-of-text tokens, which have no text. keep_stop: the stop string itself belongs to
-        the text. min_tokens: no stop string can begin in the text of the tokens before this one.
+    eos_ids: end-of-text tokens, which have no text. min_tokens: no stop string can begin in the
+        text of the tokens before this one.
     """
 
     def __init__(
@@ -23,11 +23,10 @@ class TextStream:
         tokenizer: AnyTokenizer,
         eos_ids: Sequence[int],
         stops: Sequence[str] = (),
-        keep_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
         self._decoder = IncrementalDecoder(tokenizer)
-        self._eos_ids, self._stops, self._keep_stop = eos_ids, list(stops), keep_stop
+        self._eos_ids, self._stops = eos_ids, list(stops)
         self._early = min_tokens - 1  # further tokens in which no stop string is sought
         self._held = ""
         self.stop: str | None = None  # the stop string that ended the text
@@ -57,7 +56,7 @@ class TextStream:
         if matches:
             end, _, self.stop = min(matches)  # the first to be complete; among equals, the longest
             self._held = ""
-            return text[: end if self._keep_stop else end - len(self.stop)]
+            return text[: end - len(self.stop)]
         keep = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

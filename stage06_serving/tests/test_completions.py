@@ -1,5 +1,5 @@
-"""/v1/completions, /v1/chat/completions and /generate through OpenAI's own client, LangChain and
-plain HTTP: prompts, sampling, stops, streams, chats, and the endpoints beside them."""
+"""/v1/completions, /v1/chat/completions and /generate through OpenAI's own client and plain HTTP:
+prompts, sampling, stops, streams, chats, and the endpoints beside them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from .tools import GREEDY, OTHER, PROMPT, TOKENIZER, TOKENS, chat, complete, counts, events, first
+from .tools import OTHER, PROMPT, TOKENIZER, TOKENS, chat, complete, counts, events, first
 
 NONE = openai.NOT_GIVEN
 IGNORE: dict[str, Any] = {"ignore_eos": True}
@@ -78,22 +78,19 @@ def test_a_token_may_end_the_text(client):
 
 
 def test_a_stop_string_ends_the_text_before_it(client):
-    """Unless `include_stop_str_in_output` is set; test_text.py shows what `min_tokens` means."""
+    """test_text.py shows what `min_tokens` means."""
     whole = first(client, max_tokens=16).text
     stop = whole[9:13]
     before = whole[: whole.index(stop)]
     for stops in (stop, ["never seen", stop, whole[14:17]]):
         choice = first(client, max_tokens=16, stop=stops)
         assert (choice.text, choice.finish_reason, choice.stop_reason) == (before, "stop", stop)
-    keep = {"include_stop_str_in_output": True}
-    kept = complete(client, max_tokens=16, stop=stop, extra_body=keep)
-    assert kept.choices[0].text == before + stop and counts(kept)[1] < 16
     choice = first(client, max_tokens=16, stop="never seen")
     assert (choice.text, choice.finish_reason) == (whole, "length")
 
 
 @pytest.mark.parametrize("ask", [complete, chat])
-def test_usage_comes_last_and_only_on_request_or_with_every_chunk(client, ask):
+def test_usage_comes_last_and_only_on_request(client, ask):
     for options in (None, {}, {"include_usage": False}, {"include_usage": True}):
         *chunks, last = ask(client, stream=True, stream_options=options)
         wanted = bool(options and options.get("include_usage"))
@@ -101,12 +98,6 @@ def test_usage_comes_last_and_only_on_request_or_with_every_chunk(client, ask):
         if wanted:
             assert last.choices == [] and last.id == chunks[0].id
             assert chunks[-1].choices[0].finish_reason and counts(last)[1] == TOKENS
-    every = {"include_usage": True, "continuous_usage_stats": True}  # GuideLLM sends these
-    chunks = list(
-        ask(client, stream=True, stream_options=every, extra_body=IGNORE | {"stop": None})
-    )
-    tokens = [counts(chunk)[1] for chunk in chunks]
-    assert tokens == sorted(tokens) and tokens[-1] == TOKENS and chunks[-1].choices == []
 
 
 def test_a_chat_is_the_completion_of_its_template(client):
@@ -159,19 +150,6 @@ def test_generate(server, client):
     )
 
 
-@pytest.mark.slow
-def test_langchain_s_chat_model(server, client):
-    ChatOpenAI = pytest.importorskip("langchain_openai").ChatOpenAI
-
-    options = {"api_key": "none", "max_retries": 0, "max_tokens": TOKENS, **GREEDY}
-    model: Any = ChatOpenAI(base_url=f"{server.url}/v1", **options)
-    answer = model.invoke([("system", "Be kind."), ("human", "Tell me a story.")])
-    assert answer.content and answer.response_metadata["finish_reason"] == "length"
-    assert answer.usage_metadata["output_tokens"] == TOKENS
-    chunks = list(model.stream("Tell me a story.", stream_usage=True))
-    assert "".join(chunk.content for chunk in chunks) == chat(client).choices[0].message.content
-
-
 def test_the_model_is_listed_and_no_other_is_found(client, server):
     (model,) = client.models.list().data
     assert (model.id, model.object, model.owned_by) == ("stories", "model", "staircase")
@@ -184,18 +162,16 @@ def test_the_model_is_listed_and_no_other_is_found(client, server):
     ):
         with pytest.raises(openai.NotFoundError, match="does not exist") as refusal:
             asking()
-        assert (refusal.value.param, refusal.value.type) == ("model", "NotFoundError")
+        assert refusal.value.param == "model"
     assert server.post(json={"prompt": PROMPT, "max_tokens": 1}).status_code == 200  # no model
-    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
-        assert server.post(path, json={**body, "model": "gpt-5"}).status_code == 404
+    assert server.post("/tokenize", json={"prompt": "a", "model": "gpt-5"}).status_code == 404
 
 
-def test_text_to_tokens_and_back(server):
+def test_text_to_tokens(server):
     text = "Once, 日本 😀\nthe end <|endoftext|>"
     tokens = TOKENIZER.encode(text)
     body = server.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
     strings = {"token_strs": [TOKENIZER.decode([token]) for token in tokens]}
     assert body == {"count": len(tokens), "max_model_len": 1024, "tokens": tokens} | strings
-    assert server.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
     empty = server.post("/tokenize", json={"prompt": ""}).json()
     assert empty["tokens"] == [] and "token_strs" not in empty

@@ -168,8 +168,6 @@ async def test_the_loop_answers_while_the_engine_computes():
             refused = await here.ask(**body)
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert (await here.http.get("/health")).json() == {"status": "ok"}
-        numbers = await asyncio.to_thread(here.house.numbers)
-        assert numbers["admission_rejections_total"] == 3
         here.gate.allow()
         assert [(await task).status_code for task in running] == [200] * 5
 
@@ -212,7 +210,7 @@ async def test_draining_and_hurrying():
             return events("\n\n".join([line async for line in lines if line] + [""]))
 
         ready = (await here.http.get("/ready")).json()
-        assert ready == {"status": "ok", "waiting": 0, "passes": 0}
+        assert ready == {"status": "ok"}
         ends = here.http.stream("POST", PATH, json=LONG | {"max_tokens": 3, "stream": True})
         lasts = here.http.stream("POST", PATH, json=LONG | {"stream": True})
         async with ends as ending, lasts as lasting:

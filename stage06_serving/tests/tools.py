@@ -219,7 +219,7 @@ async def started(engine: Any, max_queue: int = 64) -> AsyncIterator[AsyncEngine
             yield running
     finally:
         await running.stop()
-        if (thread := running._running) and thread.done():
+        if (thread := running._finished) and thread.done():
             open_task = isinstance(thread.exception(), NotImplementedError)
             errors += [thread.exception()] if open_task else []
         for error in errors:
