@@ -16,8 +16,6 @@ from stage04_continuous.request import Request
 from stage05_paged.blocks import Move
 from stage05_paged.scheduler import Scheduler
 
-from .switch import Measured
-
 Drafts = list[int]  # ids that may follow a request's tokens, in order
 
 
@@ -85,19 +83,11 @@ class Counts:
 class DraftScheduler:
     """Stage 05's scheduler, which plans as without drafts, and then adds those of `proposer`.
 
-    most: of one request in a pass. switch: says whether a pass has drafts; None: always.
-    Everything else is the scheduler's own.
+    most: of one request in a pass. Everything else is the scheduler's own.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        proposer: Proposer,
-        most: int = 4,
-        switch: Measured | None = None,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, proposer: Proposer, most: int = 4) -> None:
         self.inner, self.proposer, self.most = scheduler, proposer, most
-        self.switch, self.on = switch, True  # on: in the pass that was planned last
         # Called with a plan's moves before its drafts are made: for the cache of a draft model.
         self.prepare: Callable[[Sequence[Move]], None] = lambda moves: None
         self.draft_counts = Counts()
@@ -143,14 +133,6 @@ class DraftScheduler:
             for _ in range(self.inner.pool.blocks_for(request.token_count), len(table.blocks)):
                 self.inner.pool.give_back(table.blocks.pop())
 
-    def note(self, plan: DraftPlan, tokens: int) -> None:
-        """Tell the switch, if any, that the pass of `plan` has given `tokens`."""
-        requests = sum(work.rows > 0 for work in plan.work)
-        drafts = sum(map(len, plan.drafts.values()))
-        prompts = sum(work.count for work in plan.work) - drafts > requests
-        if self.switch and requests:
-            self.switch.note(requests, self.on, tokens, prompts)
-
     def finish(self, request: Request) -> None:
         self.proposer.forget(request)
         self.inner.finish(request)
@@ -159,9 +141,6 @@ class DraftScheduler:
         """What is proposed for the plan, cut to what the budget and the free blocks leave."""
         requests = [work.request for work in plan.work if work.rows]
         if not requests:
-            return {}
-        self.on = self.switch is None or self.switch.on(len(requests))
-        if not self.on:
             return {}
         most = [self._most(request) for request in requests]
         budget = self.inner.token_budget - sum(work.count for work in plan.work)

@@ -26,7 +26,6 @@ from .drafts import DraftPlan, DraftScheduler, Proposer
 from .proposers import NGram
 from .rejection import Rejection
 from .suffix import Suffix
-from .switch import Measured
 
 
 class Recorder:
@@ -67,7 +66,6 @@ class Engine(stage04.Engine[Any]):
             observer.before(plan)
         logits = self.runner.run(*plan.tokens())  # (rows of all requests that sample, V)
         tokens = self._verify(plan, logits)
-        self.scheduler.note(plan, len(tokens))
         for observer in self.observers:
             observer.after(plan)
         return tokens
@@ -105,18 +103,15 @@ class Engine(stage04.Engine[Any]):
         return tokens
 
 
-def with_drafts(
-    plain: Any, proposer: Proposer, most: int = 4, switch: Measured | None = None
-) -> Engine:
-    """The engine `plain` with drafts of `proposer`. most, switch: see DraftScheduler."""
-    return Engine(plain, DraftScheduler(plain.scheduler, proposer, most, switch))
+def with_drafts(plain: Any, proposer: Proposer, most: int = 4) -> Engine:
+    """The engine `plain` with drafts of `proposer`, at most `most` of a request in a pass."""
+    return Engine(plain, DraftScheduler(plain.scheduler, proposer, most))
 
 
 def with_draft_model(plain: Any, draft: Any, most: int = 4, draws: bool = False) -> Engine:
     """The same with drafts of the model `draft`. draws: sampling requests get drafts drawn from its
     distribution, by rejection: their answers keep their distribution, and not their seed's tokens.
-    There is no switch: a model that stops reading along has nothing to go on from. Raises UserError
-    if the models do not fit."""
+    Raises UserError if the models do not fit."""
     inner = plain.scheduler
     swap = inner.swap_pool.count if inner.swap_pool else 0
     sizes = inner.pool, inner.tables, most, inner.max_sequences, swap
@@ -135,14 +130,11 @@ def past_answers(plain: Any) -> Suffix:
 
 
 def speculate(plain: Any, kind: str, count: int, draft: Any = None, draws: bool = False) -> Engine:
-    """For the server: drafts of `kind`, of registry.DRAFTS, at most `count` of a request in a pass,
-    while they pay. draft, draws: the draft model, see `with_draft_model`. Raises UserError if it
-    does not fit."""
+    """For the server: drafts of `kind`, of registry.DRAFTS, at most `count` of a request in a pass.
+    draft, draws: the draft model, see `with_draft_model`. Raises UserError if it does not fit."""
     if kind == "draft":
         return with_draft_model(plain, draft, count, draws)
-    return with_drafts(
-        plain, NGram() if kind == "ngram" else past_answers(plain), count, Measured()
-    )
+    return with_drafts(plain, NGram() if kind == "ngram" else past_answers(plain), count)
 
 
 def make(model: Any, contexts: int | None = None, **options: Any) -> Engine:
