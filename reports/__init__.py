@@ -1,5 +1,3 @@
 """Results and charts of every machine that was measured, and what makes them: README.md."""
 
-from shared import openmp
-
-openmp.choose()  # before PyTorch is loaded
+import shared  # noqa: F401  before PyTorch: it chooses how OpenMP's threads wait

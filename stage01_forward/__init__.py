@@ -4,9 +4,7 @@ Read README.md first, then `FIRST_FILE`. Every later stage takes the model and t
 here, and its tokens must match this engine's.
 """
 
-from shared import openmp
+import shared  # noqa: F401  before PyTorch: it chooses how OpenMP's threads wait
 
 QUESTION = "How does a language model make one token, and what does the next one cost?"
 FIRST_FILE = "numpy_gpt2.py"
-
-openmp.choose()  # before PyTorch is loaded

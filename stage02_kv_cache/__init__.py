@@ -5,9 +5,7 @@ and reads from it. `engine.py` is stage 01's engine with that cache. The model, 
 the form of a request are still stage 01's.
 """
 
-from shared import openmp
+import shared  # noqa: F401  before PyTorch: it chooses how OpenMP's threads wait
 
 QUESTION: str = "The past does not change: why compute it again for every token?"
 FIRST_FILE: str = "cache.py"
-
-openmp.choose()  # before PyTorch is loaded

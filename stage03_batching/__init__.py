@@ -4,9 +4,7 @@
 padding. `engine.py` is stage 02's engine for a whole batch, which ends when its last row ends.
 """
 
-from shared import openmp
+import shared  # noqa: F401  before PyTorch: it chooses how OpenMP's threads wait
 
 QUESTION: str = "The weights are read for one row: why not for many?"
 FIRST_FILE: str = "cache.py"
-
-openmp.choose()  # before PyTorch is loaded

@@ -6,9 +6,7 @@ out, with keys and values in slots. `engine.py` is the step: schedule, move, run
 postprocess.
 """
 
-from shared import openmp
+import shared  # noqa: F401  before PyTorch: it chooses how OpenMP's threads wait
 
 QUESTION: str = "Requests come and go at any time: why should the batch wait for its last row?"
 FIRST_FILE: str = "scheduler.py"
-
-openmp.choose()  # before PyTorch is loaded

@@ -6,9 +6,7 @@ blocks and takes them away, and `sanitizer.py` checks after every step that none
 is stage 04's; `engine.py` combines it with these parts.
 """
 
-from shared import openmp
+import shared  # noqa: F401  before PyTorch: it chooses how OpenMP's threads wait
 
 QUESTION: str = "The length of an answer is unknown: why reserve memory for the longest?"
 FIRST_FILE: str = "blocks.py"
-
-openmp.choose()  # before PyTorch is loaded

@@ -5,9 +5,7 @@ waits for it. `protocol.py` describes what clients send, `service.py` and `text.
 answers, `formats.py` writes them as JSON, and `app.py` has the endpoints.
 """
 
-from shared import openmp
+import shared  # noqa: F401  before PyTorch: it chooses how OpenMP's threads wait
 
 QUESTION: str = "How does one engine loop serve many clients that are slow and may leave?"
 FIRST_FILE: str = "async_engine.py"
-
-openmp.choose()  # before PyTorch is loaded

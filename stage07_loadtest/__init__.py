@@ -3,9 +3,7 @@
 It speaks HTTP and imports no stage.
 """
 
-from shared import openmp
+import shared  # noqa: F401  before PyTorch: it chooses how OpenMP's threads wait
 
 QUESTION = "How long do users wait when there are many of them, and why trust the number?"
 FIRST_FILE = "metrics.py"
-
-openmp.choose()  # before PyTorch is loaded

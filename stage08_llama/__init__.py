@@ -6,9 +6,7 @@ engines of stages 01 to 05, the server and the load test find all this in shared
 stay unchanged.
 """
 
-from shared import openmp
+import shared  # noqa: F401  before PyTorch: it chooses how OpenMP's threads wait
 
 QUESTION: str = "What do today's models have that GPT-2 lacks, and what does it buy?"
 FIRST_FILE: str = "numpy_llama.py"
-
-openmp.choose()  # before PyTorch is loaded

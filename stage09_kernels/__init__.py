@@ -8,12 +8,10 @@ that they read.
 from importlib import import_module
 from typing import Any
 
-from shared import openmp
+import shared  # noqa: F401  before PyTorch: it chooses how OpenMP's threads wait
 
 QUESTION: str = "What is left on the table when every operator comes from a library?"
 FIRST_FILE: str = "naive.c"
-
-openmp.choose()  # before PyTorch is loaded
 
 
 def __getattr__(name: str) -> Any:  # PyTorch takes seconds to import: only for those who ask

@@ -5,9 +5,7 @@ all of this stage exchanges: quantizers and readers of files make it, layers and
 it.
 """
 
-from shared import openmp
+import shared  # noqa: F401  before PyTorch: it chooses how OpenMP's threads wait
 
 QUESTION: str = "A decode step waits for the weights: how few bytes do they need, and what is lost?"
 FIRST_FILE: str = "numpy_quant.py"
-
-openmp.choose()  # before PyTorch is loaded

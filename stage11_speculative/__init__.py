@@ -5,11 +5,9 @@ token, and as many as the sampler agrees with are kept. `drafts.py` puts them in
 `proposers.py` makes them.
 """
 
-from shared import openmp
+import shared  # noqa: F401  before PyTorch: it chooses how OpenMP's threads wait
 
 QUESTION: str = (
     "A pass reads all weights for one token of a request: why not verify several at once?"
 )
 FIRST_FILE: str = "engine.py"
-
-openmp.choose()  # before PyTorch is loaded

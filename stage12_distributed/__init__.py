@@ -4,9 +4,7 @@
 that applies this policy to stage 06's servers, and `serve.py` runs those on Ray.
 """
 
-from shared import openmp
+import shared  # noqa: F401  before PyTorch: it chooses how OpenMP's threads wait
 
 QUESTION: str = "Many replicas: which one gets a request, and what is lost when one dies?"
 FIRST_FILE: str = "routing.py"
-
-openmp.choose()  # before PyTorch is loaded

@@ -6,9 +6,7 @@
 how they are proved.
 """
 
-from shared import openmp
+import shared  # noqa: F401  before PyTorch: it chooses how OpenMP's threads wait
 
 QUESTION: str = "What does a GPU change, when the arithmetic stays the same?"
 FIRST_FILE: str = "naive.py"
-
-openmp.choose()  # before PyTorch is loaded
