@@ -318,25 +318,6 @@ def sampling_of(sampling: Any, index: int) -> Any:
     return replace(sampling, seed=(sampling.seed + index) % 2**63)
 
 
-def output_file(name: str, suffix: str) -> Path:
-    """The path of a file to be written at the end. Raises UserError now if it cannot be written, or
-    if the name does not end in `suffix`."""
-    path = Path(name)
-    if path.suffix.lower() != suffix:
-        raise UserError(f"{path} has the wrong ending: give it a name that ends in {suffix}.")
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}): name another.") from None
-    return path
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file of `output_file`, and report it on standard error."""
-    path.write_bytes(data)
-    print(f"[written: {path}]", file=sys.stderr)
-
-
 # ---- the model ----------------------------------------------------------------------------------
 
 

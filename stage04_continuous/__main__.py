@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 from shared import cli, live
 from stage01_forward.params import SamplingParams
 
 from .recorder import SlotsRecord
 from .request import Request
 from .scheduler import POLICIES, Scheduler
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 ABOUT = (
     "Stage 04, continuous batching: prompts arrive over time, share a few slots, and leave as soon "
@@ -48,7 +41,7 @@ def make_parser() -> cli.Parser:
     parser = cli.generation_parser(
         "stage04_continuous",
         ABOUT,
-        "--max-num-seqs 2 --gantt slots.svg",
+        "--max-num-seqs 2 --max-chunk 8",
         "--prompts prompts.txt --every 1",
     )
     group = live.add_options(parser, "slot", tuple(POLICIES))
@@ -59,15 +52,11 @@ def make_parser() -> cli.Parser:
         help="answers generated at a time; each takes memory for a whole context; "
         f"default: {SLOTS}, and 1 for one prompt",
     )
-    group.add_argument(
-        "--gantt", metavar="FILE.svg", help="draw the slots step by step, as a chart"
-    )
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
-    gantt = cli.output_file(options.gantt, ".svg") if options.gantt is not None else None
     prompts = cli.read_prompts(options)
     sampling = SamplingParams(**cli.sampling_fields(options))
     slots = options.max_num_seqs or (1 if isinstance(prompts, str) else SLOTS)
@@ -78,16 +67,11 @@ def main(argv: list[str] | None = None) -> int:
     loaded = cli.load_model_from(options)
     sampling.check_vocabulary(loaded.config.vocab_size)  # or each prompt would report the same
     engine = make(loaded.model, scheduler=scheduler)
-    status = 0
     if isinstance(prompts, str):
         cli.speak(engine, loaded, prompts, sampling)
-    else:
-        texts = [(text, sampling.max_tokens) for text in prompts] if prompts else PROMPTS
-        show = Show(engine, loaded, texts, sampling)
-        status = show.run(options, built_in=not prompts)
-    if gantt:
-        write(engine, gantt, slots)
-    return status
+        return 0
+    texts = [(text, sampling.max_tokens) for text in prompts] if prompts else PROMPTS
+    return Show(engine, loaded, texts, sampling).run(options, built_in=not prompts)
 
 
 class Show(live.Show):
@@ -131,21 +115,6 @@ class Show(live.Show):
         for slot, share in zip(newest.slots, newest.shares, strict=True):
             states[share.request_id] = slot, live.state(share)
         return {id: (f"slot {slot}: {words}", look) for id, (slot, (words, look)) in states.items()}
-
-
-def write(engine: Engine, path: Path, slots: int) -> None:
-    """Write the chart. Raises UserError if the file cannot be written."""
-    if not engine.steps:
-        print("[no step ran, so no chart is written]", file=sys.stderr)
-        return
-    from shared import charts  # matplotlib takes a second to load
-
-    from . import timeline
-
-    steps = list(engine.steps)
-    used = 100 * sum(step.rows for step in steps) / (slots * len(steps))
-    title = f"{len(steps)} steps, slots {used:.0f} % in use"
-    cli.write_file(path, charts.render(timeline.gantt(steps, title, slots)))
 
 
 if __name__ == "__main__":

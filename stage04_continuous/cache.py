@@ -17,7 +17,6 @@ from torch import Tensor
 
 from shared.attention import attention
 from shared.config import Config
-from shared.errors import UserError
 
 from .plan import Wipe
 
@@ -46,11 +45,6 @@ class SlotCache:
     ) -> None:
         self.slots = slots
         self.slot_tokens = config.n_positions if slot_tokens is None else slot_tokens
-        if not 1 < self.slot_tokens <= config.n_positions:
-            raise UserError(
-                f"A slot for {config.name} must hold 2 to {config.n_positions} tokens, "
-                f"not {self.slot_tokens}."
-            )
         shape = (config.n_layer, 2, slots, config.n_kv_head, self.slot_tokens, config.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
 

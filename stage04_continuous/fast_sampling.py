@@ -56,8 +56,6 @@ def sample(
     eos_ids: the ids that end a text, for min_tokens.
     A token is -1 where scores are NaN or infinite.
     """
-    if len(logits) != len(rows):
-        raise ValueError(f"there are {len(logits)} rows of logits, but {len(rows)} rows to sample")
     wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     kept = dict(zip(wanted, logits[wanted].cpu(), strict=True)) if wanted else {}
     scores = logits if logits.dtype == torch.float64 else logits.float()

@@ -27,10 +27,7 @@ class Wipe:
 
 @dataclass(frozen=True)
 class Work:
-    """One request's share of a pass: compute `count` tokens from position `start` on.
-
-    Raises ValueError for more rows than tokens: they would be the logits of another request.
-    """
+    """One request's share of a pass: compute `count` tokens from position `start` on."""
 
     request: Request
     table: Table
@@ -38,16 +35,11 @@ class Work:
     count: int
     rows: int  # how many of its last tokens need logits: 0 for a chunk that is not the last
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.rows <= self.count:
-            raise ValueError(f"{self.rows} rows of logits from {self.count} tokens")
-
     @property
     def prefill_tokens(self) -> int:
         """Tokens of the share that belong to the prompt."""
-        return max(
-            0, min(self.start + self.count, len(self.request.output.prompt_ids)) - self.start
-        )
+        prompt = len(self.request.output.prompt_ids)
+        return max(0, min(self.start + self.count, prompt) - self.start)
 
 
 @dataclass

@@ -48,7 +48,6 @@ class Scheduler:
         by arrival; every `patience` steps of waiting count as one priority, so that every request
         runs eventually.
     max_chunk: most tokens of one prompt in a pass; None: as many as the budget allows.
-    chunked: False runs a prompt whole or not at all, as engines did before Sarathi.
     Raises UserError for settings that cannot work.
     """
 
@@ -58,13 +57,11 @@ class Scheduler:
         token_budget: int = 256,
         policy: str = "fcfs",
         max_chunk: int | None = None,
-        chunked: bool = True,
         patience: int = 256,
     ) -> None:
         check_settings("slot", max_sequences, token_budget, policy, max_chunk, patience)
         self.max_sequences, self.token_budget, self.policy = max_sequences, token_budget, policy
-        self.patience, self.chunked = patience, chunked
-        self.max_chunk = token_budget if max_chunk is None else max_chunk
+        self.patience, self.max_chunk = patience, max_chunk or token_budget
         self.free_slots = list(range(max_sequences))  # a heap: the lowest free slot is taken first
         self.dirty = [0] * max_sequences  # positions that the last sequence of a slot may have used
         self.waiting: list[Request] = []  # by arrival
@@ -80,13 +77,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def check(self, prompt: int, answer: int) -> None:
-        """Raise UserError if a request for `answer` tokens after `prompt` tokens can never run,
-        however long it waits. Reads settings only."""
-        if not self.chunked and prompt > self.token_budget:
-            raise UserError(
-                f"The prompt has {prompt} tokens, but a step has room for {self.token_budget}: "
-                "allow chunks, or raise the budget."
-            )
+        """A slot holds a whole context, so any request can run."""
 
     def schedule(self) -> Plan:
         """Plan the next pass: who runs, and how many tokens of each. Admits waiting requests."""
@@ -135,9 +126,7 @@ class Scheduler:
 
     def _chunk_size(self, request: Request, budget: int) -> int:
         """How many tokens of `request` fit into the remaining budget."""
-        if self.chunked:
-            return min(request.remaining, self.max_chunk, budget)
-        return request.remaining if request.remaining <= budget else 0
+        return min(request.remaining, self.max_chunk, budget)
 
     def _work(self, request: Request, count: int) -> Work:
         rows = int(count == request.remaining)  # the last token gives the next one

@@ -66,10 +66,8 @@ def bars(steps: Sequence[SlotsRecord]) -> list[Bar]:
 def gantt(steps: Sequence[SlotsRecord], title: str, slots: int | None = None) -> Figure:
     """Slots from top to bottom, steps from left to right; a bar for each request, with its id.
 
-    slots: how many to draw; None: up to the highest one in use. Raises ValueError without steps.
+    slots: how many to draw; None: up to the highest one in use.
     """
-    if not steps:
-        raise ValueError("no steps, so there is nothing to draw")
     return draw(bars(steps), len(steps), title, slots)
 
 
@@ -81,13 +79,8 @@ def draw(tenants: Sequence[Bar], steps: int, title: str, slots: int | None = Non
         for slot in range(rows):
             mine = [bar for bar in tenants if bar.slot == slot]
             for kind, look in LOOKS.items():
-                pieces = [
-                    (start, end - start)
-                    for bar in mine
-                    for of, start, end in bar.pieces
-                    if of == kind
-                ]
-                if pieces:
+                spans = (piece for bar in mine for piece in bar.pieces)
+                if pieces := [(start, end - start) for of, start, end in spans if of == kind]:
                     axes.broken_barh(pieces, (slot - 0.4, 0.8), linewidth=0, **look)
             outlines = [(bar.start, bar.end - bar.start) for bar in mine]
             frame: Fields = {"facecolor": "none", "edgecolor": charts.INK, "linewidth": 0.8}

@@ -154,10 +154,6 @@ class BlockTable:
         """The parent of the first digest."""
         return hashlib.sha256(self.salt).digest()
 
-    def heir(self) -> BlockTable:
-        """A table without blocks, for a sequence that begins with the same tokens."""
-        return BlockTable(self.pool, self.salt)
-
     def grow(self, tokens: int) -> list[int]:
         """Take the blocks that `tokens` tokens still need; returns the new ones."""
         before = len(self.blocks)

@@ -46,7 +46,7 @@ class Scheduler:
     """Shares the blocks of `pool` and `token_budget` tokens a pass among requests, at most
     `max_sequences` at a time.
 
-    policy, max_chunk, chunked, patience: as in stage 04.
+    policy, max_chunk, patience: as in stage 04.
     prefix_caching: find full blocks again by their tokens.
     watermark: share of the blocks that must stay free when a request is admitted beside others, so
         that the others can grow.
@@ -63,7 +63,6 @@ class Scheduler:
         token_budget: int = 256,
         policy: str = "fcfs",
         max_chunk: int | None = None,
-        chunked: bool = True,
         patience: int = 256,
         prefix_caching: bool = True,
         watermark: float = 0.01,
@@ -83,8 +82,8 @@ class Scheduler:
             )
         self.pool, self.swap_pool, self.max_sequences = pool, swap_pool, max_sequences
         self.token_budget, self.policy, self.patience = token_budget, policy, patience
-        self.chunked, self.max_chunk = chunked, token_budget if max_chunk is None else max_chunk
-        self.prefix_caching, self.longest = prefix_caching, longest
+        self.max_chunk, self.longest = max_chunk or token_budget, longest
+        self.prefix_caching = prefix_caching
         self.watermark = math.ceil(watermark * pool.count)  # in blocks
         self.tables: dict[Request, BlockTable] = {}  # of all requests that wait or run
         self.parents: dict[Request, Request] = {}  # of waiting requests that follow another
@@ -109,16 +108,12 @@ class Scheduler:
     def follow(self, child: Request, parent: Request) -> None:
         """Let `child`, just queued, begin with the tokens of `parent`. It waits until the parent
         has computed them, and shares its blocks: a sample of the same prompt, or a fork."""
-        self.parents[child], self.tables[child] = parent, self.tables[parent].heir()
+        self.parents[child] = parent
+        self.tables[child] = BlockTable(self.pool, self.tables[parent].salt)
 
     def check(self, prompt: int, answer: int) -> None:
         """Raise UserError if a request for `answer` tokens after `prompt` tokens can never run,
         however long it waits. Reads settings only."""
-        if not self.chunked and prompt > self.token_budget:
-            raise UserError(
-                f"The prompt has {prompt} tokens, but a step has room for {self.token_budget}: "
-                "allow chunks, or raise the budget."
-            )
         most = min(prompt + answer, self.longest) - 1  # an answer's last token is never computed
         needed, size = self.pool.blocks_for(most), self.pool.block_size
         if needed > self.pool.count:
@@ -179,9 +174,9 @@ class Scheduler:
             if count := self._chunk_size(request, budget):
                 plan.work.append(self._work(request, count))
                 budget -= count
-        while len(self.running) < self.max_sequences and not preempted:
+        while len(self.running) < self.max_sequences and budget and not preempted:
             first = self._next_waiting()
-            if first is None or not budget or not self._admit(plan, first, budget):
+            if first is None or not self._admit(plan, first):
                 break  # no request overtakes the first in line
             count = self._chunk_size(first, budget)
             plan.work.append(self._work(first, count))
@@ -207,9 +202,9 @@ class Scheduler:
         for block in self.tables[request].grow(request.token_count):
             plan.moves.append(Move("wipe", block, block))
 
-    def _admit(self, plan: Plan, request: Request, budget: int) -> bool:
-        """Admit `request` with blocks for all its tokens, if they and the watermark are available
-        and the budget suffices."""
+    def _admit(self, plan: Plan, request: Request) -> bool:
+        """Admit `request` with blocks for all its tokens, if they and the watermark are
+        available."""
         table, size = self.tables[request], self.pool.block_size
         known = request.token_count - 1  # the last token is always computed: it gives the next one
         blocks = self._parents_blocks(request, known)
@@ -223,8 +218,6 @@ class Scheduler:
         unused = sum(self.pool.references[block] == 0 for block in blocks)  # until now
         needed = self.pool.blocks_for(request.token_count) - len(blocks) + unused + copied
         if needed + (self.watermark if self.running else 0) > self.pool.available:
-            return False
-        if not self.chunked and min(request.token_count - computed, self.token_budget) > budget:
             return False
         if request not in self._preempted and not inherited:
             # Finding its own blocks again would flatter the hit rate.
@@ -294,10 +287,7 @@ class Scheduler:
 
     def _chunk_size(self, request: Request, budget: int) -> int:
         """How many tokens of `request` fit into the remaining budget."""
-        # Unchunked prompts fit the budget. After preemption, prompt and answer together may not.
-        if self.chunked or request.token_count > self.token_budget:
-            return min(request.remaining, self.max_chunk, budget)
-        return request.remaining if request.remaining <= budget else 0
+        return min(request.remaining, self.max_chunk, budget)
 
     def _work(self, request: Request, count: int) -> Work:
         rows = int(count == request.remaining)

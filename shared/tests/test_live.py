@@ -100,10 +100,3 @@ def test_a_prompt_a_line(tmp_path):
             pytest.raises(UserError, read, str(file)).match(expected)
     pytest.raises(UserError, read, str(tmp_path / "missing")).match("cannot be read")
     pytest.raises(UserError, read, "file", "hello").match("both a prompt and --prompts")
-
-
-def test_a_file_to_write_is_checked_first(tmp_path):
-    assert cli.output_file(str(tmp_path / "a.svg"), ".svg") == tmp_path / "a.svg"
-    errors = {"no/a.svg": "cannot be written", "a.png": "ends in .svg"}
-    for name, words in errors.items():
-        pytest.raises(UserError, cli.output_file, str(tmp_path / name), ".svg").match(words)

@@ -10,13 +10,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shared.errors import UserError
 from stage04_continuous.request import Request, State
 from stage04_continuous.scheduler import POLICIES
 
@@ -43,7 +41,6 @@ OPTIONS: dict[str, Any] = {
     "sequences": st.integers(1, 9).map(lambda number: 10 - number),
     "spare": st.integers(0, 20),
     "max_chunk": st.sampled_from((None, 1, 3)),
-    "chunked": st.booleans(),
     "policy": st.sampled_from([*POLICIES]),
     "patience": st.integers(1, 5),
 }
@@ -86,12 +83,7 @@ class Life(RuleBasedStateMachine):
         prompt = family_prompt(family, length, min(own, length))
         sampling = sampling_of(seed, min(count, LONGEST - length))
         request = Request(prompt, sampling, priority=priority)
-        if not self.scheduler.chunked and length > self.scheduler.token_budget:
-            with pytest.raises(UserError, match="allow chunks"):
-                self.engine.add(request)
-            self.seen["refused"] += 1
-        else:
-            self.accepted(self.engine.add(request))
+        self.accepted(self.engine.add(request))
 
     @rule(steps=st.integers(1, 6))
     def step(self, steps):
@@ -154,7 +146,7 @@ class Life(RuleBasedStateMachine):
             assert request.state is State.RUNNING and 1 <= share.count <= request.remaining
             assert share.start == request.computed
             assert share.rows == (share.count == request.remaining)
-            assert share.count <= scheduler.max_chunk or not scheduler.chunked
+            assert share.count <= scheduler.max_chunk
 
         # Decoding requests first and all of them, then prompts in the middle, both by admission.
         stayed = [request for request in self.inside if request.state is State.RUNNING]
@@ -165,8 +157,6 @@ class Life(RuleBasedStateMachine):
         left = scheduler.token_budget - len(singles)
         for request in longer:
             share = min(request.remaining, scheduler.max_chunk, left)
-            if not scheduler.chunked and request.token_count <= scheduler.token_budget:
-                share = request.remaining if request.remaining <= left else 0
             assert shares.get(request, 0) == share
             left -= share
         assert served[len(singles) :] == [request for request in longer if request in shares]
@@ -180,9 +170,7 @@ class Life(RuleBasedStateMachine):
             self.seen["overtaken"] += any(other.arrival < request.arrival for other in self.line)
         assert len(scheduler.running) <= scheduler.max_sequences
         if self.line and self.room():
-            first = min(self.line, key=self._turn)
-            left = scheduler.token_budget - spent
-            assert left == 0 if scheduler.chunked else first.remaining > left
+            assert spent == scheduler.token_budget
             self.seen["waits for budget"] += 1
         self.seen["full"] += bool(self.line) and spent < scheduler.token_budget
         self.seen["mixed passes"] += bool(singles and len(work) > len(singles))

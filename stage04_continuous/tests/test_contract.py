@@ -36,7 +36,7 @@ class SlotLife(Life):
     def make(self, sequences, token_budget, **options):
         return engine_of(min(sequences, 4), token_budget, observers=(self,), **options)
 
-    @precondition(lambda self: self.scheduler.running and self.scheduler.chunked)
+    @precondition(lambda self: self.scheduler.running)
     @rule(pick=st.integers(0, 3))
     def recompute(self, pick):
         """Catches: a request with an answer taken for a decode, although nothing is computed."""
@@ -47,7 +47,7 @@ class SlotLife(Life):
     assert_idle = staticmethod(assert_idle)
 
 
-EVENTS = ["mixed passes", "full", "waits for budget", "refused", "overtaken"]
+EVENTS = ["mixed passes", "full", "waits for budget", "overtaken"]
 EVENTS += ["aborted waiting", "aborted running", "recomputed with an answer"]
 
 

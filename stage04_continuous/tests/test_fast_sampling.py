@@ -48,12 +48,6 @@ def test_rows_that_are_not_finite_have_no_token(temperature, dtype):
     assert tokens == [-1, -1, -1, -1, 1] and logprobs[:4] == [None] * 4
 
 
-def test_rows_must_match_the_logits():
-    assert fast_sampling.sample(torch.empty(0, 10), []) == ([], [])
-    with pytest.raises(ValueError, match="2 rows of logits, but 1"):
-        fast_sampling.sample(torch.zeros(2, 5), [Row(SamplingParams())])
-
-
 @pytest.mark.parametrize("spread", [0.0, 0.01, 0.5, 3.0, 20.0])
 @pytest.mark.parametrize(
     ("dtype", "top_p"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 from typing import Any
-from xml.etree import ElementTree
 
 import torch
 
@@ -30,7 +29,6 @@ class TestCommand(CommandContract):
         "--max-num-seqs 8 --max-num-batched-tokens 7": "budget of 7 .* too small for 8 slots",
         "--every 0": "--every.*'0'",
         "--policy random": "--policy.*random.*fcfs.*priority",
-        "--gantt slots.png": "ends in .svg",
     }
     story = ("--max-tokens", "15")
 
@@ -45,13 +43,6 @@ class TestCommand(CommandContract):
         assert status == 0 and list(answers(out)) == [2, 1]
         assert err.endswith("\n[2 slots, 57.5 % in use]\n")  # 20 steps, 2 slots, 20 + 3 rows
 
-    def test_the_chart_is_written(self, call, tmp_path):
-        chart = tmp_path / "slots.svg"
-        status, _, err = call(["hello", "a", "b"], "--max-tokens", "9", "--gantt", str(chart))
-        assert status == 0 and f"[written: {chart}]" in err
-        assert ElementTree.fromstring(chart.read_bytes()).tag.endswith("svg")
-        assert "no step ran" in call(["a" * 48], "--gantt", str(chart))[2]
-
 
 def loaded(model: Any) -> cli.Loaded:
     device = torch.device("cpu")
@@ -62,15 +53,6 @@ def show(model: Any, slots: int, prompts: list[str], most: int = 9, **settings: 
     engine = make(model, slots, eos_ids=(), **{"token_budget": 64} | settings)
     sampling = SamplingParams(max_tokens=most, ignore_eos=True)
     return stage.Show(engine, loaded(model), [(prompt, most) for prompt in prompts], sampling)
-
-
-def test_prompts_arrive_one_at_a_time(tiny_model):
-    run = show(tiny_model, 2, ["ab"] * 4, most=30)
-    arrived = []
-    while run.step(5):
-        arrived.append(4 - len(run.coming))
-    assert arrived[:16] == [1] * 5 + [2] * 5 + [3] * 5 + [4]
-    assert [step.waiting for step in run.engine.steps][:16] == [0] * 10 + [1] * 5 + [2]
 
 
 def test_urgent_prompts_go_first_under_the_policy_alone(tiny_model):

@@ -70,10 +70,3 @@ def test_a_plan_is_packed_share_by_share():
     ids, shares = [3, 10, 11, 5, 6, 8, 9], [(5, 2, 3), (0, 1, 2), (2, 0, 2)]
     assert Plan(work=work).tokens() == (ids, shares, [0, 1, 2, 6])
     assert Plan().tokens() == ([], [], [])
-
-
-@pytest.mark.parametrize("count, rows", [(1, 2), (3, 4), (2, -1)])
-def test_a_share_has_no_more_rows_of_logits_than_tokens(count, rows):
-    """The rows before its first would be a neighbour's."""
-    with pytest.raises(ValueError, match=f"{rows} rows of logits from {count} token"):
-        Work(answered([1, 2, 3], []), 0, 0, count, rows)

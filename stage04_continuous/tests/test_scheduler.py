@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from shared.errors import UserError
-from stage01_forward.params import SamplingParams
-from stage04_continuous.plan import Wipe, Work
-from stage04_continuous.request import Request, State
+from stage04_continuous.plan import Wipe
+from stage04_continuous.request import State
 from stage04_continuous.scheduler import Scheduler
 
 from .traces import WORD, Trace
@@ -46,13 +45,6 @@ TRACES: dict[str, tuple[Any, ...]] = {  # settings, and what happens (see traces
         {"max_sequences": 2, "token_budget": 4, "max_chunk": 3},
         *("a9 b1 > a0-3 b0-1!", "b1-2! a3-6"),
     ),
-    "without chunks a prompt runs whole and none overtakes it": (
-        {"max_sequences": 4, "token_budget": 10, "chunked": False},
-        "a6 b10 c1 > a0-6! | bc",
-        "a6-7! | bc",  # c would fit, but b is first in line
-        "-a > b0-10! | c",
-        "b10-11! c0-1!",
-    ),
 }
 ORDERS: dict[str, tuple[Any, ...]] = {
     "first come, first served, whatever the priorities": (
@@ -76,13 +68,6 @@ def test_plans_step_by_step(name):
 def test_the_policy_decides_who_is_next_and_ties_go_by_arrival(name):
     options, *lines = ORDERS[name]
     Trace(Scheduler(**options)).play(*lines)
-
-
-def test_without_chunks_a_prompt_over_the_budget_is_refused():
-    scheduler = Scheduler(max_sequences=4, token_budget=10, chunked=False)
-    scheduler.check(10, 1)
-    with pytest.raises(UserError, match="has 11 tokens, but a step has room for 10: allow chunks"):
-        scheduler.check(11, 1)
 
 
 def test_the_lowest_free_slot_is_taken_and_a_freed_one_is_filled_in_the_next_pass():
@@ -111,13 +96,6 @@ def test_no_request_starves_under_a_constant_stream_of_urgent_ones(priority, pat
         scheduler.finish(work.request)
         passes += 1
     assert passes == priority * patience + (patience == 1)
-
-
-def test_work_knows_its_prompt_tokens():
-    request = Request([1] * 5, SamplingParams(seed=0))
-    shares = [(0, 5), (0, 3), (3, 2), (5, 1), (3, 4), (0, 9), (7, 2)]
-    prefill = [Work(request, 0, *share, rows=1).prefill_tokens for share in shares]
-    assert prefill == [5, 3, 2, 0, 2, 5, 0]
 
 
 def test_a_slot_is_wiped_as_far_as_its_last_sequence_came():

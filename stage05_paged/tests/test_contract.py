@@ -59,8 +59,6 @@ class PagedLife(lives.Life):
         samples=st.integers(2, 4),
     )
     def add_samples(self, family, length, count, samples):
-        if not self.scheduler.chunked:
-            length = min(length, self.scheduler.token_budget)
         several = [lives.sampling_of(seed, count) for seed in range(samples)]
         for request in add_samples(self.engine, lives.family_prompt(family, length, 0), several):
             self.accepted(request)
@@ -153,7 +151,7 @@ class PagedLife(lives.Life):
 EVENTS = ["mixed passes", "preempted", "hit_tokens", "recomputed", "swapped_out", "swapped_in"]
 EVENTS += ["copies", "evicted", "aborted waiting", "aborted running"]
 EVENTS += ["forked running, with an answer"]
-RARE = ["full", "refused", "overtaken", "aborted in the swap pool"]
+RARE = ["full", "overtaken", "aborted in the swap pool"]
 RARE += ["forked running, without an answer", "forked waiting, with an answer"]
 RARE += ["forked waiting, without an answer"]
 

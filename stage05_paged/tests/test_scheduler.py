@@ -114,16 +114,6 @@ def test_what_can_never_fit_is_refused_with_the_numbers(prompt, answer, longest,
     assert (scheduler.counts.preemptions, scheduler.pool.owned) == (0, 10)
 
 
-UNCHUNKED: dict[str, Any] = {"blocks": 60, "chunked": False, "prefix_caching": False}
-
-
-def test_without_chunks_a_prompt_over_the_budget_is_refused():
-    with pytest.raises(UserError, match="has 11 tokens, but a step has room for 10: allow chunks"):
-        scheduler_of(max_sequences=2, token_budget=10, **UNCHUNKED).check(11, 1)
-    options = UNCHUNKED | {"max_sequences": 2, "token_budget": 10}
-    begin("a6 b10 c1 > a0-6! | bc", "-a > b0-10! | c", **options)  # whole or not at all
-
-
 def test_blocks_of_a_request_that_ended_with_an_error_are_not_found():
     trace = begin("a9 > a0-9!", blocks=10)
     trace.requests["a"].output.fail(UserError("the logits are not numbers"))
@@ -246,20 +236,6 @@ def test_a_preempted_request_keeps_its_place_in_line_and_computes_all_it_has_aga
 def test_a_preempted_request_finds_its_own_blocks_which_does_not_flatter_the_rate():
     trace = begin("a8 b8 c8 > ...", "a8-9! b8-9! | c", "-a -b > c4-9!", blocks=7)
     assert counts(trace.scheduler, "lookup_tokens", "hit_tokens") == (24, 0)
-
-
-def test_without_chunks_a_recompute_longer_than_the_budget_still_runs():
-    """Only what a preemption has made so long is cut: a prompt never is."""
-    trace = begin("a8 > a0-8!", max_sequences=2, token_budget=8, **UNCHUNKED)
-    trace.play("a8-9!", "a9-10!", "a10-11!", "a11-12!", "^a > a0-8", "a8-13!", "a13-14!")
-
-
-def test_without_chunks_the_rest_of_a_long_recompute_does_not_starve():
-    """Newcomers of one token must not take what is left of every budget."""
-    options = UNCHUNKED | {"max_sequences": 4, "token_budget": 4, "max_chunk": 2}
-    trace = begin("a4 > a0-4!", "a4-5!", "a5-6!", "a6-7!", **options)
-    trace.play("^a b1 > a0-2 b0-1!", "c1 > b1-2! a2-4 c0-1!")
-    trace.play("d1 > b2-3! c1-2! a4-6 | d", "b3-4! c2-3! a6-8! | d")
 
 
 def test_swapped_blocks_go_out_and_come_back_and_the_request_goes_on_where_it_was():
