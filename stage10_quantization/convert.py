@@ -30,29 +30,24 @@ class Format:
     zero: bool = False
 
     def check(self, name: str, weight: Tensor) -> None:
-        """Raise UserError unless `weight` (N, K), called `name`, fits the format and is finite."""
+        """Raise UserError unless groups divide `weight` (N, K), called `name`."""
         width = weight.shape[1]
         if self.group and width % self.group:
             raise UserError(
                 f"{name}.weight has {width} inputs, which do not divide into groups of "
                 f"{self.group}: use --weights int8, which has no groups."
             )
-        low, high = weight.aminmax(dim=1)  # NaN if one is
-        self._refuse(name, ~(low.isfinite() & high.isfinite()), "NaN or infinity")
-
-    def _refuse(self, name: str, rows: Tensor, why: str) -> None:
-        if rows.any():
-            raise UserError(
-                f"{name}.weight has {why} in row {int(rows.nonzero()[0])}: it cannot be quantized, "
-                "so check the checkpoint, or use --weights float32."
-            )
 
     def quantized(self, name: str, weight: Tensor) -> QuantizedMatrix:
         """Raises UserError for a weight that does not fit, or is not finite."""
         self.check(name, weight)
         matrix = quantize(weight, self.bits, self.group, self.minimum, self.dtype, self.zero)
-        dtype = str(self.dtype).removeprefix("torch.")
-        self._refuse(name, matrix.scale.isnan().any(1), f"numbers too large for a scale in {dtype}")
+        if (rows := matrix.scale.isnan().any(1)).any():
+            raise UserError(
+                f"{name}.weight has NaN, infinity or numbers too large for a scale in row "
+                f"{int(rows.nonzero()[0])}: it cannot be quantized, so check the checkpoint, or "
+                "use --weights float32."
+            )
         return matrix
 
 

@@ -38,7 +38,7 @@ def reads(path: Path) -> bool:
     """Whether this is a GGUF file, or a folder whose config.json describes a quantization."""
     if path.is_dir():
         config = path / "config.json"
-        return config.is_file() and OPTION in read_json(config)
+        return config.is_file() and isinstance(read_json(config).get(OPTION), dict)
     return path.suffix == ".gguf"
 
 

@@ -25,17 +25,15 @@ from shared.config import read_config
 from shared.errors import UserError
 from shared.files import read_json
 
+from .files import OPTION
 from .matrix import PROJECTIONS, QuantizedMatrix
 
 Parts = Mapping[str, Tensor]
 Options = Mapping[str, Any]  # quantization_config
-Matrix = QuantizedMatrix | Tensor
-OPTION = "quantization_config"
 FORMATS = ("pack-quantized", "int-quantized")  # of compressed-tensors
 UNREAD = ("kv_cache_scheme", "sparsity_config", "transform_config")
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # column n of eight is in this nibble
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-INDEX = (torch.int32, torch.int64)
 
 
 class Unfit(Exception):
@@ -45,19 +43,19 @@ class Unfit(Exception):
 # ---- matrices -----------------------------------------------------------------------------------
 
 
-def part(parts: Parts, kind: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> Tensor:
-    """The tensor of this kind, in float32 unless `dtypes` are given. Raises Unfit if it is missing
+def part(parts: Parts, kind: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any:
+    """The tensor of this kind, in float32 unless a `dtype` is given. Raises Unfit if it is missing
     or has another shape or dtype, or numbers that are not finite."""
     tensor = parts.get(kind)
     if tensor is None:
         raise Unfit(f"{kind} is missing")
     if tuple(tensor.shape) != shape:
         raise Unfit(f"{kind} has the shape {tuple(tensor.shape)} instead of {shape}")
-    if tensor.dtype not in (dtypes or FLOATS):
+    if tensor.dtype not in ((dtype,) if dtype else FLOATS):
         raise Unfit(f"{kind} is {str(tensor.dtype).removeprefix('torch.')}")
-    if tensor.is_floating_point() and not tensor.isfinite().all():
+    if not dtype and not tensor.isfinite().all():
         raise Unfit(f"{kind} has a value that is not finite")
-    return tensor if dtypes else tensor.float()
+    return tensor if dtype else tensor.float()
 
 
 def fields(words: Tensor, bits: int) -> Tensor:
@@ -73,23 +71,15 @@ def words(codes: Tensor, bits: int) -> Tensor:
     return octets.flatten().view(torch.int32).view(len(codes), -1)
 
 
-def matrix_of(
-    codes: Tensor, scale: Tensor, zeros: Tensor, bits: int, groups: Tensor | None = None
-) -> Matrix:
+def matrix_of(codes: Tensor, scale: Tensor, zeros: Tensor, bits: int) -> QuantizedMatrix:
     """scale * (code - zero): codes (N, K) uint8 from 0 on, scale (N, G) float32, zeros (N, G).
-    groups: (K,), the group of each column. The result is in float32 if they are not neighbours in
-    order, or codes of 8 bits have zeros. Raises Unfit."""
-    middle, zero, count = 2 ** (bits - 1), zeros.float(), scale.shape[1]
-    neighbours = torch.arange(codes.shape[1]) // (codes.shape[1] // count)
-    if groups is not None and (groups.min() < 0 or groups.max() >= count):
-        raise Unfit(f"g_idx has groups that are not among the {count}")
-    if groups is None or torch.equal(groups, neighbours):
-        if (zeros == middle).all():  # codes have a sign
-            return QuantizedMatrix((codes - middle).view(torch.int8), scale, None, bits)  # wraps
-        if bits < 8:
-            return QuantizedMatrix(codes.view(torch.int8), scale, -(scale * zero), bits)
-        groups = neighbours
-    return (codes.float() - zero[:, groups]) * scale[:, groups]
+    Raises Unfit for codes of 8 bits that are not symmetric."""
+    middle = 2 ** (bits - 1)
+    if (zeros == middle).all():  # codes have a sign
+        return QuantizedMatrix((codes - middle).view(torch.int8), scale, None, bits)  # wraps
+    if bits == 8:
+        raise Unfit("codes of 8 bits with zeros of their own are not read")
+    return QuantizedMatrix(codes.view(torch.int8), scale, -(scale * zeros.float()), bits)
 
 
 def group_count(options: Options, columns: int) -> int:
@@ -107,10 +97,10 @@ def bits_of(bits: object) -> int:
     return bits
 
 
-def gptq(parts: Parts, shape: tuple[int, int], options: Options, less: int) -> Matrix:
+def gptq(parts: Parts, shape: tuple[int, int], options: Options, less: int) -> QuantizedMatrix:
     """qweight int32 (K b / 32, N) and qzeros (G, N b / 32), packed downwards and along a row,
-    scales (G, N), g_idx (K,). less: what the file's version subtracts from each zero, modulo
-    2^b."""
+    scales (G, N), g_idx (K,), the group of each column. less: what the file's version subtracts
+    from each zero, modulo 2^b."""
     rows, columns = shape
     bits = bits_of(options.get("bits"))
     count, per_word = group_count(options, columns), 32 // bits
@@ -118,8 +108,10 @@ def gptq(parts: Parts, shape: tuple[int, int], options: Options, less: int) -> M
     zeros = part(parts, "qzeros", (count, rows // per_word), torch.int32)
     zeros = fields(zeros, bits).t() + less & 2**bits - 1  # (N, G)
     scale = part(parts, "scales", (count, rows)).t().contiguous()
-    groups = part(parts, "g_idx", (columns,), *INDEX).long() if "g_idx" in parts else None
-    return matrix_of(fields(codes.t(), bits), scale, zeros, bits, groups)
+    neighbours = torch.arange(columns) // (columns // count)
+    if not torch.equal(parts.get("g_idx", neighbours).long(), neighbours):
+        raise Unfit("columns that are ordered by activations (desc_act) are not read")
+    return matrix_of(fields(codes.t(), bits), scale, zeros, bits)
 
 
 def gptq_version(zeros: Iterable[Tensor], options: Options) -> int:
@@ -136,14 +128,12 @@ def gptq_version(zeros: Iterable[Tensor], options: Options) -> int:
     return int(options.get("checkpoint_format") != "gptq_v2")
 
 
-def awq(parts: Parts, shape: tuple[int, int], options: Options) -> Matrix:
+def awq(parts: Parts, shape: tuple[int, int], options: Options) -> QuantizedMatrix:
     """qweight int32 (K, N / 8) and qzeros (G, N / 8), both packed along a row in AWQ_ORDER,
     scales (G, N)."""
     rows, columns = shape
-    if str(options.get("version", "gemm")).lower() != "gemm":
-        raise Unfit(f"its packing version is {options['version']!r}, not 'gemm'")
-    if bits_of(options.get("bits")) != 4:
-        raise Unfit("codes of 8 bits are not read, only 4")
+    if str(options.get("version", "gemm")).lower() != "gemm" or options.get("bits") != 4:
+        raise Unfit("only 4 bits in the packing version 'gemm' are read")
     count = group_count(options, columns)
 
     def unpacked(kind: str, lines: int) -> Tensor:
@@ -154,21 +144,18 @@ def awq(parts: Parts, shape: tuple[int, int], options: Options) -> Matrix:
     return matrix_of(unpacked("qweight", columns), scale, unpacked("qzeros", count), 4)
 
 
-def compressed(parts: Parts, shape: tuple[int, int], options: Options) -> Matrix:
+def compressed(parts: Parts, shape: tuple[int, int], options: Options) -> QuantizedMatrix:
     """weight_packed int32 (N, K b / 32), of codes + 2^(b-1), or weight int8 (N, K); weight_scale
     (N, G); beside weight_packed weight_zero_point, packed downwards."""
     rows, columns = shape
-    scale, bits = parts.get("weight_scale", torch.empty(0)), 8
-    count = scale.shape[-1] if scale.ndim == 2 else 1
+    count = parts["weight_scale"].shape[-1] if "weight_scale" in parts else 1
     if count < 1 or columns % count:
         raise Unfit(f"weight_scale has {count} groups for {columns} columns")
     scale = part(parts, "weight_scale", (rows, count)).contiguous()
     if (packed := parts.get("weight_packed")) is None:
-        codes = part(parts, "weight", shape, torch.int8).view(torch.uint8) ^ 128
-    else:
-        bits = bits_of(32 * packed.shape[-1] // columns)
-        packed = part(parts, "weight_packed", (rows, columns * bits // 32), torch.int32)
-        codes = fields(packed, bits)
+        return QuantizedMatrix(part(parts, "weight", shape, torch.int8), scale)
+    bits = bits_of(32 * packed.shape[-1] // columns)
+    codes = fields(part(parts, "weight_packed", (rows, columns * bits // 32), torch.int32), bits)
     zeros = torch.full((rows, count), 2 ** (bits - 1), dtype=torch.uint8)
     if "weight_zero_point" in parts:
         points = part(parts, "weight_zero_point", (-(-rows * bits // 32), count), torch.int32)
@@ -176,7 +163,7 @@ def compressed(parts: Parts, shape: tuple[int, int], options: Options) -> Matrix
     return matrix_of(codes, scale, zeros, bits)
 
 
-METHODS: dict[str, tuple[Callable[..., Matrix], set[str]]] = {  # and the kinds of tensors it knows
+METHODS: dict[str, tuple[Callable[..., QuantizedMatrix], set[str]]] = {  # and the kinds of tensors
     "gptq": (gptq, {"qweight", "qzeros", "scales", "g_idx"}),
     "awq": (awq, {"qweight", "qzeros", "scales"}),
     "compressed-tensors": (
@@ -190,16 +177,14 @@ METHODS: dict[str, tuple[Callable[..., Matrix], set[str]]] = {  # and the kinds 
 
 
 class FolderModel:
-    """A model in a folder, a `stored.Model`. config: as without a quantization."""
+    """A model in a folder. config: as without a quantization. quantized: names of config.shapes
+    whose tensors are matrices of whole numbers."""
 
     def __init__(self, folder: str | Path) -> None:
         """Raises UserError for a method that is not read, and for tensors that are missing or
         unexpected."""
         self.folder = Path(folder)
-        options = read_json(self.folder / "config.json").get(OPTION)
-        if not isinstance(options, dict):
-            raise self.error(f"its {OPTION} is not an object")
-        self.options: dict[str, Any] = options
+        self.options: dict[str, Any] = read_json(self.folder / "config.json")[OPTION]
         self.method, form = (str(self.options.get(key)) for key in ("quant_method", "format"))
         if self.method not in METHODS:
             known = ", ".join(METHODS)
@@ -217,16 +202,15 @@ class FolderModel:
             name = self.config.tensor_name(stored)
             if name is None or name == "lm_head.weight" and self.config.tied:
                 continue
-            if name in shapes and not name.endswith(".weight"):
-                self._parts[name][""] = tensor
-                continue
             layer, _, kind = name.rpartition(".")
-            if f"{layer}.weight" not in shapes:
+            owner = name if name in shapes else f"{layer}.weight"
+            if owner not in shapes:
                 raise self.error(f"the tensor {stored} is none of the model")
-            self._parts[f"{layer}.weight"][kind] = tensor
+            self._parts[owner][kind] = tensor
         for name, parts in self._parts.items():
             if not parts:
                 raise self.error(f"it has no tensor for {name}")
+        self.quantized = {name for name, parts in self._parts.items() if not _plain(parts)}
         self.unpack, self.kinds = METHODS[self.method]
         if self.method == "gptq":
             zeros = [parts["qzeros"] for parts in self._parts.values() if "qzeros" in parts]
@@ -241,31 +225,28 @@ class FolderModel:
             "choose another model."
         )
 
-    def is_quantized(self, name: str) -> bool:
-        """Whether `read` returns a QuantizedMatrix."""
-        return isinstance(self.read(name), QuantizedMatrix)
-
-    def read(self, name: str) -> Matrix:
-        """A tensor of config.shapes by its name: floats in that shape, of the file's dtype or
-        unpacked to float32; or a QuantizedMatrix (out, in), GPT-2's projections too. Raises
-        UserError if the stored tensors do not fit."""
+    def read(self, name: str) -> QuantizedMatrix | Tensor:
+        """A tensor of config.shapes by its name: floats in that shape, of the file's dtype; or a
+        QuantizedMatrix (out, in), GPT-2's projections too. Raises UserError if the stored tensors
+        do not fit."""
         shape, parts = self.config.shapes()[name], self._parts[name]
-        plain = parts.get("", parts.get("weight"))
-        if len(parts) == 1 and plain is not None and plain.dtype in DTYPES:
-            if tuple(plain.shape) != shape:
-                raise self.error(f"{name} has the shape {tuple(plain.shape)} instead of {shape}")
-            return plain
+        if name not in self.quantized:
+            return next(iter(parts.values()))
         if len(shape) != 2:
             raise self.error(f"{name} is stored as {', '.join(sorted(parts))}")
-        transposed = name.endswith(PROJECTIONS)  # GPT-2 alone has these names
         try:
             if unknown := sorted(parts.keys() - self.kinds):
                 raise Unfit(f"{unknown[0]} is not read")
-            matrix = self.unpack(parts, shape[::-1] if transposed else shape, self.options)
+            transposed = name.endswith(PROJECTIONS)  # GPT-2 alone has these names
+            return self.unpack(parts, shape[::-1] if transposed else shape, self.options)
         except Unfit as error:
             layer = name.removesuffix(".weight")
             raise self.error(f"the tensors of {layer} are no {self.method}: {error}") from None
-        return matrix.t() if transposed and isinstance(matrix, Tensor) else matrix
+
+
+def _plain(parts: Parts) -> bool:
+    """Whether these are one tensor of floats."""
+    return len(parts) == 1 and next(iter(parts.values())).dtype in DTYPES
 
 
 # ---- writing ------------------------------------------------------------------------------------
@@ -281,7 +262,7 @@ Scheme = tuple[int, int, bool]  # bits, columns of a group or 0 for a whole row,
 
 
 def write_folder(
-    folder: str | Path,
+    folder: Path,
     config: Mapping[str, Any],
     tensors: Iterable[tuple[str, Tensor | QuantizedMatrix]],
     copies: Sequence[Path] = (),
@@ -295,7 +276,6 @@ def write_folder(
     `FolderModel.read` returns them. copies: files to put beside them, the tokenizer's. packed:
     False if all codes have 8 bits. Raises UserError if the folder has files or cannot be
     written."""
-    folder = Path(folder)
     check_place(folder)
     prefix = "" if config.get("model_type", "gpt2") == "gpt2" else "model."
     stored: dict[str, Tensor] = {}
@@ -309,7 +289,7 @@ def write_folder(
         group = tensor.group if tensor.scale.shape[1] > 1 else 0
         scheme = (tensor.bits, group, tensor.minimum is None)
         layers.setdefault(scheme, []).append(name.removesuffix(".weight"))
-    described = dict(config) | ({OPTION: quantization(layers, packed)} if layers else {})
+    described = json.dumps(dict(config) | {OPTION: quantization(layers, packed)}, indent=2)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as room:
@@ -318,7 +298,7 @@ def write_folder(
             save_file(stored, new / WEIGHTS, {"format": "pt"})
             for path in copies:
                 shutil.copy(path, new)
-            (new / "config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
+            (new / "config.json").write_text(described, encoding="utf-8")
             new.replace(folder)
     except OSError as error:
         reason = error.strerror or error
@@ -330,42 +310,37 @@ def parts_of(name: str, matrix: QuantizedMatrix, packed: bool) -> dict[str, Tens
     bits, layer, half = matrix.bits, name.removesuffix("weight"), matrix.scale.half()
     scale = half if torch.equal(half.float(), matrix.scale) else matrix.scale
     stored = {f"{layer}weight_scale": scale}
+    if not packed:
+        return stored | {name: matrix.codes}
     codes = matrix.codes.view(torch.uint8)
-    if matrix.minimum is not None:  # minimum = -scale * zero
+    if matrix.minimum is None:
+        codes = codes + 2 ** (bits - 1)  # wraps around
+    else:  # minimum = -scale * zero
         zeros = torch.where(matrix.scale == 0, 0, -matrix.minimum / matrix.scale).round()
         downwards = zeros.to(torch.uint8).t().contiguous()  # (G, N)
         stored[f"{layer}weight_zero_point"] = words(downwards, bits).t().contiguous()
-    else:
-        codes = codes + 2 ** (bits - 1)  # wraps around
-    if packed:
-        stored[f"{layer}weight_packed"] = words(codes, bits)
-        stored[f"{layer}weight_shape"] = torch.tensor(matrix.codes.shape)
-    else:
-        stored[f"{layer}weight"] = matrix.codes
-    return stored
+    shape = torch.tensor(matrix.codes.shape)
+    return stored | {f"{layer}weight_packed": words(codes, bits), f"{layer}weight_shape": shape}
 
 
 def quantization(layers: Mapping[Scheme, Sequence[str]], packed: bool) -> dict[str, Any]:
-    """The quantization_config: layers by scheme."""
-    form = "pack-quantized" if packed else "int-quantized"
+    """The quantization_config: layers by scheme. Only codes of 8 bits meet rounded activations."""
     groups = {}
     for number, ((bits, group, symmetric), names) in enumerate(layers.items()):
         kind: dict[str, Any] = {"num_bits": bits, "type": "int", "symmetric": symmetric}
         size = {"strategy": "group", "group_size": group}
-        inputs = kind | {"num_bits": 8, "symmetric": True, "dynamic": True}
+        inputs = kind | {"dynamic": True} | (size if group else {"strategy": "token"})
         groups[f"group_{number}"] = {
             "targets": list(names),
             "weights": kind | (size if group else {"strategy": "channel"}) | {"dynamic": False},
-            "input_activations": (
-                None if packed else inputs | (size if group else {"strategy": "token"})
-            ),
+            "input_activations": None if packed else inputs,
             "output_activations": None,
-            "format": form,
+            "format": FORMATS[not packed],
         }
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-        "format": form,
+        "format": FORMATS[not packed],
         "config_groups": groups,
         "ignore": [],
         "kv_cache_scheme": None,

@@ -3,10 +3,10 @@
 The package `gguf` reads the file and knows its types. Matrices in Q8_0, Q4_0 and Q4_1 stay whole
 numbers with scales, which the kernels multiply by; those of all other types are dequantized.
 
-Three things differ from a folder of Hugging Face. The projections of GPT-2 are (out, in). For the
-architecture `llama` the rows of the query and key projections are in another order: each head has
-its channels in pairs 0, D/2, 1, D/2 + 1, ..., because llama.cpp rotates neighbours. And Llama 3's
-stretched positions are not named; they are a tensor of divisors.
+Two things differ from a folder of Hugging Face. For the architecture `llama` the rows of the query
+and key projections are in another order: each head has its channels in pairs 0, D/2, 1, D/2 + 1,
+..., because llama.cpp rotates neighbours. And Llama 3's stretched positions are not named; they are
+a tensor of divisors.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ import torch
 from torch import Tensor
 
 from shared import registry
-from shared.config import Config
 from shared.errors import UserError
 from stage08_llama.config import LlamaConfig
 from stage08_llama.rope import Rope, frequencies
 
-from .matrix import PROJECTIONS, QuantizedMatrix
+from .matrix import QuantizedMatrix
 
-KNOWN = ("gpt2", "llama", "qwen2", "qwen3")
-ARCHITECTURES = {kind: gguf.MODEL_ARCH[kind.upper()] for kind in KNOWN}
+KNOWN = ("llama", "qwen2", "qwen3")
 CODES = {"Q8_0": (8, 34), "Q4_0": (4, 18), "Q4_1": (4, 20)}  # bits, and bytes of a block of 32
 ROPE = "rope_freqs.weight"
-SIZES = {  # keys of a Llama, after its architecture, and the options of a config.json
+SIZES = {  # keys of a model, after its architecture, and the options of a config.json
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
@@ -42,16 +40,7 @@ SIZES = {  # keys of a Llama, after its architecture, and the options of a confi
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",
-}
-GPT2_SIZES = {
-    "context_length": "n_positions",
-    "embedding_length": "n_embd",
-    "block_count": "n_layer",
-    "feed_forward_length": "n_inner",
-    "attention.head_count": "n_head",
-    "attention.layer_norm_epsilon": "layer_norm_epsilon",
 }
 REPEATED = ("attention.value_length", "rope.dimension_count")  # must be the heads' width
 HARMLESS = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
@@ -66,8 +55,8 @@ class Reader(gguf.GGUFReader):
 
 
 class GGUFModel:
-    """A model in a GGUF file, a `stored.Model`. config: as for a folder. metadata: key -> number,
-    text, or list."""
+    """A model in a GGUF file. config: as for a folder. quantized: names of config.shapes whose
+    tensors are matrices of whole numbers. metadata: key -> number, text, or list."""
 
     def __init__(self, path: str | Path) -> None:
         """Raises UserError if the file is corrupt or its model is of another kind."""
@@ -89,108 +78,79 @@ class GGUFModel:
             for key, value in fields.items()
         }
         self.architecture = str(self.metadata.get("general.architecture"))
-        if self.architecture not in ARCHITECTURES:
+        if self.architecture not in KNOWN:
             kind = self.architecture[:40]
             raise self.error(f"its architecture is {kind!r}, none of {', '.join(KNOWN)}")
         self.config = self._config()
         self._stored = self._names()
+        kinds = {name: self.tensors[stored].tensor_type for name, stored in self._stored.items()}
+        self.quantized = {name for name, kind in kinds.items() if kind.name in CODES}
 
     def error(self, reason: str) -> UserError:
         return UserError(
             f"{self.path} cannot be opened: {reason}; download it again, or choose another file."
         )
 
-    # ---- tensors ----
-
     def _names(self) -> dict[str, str]:
         """Our name of each tensor -> that in the file. Raises UserError if they do not fit."""
         config, names = self.config, dict[str, str]()
-        theirs = gguf.get_tensor_name_map(ARCHITECTURES[self.architecture], config.n_layer)
-        prefix = "transformer." if self.architecture == "gpt2" else "model."
+        kind = gguf.MODEL_ARCH[self.architecture.upper()]
+        theirs = gguf.get_tensor_name_map(kind, config.n_layer)
         for name, shape in config.shapes().items():
-            full = name if name.startswith("lm_head") else prefix + name
+            full = name if name.startswith("lm_head") else f"model.{name}"
             names[name] = theirs.get_name(full, (".weight", ".bias")) or ""
             tensor = self.tensors.get(names[name])
             if tensor is None:
                 raise self.error(f"it has no tensor for {name}")
-            stored = tuple(tensor.shape.tolist())  # innermost first
-            if stored != (shape if self._transposed(name) else shape[::-1]):
-                raise self.error(f"{names[name]} has the shape {stored[::-1]}, not {shape}")
+            stored = tuple(tensor.shape.tolist())[::-1]  # innermost first
+            if stored != shape:
+                raise self.error(f"{names[name]} has the shape {stored}, not {shape}")
         if odd := sorted(self.tensors.keys() - {*names.values(), ROPE}):
             raise self.error(f"the tensor {odd[0][:99]!r} is none of its architecture")
         return names
 
-    def _transposed(self, name: str) -> bool:
-        return self.architecture == "gpt2" and name.endswith(PROJECTIONS)
-
-    def is_quantized(self, name: str) -> bool:
-        """Whether `read` returns a QuantizedMatrix."""
-        return self.tensors[self._stored[name]].tensor_type.name in CODES
-
     def read(self, name: str) -> Tensor | QuantizedMatrix:
-        """A tensor of config.shapes by its name, as floats in that shape; or a QuantizedMatrix
-        (out, in), GPT-2's projections too. Raises UserError if a scale is not finite."""
+        """A tensor of config.shapes by its name, as floats or as a QuantizedMatrix. Raises
+        UserError for a type that the package does not dequantize."""
         tensor = self.tensors[self._stored[name]]
         kind, data = tensor.tensor_type.name, tensor.data
         if self.architecture == "llama" and re.search(r"\.[qk]_proj\.", name):
             heads = self.config.n_head if ".q_proj." in name else self.config.n_kv_head
             data = data[in_halves(heads, self.config.head_dim).numpy()]
-        if kind in CODES:
-            matrix = unpacked(torch.from_numpy(data), kind)
-            finite = matrix.scale if matrix.minimum is None else matrix.scale + matrix.minimum
-            if not finite.isfinite().all():
-                raise self.error(f"the tensor {tensor.name} has a scale that is not finite")
-            return matrix
         floats = torch.from_numpy(data)
+        if kind in CODES:
+            return unpacked(floats, kind)
         if kind == "BF16":
-            floats = floats.view(torch.bfloat16)
-        elif not floats.is_floating_point():
-            try:
-                floats = torch.from_numpy(gguf.dequantize(data, tensor.tensor_type))
-            except NotImplementedError:
-                raise self.error(f"{tensor.name} has the type {kind}, which is not read") from None
-        return floats.t() if self._transposed(name) else floats
+            return floats.view(torch.bfloat16)
+        if floats.is_floating_point():
+            return floats
+        try:
+            return torch.from_numpy(gguf.dequantize(data, tensor.tensor_type))
+        except NotImplementedError:
+            raise self.error(f"{tensor.name} has the type {kind}, which is not read") from None
 
-    # ---- the config ----
-
-    def _config(self) -> Config:
-        fields, options = self._fields()
+    def _config(self) -> LlamaConfig:
+        prefix, metadata = f"{self.architecture}.", self.metadata
+        options = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
+        for key, value in options.items():
+            if key not in {*SIZES, *REPEATED, *HARMLESS} and value not in (0, "none"):
+                raise self.error(f"it sets {prefix}{key:.99}, which our model does not implement")
         embedding = self.tensors.get("token_embd.weight")
         if embedding is None:
             raise self.error("it has no tensor token_embd.weight")
-        ends = [self.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot")]
+        fields = {SIZES[key]: value for key, value in options.items() if key in SIZES}
+        ends = [metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot")]
         fields |= {
             "vocab_size": int(embedding.shape[1]),
             "eos_token_id": [*dict.fromkeys(end for end in ends if end is not None)],
             "tie_word_embeddings": "output.weight" not in self.tensors,
         }
-        name, source = self.path.stem, f"the metadata of {self.path}"
-        if self.architecture == "gpt2":
-            return Config.from_dict(fields, name, source)
-        kind = "mistral" if "sliding_window" in fields else self.architecture
-        config = registry.load(registry.CONFIGS[kind])(fields, name, source)
-        assert isinstance(config, LlamaConfig)
-        if self.architecture == "llama":
-            biased = "blk.0.attn_q.bias" in self.tensors
-            o_bias = "blk.0.attn_output.bias" in self.tensors
-            config = replace(config, qkv_bias=biased, o_bias=o_bias)
+        read = registry.load(registry.CONFIGS[self.architecture])
+        config: LlamaConfig = read(fields, self.path.stem, f"the metadata of {self.path}")
         for key in REPEATED:
             if options.get(key, config.head_dim) != config.head_dim:
                 raise self.error(f"{key} is {options[key]!r}, not {config.head_dim} as its heads")
         return replace(config, rope=self._rope(config))
-
-    def _fields(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The options of a config.json; and those of the file, without the architecture's name.
-        Raises UserError for one that is not known here."""
-        prefix, metadata = f"{self.architecture}.", self.metadata
-        options = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
-        names = GPT2_SIZES if self.architecture == "gpt2" else SIZES
-        known = {*names, *REPEATED, *HARMLESS}
-        for key, value in options.items():
-            if key not in known and value not in (0, "none"):
-                raise self.error(f"it sets {prefix}{key:.99}, which our model does not implement")
-        fields = {names[key]: value for key, value in options.items() if key in names}
-        return fields, options
 
     def _rope(self, config: LlamaConfig) -> Rope:
         """Llama 3's positions if the file has their divisors."""

@@ -14,115 +14,82 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
+from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
 
 from shared.errors import UserError
 
 TEMPORARY: list[Any] = []  # folders of this process
 CONTROL, USERS, UNUSED = 3, 4, 5  # types of tokens; ordinary ones are 1
-CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+CUT = (  # a word, with the sign before it; then numbers; signs; white space
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|NUMBERS"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
-def _byte_level(cuts: bool) -> pre_tokenizers.PreTokenizer:
-    """Bytes as characters. cuts: as GPT-2's expression does."""
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cuts)
+def _split(numbers: str) -> list[PreTokenizer]:
+    cut = Split(Regex(CUT.replace("NUMBERS", numbers)), "isolated")
+    return [cut, ByteLevel(add_prefix_space=False, use_regex=False)]
 
 
-def _split(numbers: str) -> list[pre_tokenizers.PreTokenizer]:
-    pattern = Regex(f"{CONTRACTIONS}|{WORDS}|{numbers}|{SIGNS}")
-    return [pre_tokenizers.Split(pattern, "isolated"), _byte_level(False)]
-
-
-CUTS: dict[str, list[pre_tokenizers.PreTokenizer]] = {  # by tokenizer.ggml.pre
-    "gpt-2": [_byte_level(True)],
-    "smollm": [pre_tokenizers.Digits(individual_digits=True), _byte_level(True)],
+CUTS = {  # by tokenizer.ggml.pre; a ByteLevel by itself cuts as GPT-2 does
+    "smollm": [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)],
     "llama-bpe": _split(r"\p{N}{1,3}"),
     "qwen2": _split(r"\p{N}"),
 }
-NORMALIZERS = {"qwen2": normalizers.NFC()}
 LLAMA3 = "llama-bpe"  # a word of the vocabulary is a token, whatever the merges make of it
 
-Error = Callable[[str], UserError]
 
-
-def tokenizer_folder(metadata: Mapping[str, Any], error: Error) -> Path | None:
+def tokenizer_folder(metadata: Mapping[str, Any], error: Callable[[str], UserError]) -> Path | None:
     """A new folder with the tokenizer's files; None if the file has no tokenizer. error: of the
     file. Raises UserError for a tokenizer that is not known here."""
-    kind, cuts = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    prefix = "tokenizer.ggml."
+    fields = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
+    kind, cuts = fields.get("model"), fields.get("pre")
     if kind in (None, "none", "no_vocab"):
         return None
-    if kind != "gpt2":
-        raise error(f"its tokenizer is of the kind {str(kind)[:40]!r}, not gpt2")
-    if cuts not in CUTS:
-        known = ", ".join(CUTS)
-        raise error(f"its tokenizer cuts text by the rules {str(cuts)[:40]!r}, not {known}")
-    texts = {
-        "tokenizer.json": _tokenizer(metadata, cuts, error).to_str(),
-        "tokenizer_config.json": json.dumps(_settings(metadata, error)),
-    }
+    if kind != "gpt2" or cuts not in CUTS:
+        raise error(
+            f"its tokenizer is of the kind {str(kind)[:40]!r} and cuts text by the rules "
+            f"{str(cuts)[:40]!r}, not gpt2 by {', '.join(CUTS)}"
+        )
+    try:
+        tokenizer, named = _tokenizer(fields)
+    except Exception as why:  # whatever a wrong list leads to; `tokenizers` raises bare Exceptions
+        raise error(f"its tokenizer is invalid ({why!r:.99})") from None
+    template = metadata.get("tokenizer.chat_template")
+    settings = named | ({"chat_template": template} if template else {})
     folder = tempfile.TemporaryDirectory(prefix="staircase-")
     TEMPORARY.append(folder)
-    for name, text in texts.items():
-        (Path(folder.name) / name).write_text(text, encoding="utf-8")
+    tokenizer.save(f"{folder.name}/tokenizer.json")
+    (Path(folder.name) / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
     return Path(folder.name)
 
 
-def _tokenizer(metadata: Mapping[str, Any], cuts: str, error: Error) -> Tokenizer:
-    tokens = metadata.get("tokenizer.ggml.tokens") or []
-    kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    if len(kinds) != len(tokens):
-        raise error("its tokenizer has no type for each token")
+def _tokenizer(fields: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer, and the tokens that begin and end a text, as tokenizer_config.json has
+    them."""
+    tokens, cuts = fields["tokens"], fields["pre"]
+    kinds = fields.get("token_type", [1] * len(tokens))
     rows = {token: row for row, token in enumerate(tokens) if kinds[row] != UNUSED}
-    merges: Any = [tuple(str(m).split(" ")) for m in metadata.get("tokenizer.ggml.merges", ())]
-    if any(len(merge) != 2 for merge in merges):
-        raise error("its tokenizer has a merge that is not of two tokens")
-    try:
-        tokenizer = Tokenizer(models.BPE(rows, merges, ignore_merges=cuts == LLAMA3))
-    except Exception as why:  # `tokenizers` raises bare Exceptions
-        raise error(f"its tokenizer is invalid ({why})") from None
-    tokenizer.normalizer = NORMALIZERS.get(cuts)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(CUTS[cuts])
+    merges = [tuple(merge.split(" ")) for merge in fields["merges"]]
+    tokenizer = Tokenizer(models.BPE(rows, merges, ignore_merges=cuts == LLAMA3))
+    tokenizer.normalizer = normalizers.NFC() if cuts == "qwen2" else None
+    tokenizer.pre_tokenizer = Sequence(CUTS[cuts])
     tokenizer.decoder = decoders.ByteLevel()
-    added: dict[int, list[AddedToken]] = {CONTROL: [], USERS: []}
-    for token, row in rows.items():
-        if kinds[row] in added:
-            added[kinds[row]].append(AddedToken(token, normalized=False))
-    tokenizer.add_special_tokens(added[CONTROL])
-    tokenizer.add_tokens(added[USERS])
-    if metadata.get("tokenizer.ggml.add_bos_token", cuts == LLAMA3):
-        token = _named("bos", metadata, error)
+    for kind, add in ((CONTROL, tokenizer.add_special_tokens), (USERS, tokenizer.add_tokens)):
+        add(
+            [
+                AddedToken(token, normalized=False)
+                for token, row in rows.items()
+                if kinds[row] == kind
+            ]
+        )
+    ids = {f"{name}_token": fields.get(f"{name}_token_id") for name in ("bos", "eos")}
+    named = {name: tokens[row] for name, row in ids.items() if row is not None}
+    if fields.get("add_bos_token", cuts == LLAMA3):
+        token = named["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
             f"{token} $A", f"{token} $A $B", [(token, rows[token])]
         )
-    return tokenizer
-
-
-def _settings(metadata: Mapping[str, Any], error: Error) -> dict[str, Any]:
-    """tokenizer_config.json."""
-    fields = {
-        f"{kind}_token": _named(kind, metadata, error)
-        for kind in ("bos", "eos")
-        if f"tokenizer.ggml.{kind}_token_id" in metadata
-    }
-    template = metadata.get("tokenizer.chat_template")
-    return fields | ({"chat_template": template} if isinstance(template, str) else {})
-
-
-def _named(kind: str, metadata: Mapping[str, Any], error: Error) -> str:
-    """The token that begins or ends a text: "bos" or "eos"."""
-    tokens = metadata.get("tokenizer.ggml.tokens") or []
-    row = metadata.get(f"tokenizer.ggml.{kind}_token_id")
-    if type(row) is not int or not 0 <= row < len(tokens):
-        raise error(f"its tokenizer.ggml.{kind}_token_id is {row!r}, which is no token")
-    return str(tokens[row])
+    return tokenizer, named

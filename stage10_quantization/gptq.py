@@ -89,30 +89,23 @@ def calibrate(
     quantized layers before it make of the token ids `windows`, each (T,). Raises UserError for
     weights that do not fit."""
     format = FORMATS[weights] if isinstance(weights, str) else weights
-    stack_name, stack = next(
-        (name, m) for name, m in model.named_children() if isinstance(m, nn.ModuleList)
-    )
-    linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
+    stack = next(m for m in model.children() if isinstance(m, nn.ModuleList))
     passes = [_first_arguments(model, stack[0], ids) for ids in windows]
-    bar = tqdm(total=len(linears), desc="GPTQ", unit="layer", disable=None)
-    for number, block in enumerate(stack):
-        prefix = f"{stack_name}.{number}."
-        layers = {n: m for n, m in linears.items() if n.startswith(prefix)}
+    for number, block in enumerate(tqdm(stack, desc="GPTQ", unit="layer", disable=None)):
+        layers = {name: m for name, m in block.named_modules() if type(m) is nn.Linear}
         for name, hessian in _hessians(block, layers, passes).items():
+            full = f"layer {number}, {name}"
             if not hessian.isfinite().all():
                 raise UserError(
-                    f"The inputs of {name} are not finite on the calibration text: check the "
+                    f"The inputs of {full} are not finite on the calibration text: check the "
                     "checkpoint, or quantize without calibration."
                 )
             weight, bias = layers[name].weight, layers[name].bias
-            format.check(name, weight)
+            format.check(full, weight)
             matrix = gptq(weight, hessian, format)
-            model.set_submodule(name, QuantizedLinear(matrix, bias, activations))
-            bar.update()
+            block.set_submodule(name, QuantizedLinear(matrix, bias, activations))
         passes = [(block(*arguments), *arguments[1:]) for arguments in passes]
     convert(model, Quantize(weights, activations), {})  # the head, and the table of tokens
-    bar.update(len(linears) - bar.n)
-    bar.close()
 
 
 def _first_arguments(model: Any, block: nn.Module, ids: Tensor) -> tuple[Any, ...]:
@@ -145,14 +138,14 @@ def _hessians(
     return sums
 
 
-def windows_of(ids: Sequence[int], count: int, size: int = WINDOW) -> list[Tensor]:
-    """The first `count` windows of `size` tokens. Raises UserError if there are fewer."""
-    if len(ids) < count * size:
+def windows_of(ids: Sequence[int], size: int = WINDOW) -> list[Tensor]:
+    """The whole windows of `size` tokens. Raises UserError if there is none."""
+    if len(ids) < size:
         raise UserError(
-            f"The calibration text has {len(ids)} tokens, but {count} windows of {size} need "
-            f"{count * size}: give a longer text, or ask for fewer windows."
+            f"The calibration text has {len(ids)} tokens, less than a window of {size}: give a "
+            "longer text."
         )
-    return list(torch.tensor(ids[: count * size]).split(size))
+    return list(torch.tensor(ids[: len(ids) // size * size]).split(size))
 
 
 def text_ids(tokenizer: Any, end: int, tokens: int, file: str | None, seed: str) -> list[int]:

@@ -51,7 +51,7 @@ def symmetric(w: Array, bits: int, group: int, dtype: DTypeLike = np.float32) ->
 
 def asymmetric(w: Array, bits: int, group: int, dtype: DTypeLike = np.float16) -> tuple:
     """w (N, K) -> codes (N, K) from 0 to 2^bits - 1, and scales and minima, both (N, G) float32
-    with values of `dtype`. Codes are int8; those of 8 bits uint8."""
+    with values of `dtype`. bits: at most 7, so that codes are int8."""
     groups = w.astype(np.float32).reshape(len(w), -1, group)
     with np.errstate(invalid="ignore"):  # infinity - infinity
         minimum = -up(-groups.min(-1).astype(np.float64), dtype)
@@ -62,15 +62,14 @@ def asymmetric(w: Array, bits: int, group: int, dtype: DTypeLike = np.float16) -
     unusable = ~np.isfinite(scale) | ~np.isfinite(minimum) | ~finite
     scale[unusable], minimum[unusable] = np.nan, 0
     minimum = minimum.astype(np.float32)
-    codes = _codes(groups - minimum[:, :, None], scale, np.uint8 if bits == 8 else np.int8)
-    return codes, scale, minimum
+    return _codes(groups - minimum[:, :, None], scale), scale, minimum
 
 
-def _codes(groups: Array, scale: Array, dtype: DTypeLike = np.int8) -> Array:
+def _codes(groups: Array, scale: Array) -> Array:
     """groups (N, G, group) / scale (N, G), rounded half to even -> (N, K)."""
     divisor = np.where(scale > 0, scale, 1)[:, :, None]
     usable = np.isfinite(scale)[:, :, None]
-    return np.rint(np.where(usable, groups, 0) / divisor).astype(dtype).reshape(len(groups), -1)
+    return np.rint(np.where(usable, groups, 0) / divisor).astype(np.int8).reshape(len(groups), -1)
 
 
 def dequantize(codes: Array, scale: Array, minimum: Array | None = None) -> Array:

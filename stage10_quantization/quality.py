@@ -94,7 +94,7 @@ def losses(windows: int, calibration: int) -> Iterator[dict[str, Any]]:
         for kind in kinds:
             model = models.load_model(shape, dtype=torch.float32)
             if kind == GPTQ:
-                calibrate(model, windows_of(learning, calibration), "int4")
+                calibrate(model, windows_of(learning), "int4")
             elif kind != KEYS:
                 convert(model, Quantize(kind.partition(",")[0]), {})
             engine = engine_of(model, dtype=torch.int8 if kind == KEYS else None)

@@ -18,13 +18,10 @@ if TYPE_CHECKING:
     from .matrix import QuantizedMatrix
 
 CONFIG = "config.json"
+WINDOWS = 32  # of a calibration text, at most
 TOKENIZER = (  # what else belongs to a model in a folder
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "generation_config.json"),
 )
 ABOUT = """Stage 10, quantization: write a model with weights in whole numbers.
 
@@ -34,36 +31,17 @@ with --model."""
 
 def make_parser() -> cli.Parser:
     module = "stage10_quantization quantize"
-    parser = cli.Parser(
-        module,
-        ABOUT,
-        f"  python -m {module} --weights int8 --out stories-int8\n"
-        f"  python -m {module} --model FOLDER --weights int4 --method gptq --out model-int4",
-    )
-    parser.add_argument(
-        "--weights",
-        choices=("int8", "int8-g32", "int4"),
-        required=True,
-        help="int8 with a scale for each row, int8-g32 with one for each 32 columns, or int4 with "
-        "a scale and a zero for each 32; embedding and head are int8-g32 in all",
-    )
-    parser.add_argument(
-        "--method",
-        choices=("round", "gptq"),
-        default="round",
-        help="round takes the nearest code of each weight; gptq reads a text, and makes up for "
-        "each error in the columns to come",
-    )
-    parser.add_argument(
-        "--text", metavar="FILE", help="the text that gptq reads, UTF-8; default: stories"
-    )
-    parser.add_argument(
-        "--windows",
-        type=cli.whole_number(1, 4096),
-        default=32,
-        metavar="N",
-        help="how much of the text to read, in windows of at most 512 tokens",
-    )
+    example = f"  python -m {module} --model FOLDER --weights int4 --method gptq --out model-int4"
+    parser = cli.Parser(module, ABOUT, example)
+    about = "int8 with a scale for each row, int8-g32 with one for each 32 columns, or int4 with a "
+    about += "scale and a zero for each 32; embedding and head are int8-g32 in all"
+    formats = ("int8", "int8-g32", "int4")
+    parser.add_argument("--weights", choices=formats, required=True, help=about)
+    about = "round takes the nearest code of each weight; gptq reads a text, and makes up for each "
+    about += "error in the columns to come"
+    parser.add_argument("--method", choices=("round", "gptq"), default="round", help=about)
+    about = "the text that gptq reads, UTF-8; default: stories"
+    parser.add_argument("--text", metavar="FILE", help=about)
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="a new folder")
     cli.add_model_options(parser)
     return parser
@@ -95,8 +73,8 @@ def quantize(options: argparse.Namespace) -> None:
     format = INT4_ZERO if options.weights == "int4" else FORMATS[options.weights]
     if options.method == "gptq":
         size, end = min(WINDOW, config.n_positions), next(iter(config.eos_ids), 0)
-        ids = text_ids(loaded.tokenizer, end, options.windows * size, options.text, "calibration")
-        calibrate(model, windows_of(ids, options.windows, size), format)
+        ids = text_ids(loaded.tokenizer, end, WINDOWS * size, options.text, "calibration")
+        calibrate(model, windows_of(ids, size), format)
     else:
         convert(model, Quantize(format), {})
     fields = {key: value for key, value in read_json(folder / CONFIG).items() if key != OPTION}
@@ -110,7 +88,4 @@ def tensor_of(model: Any, name: str) -> Tensor | QuantizedMatrix:
     layer, _, kind = name.rpartition(".")
     module = model.get_submodule(layer)
     matrix: QuantizedMatrix | None = getattr(module, "matrix", None)
-    if kind == "weight" and matrix is not None:
-        return matrix
-    tensor: Tensor = getattr(module, kind)
-    return tensor.detach()
+    return matrix if kind == "weight" and matrix is not None else getattr(module, kind).detach()

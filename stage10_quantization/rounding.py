@@ -13,13 +13,7 @@ AT_A_TIME = 2**22  # weights: what is made on the way takes some 50 MB
 def up(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The smallest numbers of `dtype` that are at least x (float64)."""
     y = x.to(dtype)
-    if dtype == torch.float16:  # has no nextafter: the bits of numbers below 0 count downwards
-        bits = y.view(torch.int16)
-        after = torch.where(y == 0, 1, torch.where(y > 0, bits + 1, bits - 1))
-        following = after.to(torch.int16).view(dtype)
-    else:
-        following = torch.nextafter(y, y.new_tensor(torch.inf))
-    return torch.where(y.double() < x, following, y)
+    return torch.where(y.double() < x, torch.nextafter(y, y.new_tensor(torch.inf)), y)
 
 
 def fit(

@@ -4,50 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from shared.checkpoint import Checkpoint, Opened
-from shared.config import Config
 
 from .convert import FORMATS, Quantize
 from .folder import FolderModel
 from .layers import QuantizedEmbedding, QuantizedLinear
 from .matrix import PROJECTIONS, QuantizedMatrix
 
-POSITIONS = "wpe.weight"  # GPT-2's: a table that is added, and never a matrix of whole numbers
-
-
-class Model(Protocol):
-    """A model in files, one tensor at a time, under the names of config.shapes."""
-
-    config: Config
-
-    def is_quantized(self, name: str) -> bool: ...
-
-    def read(self, name: str) -> Tensor | QuantizedMatrix: ...
+if TYPE_CHECKING:
+    from .gguf_file import GGUFModel
 
 
 class Stored:
-    """The Conversion of a `Model`: layers over the matrices that it stores as whole numbers, which
-    are read when their layer is made."""
+    """The Conversion of a model in files: layers over the matrices that it stores as whole numbers,
+    which are read when their layer is made."""
 
-    def __init__(self, model: Model, activations: str) -> None:
+    def __init__(self, model: FolderModel | GGUFModel, activations: str) -> None:
         self.model, self.activations = model, activations
-        shapes = model.config.shapes()
-        self.names = {name for name in shapes if name != POSITIONS and model.is_quantized(name)}
 
     def declares(self, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        return {"weight": shape} if f"{name}.weight" in self.names else {}
+        return {"weight": shape} if f"{name}.weight" in self.model.quantized else {}
 
     def tensors(self, plain: bool = False) -> dict[str, Tensor]:
         """All tensors of the model; those that are declared are only a shape, unless all are to be
         `plain` ones."""
         tensors = {}
         for name, shape in self.model.config.shapes().items():
-            if name in self.names and not plain:
+            if name in self.model.quantized and not plain:
                 tensors[name] = torch.zeros((), dtype=torch.int8).expand(shape)
                 continue
             tensor = self.model.read(name)
@@ -93,10 +81,8 @@ def open_file(path: Path) -> Opened:
     from .gguf_tokenizer import tokenizer_folder
 
     model = GGUFModel(path)
-    metadata = model.metadata
-    folder = tokenizer_folder(metadata, model.error) or path.parent
-    for key in [key for key in metadata if key.startswith("tokenizer.")]:
-        del metadata[key]  # megabytes, in the files now
+    folder = tokenizer_folder(model.metadata, model.error) or path.parent
+    model.metadata.clear()  # megabytes, in the files now
     stored = Stored(model, "float")
     return Opened(model.config, stored.tensors(), folder, [path], stored)
 
@@ -105,9 +91,8 @@ def open_folder(path: Path) -> Opened:
     """The quantized model in a folder, whose activations are rounded to int8 only if all groups of
     its quantization_config say so. Raises UserError."""
     model = FolderModel(path)
-    groups = model.options.get("config_groups")
-    schemes = list(groups.values()) if isinstance(groups, dict) else []
-    rounded = [isinstance(scheme, dict) and scheme.get("input_activations") for scheme in schemes]
+    schemes = model.options.get("config_groups", {}).values()
+    rounded = [bool(scheme.get("input_activations")) for scheme in schemes]
     stored = Stored(model, "int8" if rounded and all(rounded) else "float")
     files = sorted(path.glob("*.safetensors"))
     return Opened(model.config, stored.tensors(), path, files, stored)

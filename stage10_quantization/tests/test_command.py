@@ -91,7 +91,7 @@ def test_server_chats_with_the_official_client(written):
 def test_gptq_reads_a_text(chatty, tmp_path):
     text = tmp_path / "text"
     text.write_text("A long story about 12 cats. " * 200)
-    rest, out = ("--method", "gptq", "--text", str(text), "--windows", "2"), tmp_path / "out"
+    rest, out = ("--method", "gptq", "--text", str(text)), tmp_path / "out"
     assert quantized(chatty, "int4", out, *rest) == 0
     exact, ours = logits(load(chatty)), logits(load(out))
     assert (ours - exact).norm() / exact.norm() < 0.8

@@ -18,7 +18,7 @@ from stage01_forward.attention import Recompute
 from stage04_continuous.tests.oracle import CONFIG
 from stage08_llama.tests.test_contract import GROUPED
 from stage10_quantization import rounding
-from stage10_quantization.convert import FORMATS, INT4, INT8, INT8_GROUPS, Format, Quantize
+from stage10_quantization.convert import FORMATS, INT4, INT8, INT8_GROUPS, Quantize
 from stage10_quantization.layers import QuantizedEmbedding, QuantizedLinear
 
 GPT2 = Config(101, 64, 64, 2, 2)  # groups of 32 do not divide CONFIG's width
@@ -84,24 +84,13 @@ def test_a_head_has_eight_bits_in_groups_where_they_divide_it(name, width, bits,
         assert (table.matrix.bits, table.head().matrix.group) == (bits, group)
 
 
-@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
-@pytest.mark.parametrize("place", ["h.1.attn.c_attn", "wte"])
-def test_weights_that_are_not_finite_are_refused_by_name(value, place):
-    checkpoint = random_checkpoint(GPT2, spread=1.0)
-    tensor = checkpoint.tensors[f"{place}.weight"]
-    checkpoint.tensors[f"{place}.weight"] = tensor = tensor.clone()
-    tensor[3, 5] = value
-    row = 3 if place == "wte" else 5  # GPT-2 stores (in, out)
-    with pytest.raises(UserError, match=f"^{place}.weight has NaN or infinity in row {row}: "):
-        quantized(checkpoint, "int4")
-
-
 def test_widths_and_numbers_that_do_not_fit_are_refused_by_name():
     with pytest.raises(UserError, match="^h.0.attn.c_attn.weight has 24 inputs.* groups of 32"):
         quantized(random_checkpoint(CONFIG), "int4")
     weight = torch.ones(2, 64)
+    for value in (3e6, torch.nan, -torch.inf):
+        weight[1, 40] = value
+        with pytest.raises(UserError, match="^one.weight has NaN, infinity or numbers.* in row 1"):
+            INT4.quantized("one", weight)
     weight[1, 40] = 3e6
-    with pytest.raises(UserError, match="^one.weight has numbers too large.*float16 in row 1"):
-        INT4.quantized("one", weight)
     assert INT8.quantized("one", weight).scale.isfinite().all()
-    assert Format(4, 64).quantized("one", weight).minimum is None
