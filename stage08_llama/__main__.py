@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from shared import cli
+from shared.catalog import AUTO
 from shared.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,11 +30,6 @@ def main(argv: list[str] | None = None) -> int:
         "tokens per answer; the model's folder must have a chat template"
     )
     parser.add_argument("--chat", action="store_true", help=about)
-    about = "system prompt of the chat; default: none"
-    parser.add_argument("--system", default="", metavar="TEXT", help=about)
-    about = "stage 05's engine or stage 09's; auto takes the kernels where they are right"
-    names = ("auto", "paged", "kernels")
-    parser.add_argument("--engine", choices=names, default="auto", help=about)
     cli.add_format_options(parser)
     options = parser.parse_args(argv)
     if not options.chat:
@@ -52,7 +48,7 @@ def load(options: argparse.Namespace) -> tuple[cli.Loaded, Engine, SamplingParam
 
     sampling = SamplingParams(**cli.sampling_fields(options))
     device, dtype = cli.device_and_dtype(options)
-    chosen = choose(options.engine, dtype, device)
+    chosen = choose(AUTO, dtype, device)
     wanted, options.linear = options.linear, chosen.linear(options.linear)
     loaded = cli.load_model_from(options)
     formats = cli.cache_options(options.kv_dtype)
@@ -87,7 +83,7 @@ def talk(options: argparse.Namespace) -> int:
     )
     if config.name == "stories-chat":
         print("[this small model knows only its own stories: ask it for one]", file=sys.stderr)
-    return Chat(engine, loaded, template, sampling, options.system).run()
+    return Chat(engine, loaded, template, sampling).run()
 
 
 if __name__ == "__main__":

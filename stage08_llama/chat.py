@@ -21,18 +21,14 @@ class Chat:
     """A conversation with a model whose folder has a chat template.
 
     Every answer's prompt is the whole conversation; an engine with a prefix cache computes only the
-    new part. `ask` raises UserError if the template or the engine refuses.
-
-    system: a message that begins every conversation; "" for none.
-    """
+    new part. `ask` raises UserError if the template or the engine refuses."""
 
     def __init__(
-        self, engine: Any, loaded: Loaded, template: FolderTemplate, sampling: Any, system: str = ""
+        self, engine: Any, loaded: Loaded, template: FolderTemplate, sampling: Any
     ) -> None:
         self.engine, self.loaded, self.template = engine, loaded, template
         self.tokenizer: Any = loaded.tokenizer  # with control tokens, as every chat's
         self.sampling = sampling
-        self.system = [{"role": "system", "content": system}] if system else []
         self.messages: list[dict[str, str]] = []
 
     def ask(self, text: str) -> Iterator[str]:
@@ -59,7 +55,7 @@ class Chat:
         room = min(self.sampling.max_tokens, int(ROOM * context))
         turns = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         for start in turns:
-            rendered = self.template.render([*self.system, *self.messages[start:]])
+            rendered = self.template.render(self.messages[start:])
             ids: list[int] = self.tokenizer.encode_chat(rendered)
             if len(ids) + room <= context or start == turns[-1]:
                 break

@@ -37,7 +37,7 @@ SIZES = {
 }
 COMMON = {*SIZES, "rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings"}
 COMMON |= {"eos_token_id", "head_dim", "hidden_act", "model_type", "num_key_value_heads"}
-COMMON |= {"rms_norm_eps"}
+COMMON |= {"rms_norm_eps", *(OFF := ("attention_bias", "mlp_bias"))}
 QWEN_WINDOW = {"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"}
 
 
@@ -51,8 +51,6 @@ class LlamaConfig(Config):
     n_inner: int = 0
     rope: Rope = field(default_factory=Rope)
     qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
     qk_norm: bool = False
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -60,24 +58,19 @@ class LlamaConfig(Config):
         width, inner, head = self.n_embd, self.n_inner, self.head_dim
         heads, kv_heads = self.n_head * head, self.n_kv_head * head
 
-        def linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, tuple[int, ...]]:
-            weight: dict[str, tuple[int, ...]] = {f"{name}.weight": (rows, columns)}
-            return weight | ({f"{name}.bias": (rows,)} if bias else {})
-
-        layer = {
-            "input_layernorm.weight": (width,),
-            **linear("self_attn.q_proj", heads, width, self.qkv_bias),
-            **linear("self_attn.k_proj", kv_heads, width, self.qkv_bias),
-            **linear("self_attn.v_proj", kv_heads, width, self.qkv_bias),
-            **linear("self_attn.o_proj", width, heads, self.o_bias),
-        }
+        layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (width,)}
+        for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            layer[f"self_attn.{name}_proj.weight"] = (rows, width)
+            if self.qkv_bias:
+                layer[f"self_attn.{name}_proj.bias"] = (rows,)
+        layer["self_attn.o_proj.weight"] = (width, heads)
         if self.qk_norm:
             layer |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
         layer |= {
             "post_attention_layernorm.weight": (width,),
-            **linear("mlp.gate_proj", inner, width, self.mlp_bias),
-            **linear("mlp.up_proj", inner, width, self.mlp_bias),
-            **linear("mlp.down_proj", width, inner, self.mlp_bias),
+            "mlp.gate_proj.weight": (inner, width),
+            "mlp.up_proj.weight": (inner, width),
+            "mlp.down_proj.weight": (width, inner),
         }
         shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (self.vocab_size, width)}
         for number in range(self.n_layer):
@@ -139,6 +132,9 @@ def read(
     options = Options(values, source, COMMON | known)
     if options.get("hidden_act", "silu") != "silu":
         raise options.refuse("hidden_act", "'silu'")
+    for bias in OFF:
+        if options.flag(bias):
+            raise options.refuse(bias, "false")
     sizes: dict[str, Any] = {ours: options.size(theirs) for theirs, ours in SIZES.items()}
     heads, width = sizes["n_head"], sizes["n_embd"]
     kv = options.size("num_key_value_heads", heads)
@@ -211,13 +207,10 @@ def within_window(config: LlamaConfig, options: Options) -> LlamaConfig:
 
 @cache  # once for a model
 def warn_of_window(name: str, window: int, context: int) -> None:
+    about = "which the engines do not implement: its context is"
     log.warning(
-        "%s has a sliding window of %d tokens, which the engines do not implement: its context is "
-        "%d tokens here, not %d.",
-        name,
-        window,
-        window,
-        context,
+        f"{name} has a sliding window of {window} tokens, {about} {window} tokens here, not "
+        f"{context}."
     )
 
 
@@ -226,9 +219,7 @@ def warn_of_window(name: str, window: int, context: int) -> None:
 
 def llama(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
     """Llama 2 and 3, TinyLlama, SmolLM2."""
-    options, config = read(values, name, source, {"attention_bias", "mlp_bias"})
-    bias = options.flag("attention_bias")
-    return replace(config, qkv_bias=bias, o_bias=bias, mlp_bias=options.flag("mlp_bias"))
+    return read(values, name, source, set())[1]
 
 
 def mistral(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
@@ -245,15 +236,11 @@ def qwen2(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
 
 def qwen3(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
     """Qwen3: queries and keys are normed, head by head."""
-    options, config = read(values, name, source, QWEN_WINDOW | {"attention_bias"})
-    bias = options.flag("attention_bias")
-    return replace(qwen_window(config, options), qkv_bias=bias, o_bias=bias, qk_norm=True)
+    options, config = read(values, name, source, QWEN_WINDOW)
+    return replace(qwen_window(config, options), qk_norm=True)
 
 
 def qwen_window(config: LlamaConfig, options: Options) -> LlamaConfig:
-    """Qwen's window counts only if it is switched on, and only if some layer has it."""
-    full = ["full_attention"] * config.n_layer
-    first = options.number("max_window_layers", 28, least=-1)  # layer with a window
-    layers = options.get("layer_types", full if first >= config.n_layer else [])
-    switched_on = options.flag("use_sliding_window") and layers != full
+    """Qwen's window counts only if it is switched on, in whatever layers."""
+    switched_on = options.flag("use_sliding_window")
     return within_window(config, options) if switched_on else config

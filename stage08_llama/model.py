@@ -2,9 +2,9 @@
 
 Five things differ from GPT-2. Positions rotate queries and keys instead of being added to the
 embedding (rope.py). Several query heads share a head of keys and values. Norms divide by the root
-mean square and subtract nothing. The MLP has a gate. Layers have no biases unless the config says
-so. One class serves the whole family: the config sets its switches when a model is made, and no
-model is named here.
+mean square and subtract nothing. The MLP has a gate. Layers have no biases, but for those of
+Qwen2's queries, keys and values. One class serves the whole family: the config sets its switches
+when a model is made, and no model is named here.
 
 Shapes: H query heads and K heads of keys and values, of D channels; C channels in the residual
 stream, F in the MLP, V tokens. Module names are those of the checkpoint, without "model.".
@@ -54,7 +54,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(width, heads, bias=config.qkv_bias)
         self.k_proj = nn.Linear(width, kv_heads, bias=config.qkv_bias)
         self.v_proj = nn.Linear(width, kv_heads, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(heads, width, bias=config.o_bias)
+        self.o_proj = nn.Linear(heads, width, bias=False)
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
         if config.qk_norm:
@@ -72,9 +72,9 @@ class MLP(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         width, inner = config.n_embd, config.n_inner
-        self.gate_proj = nn.Linear(width, inner, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(width, inner, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(inner, width, bias=config.mlp_bias)
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gated = F.silu(self.gate_proj(x)) * self.up_proj(x)  # (..., C) -> (..., F)

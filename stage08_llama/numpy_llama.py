@@ -55,15 +55,12 @@ def attention(
     past = np.tril(np.ones(scores.shape[1:], dtype=bool))  # (T, T): token i sees tokens 0..i
     out = softmax(np.where(past, scores, -np.inf)) @ v  # (H, T, D)
     out = out.swapaxes(0, 1).reshape(len(x), -1)  # (H, T, D) -> (T, H * D)
-    return out @ w[f"{prefix}.o_proj.weight"].T + w.get(f"{prefix}.o_proj.bias", 0)
+    return out @ w[f"{prefix}.o_proj.weight"].T
 
 
 def mlp(x: Array, w: Weights, prefix: str) -> Array:
-    def project(name: str, x: Array) -> Array:
-        return x @ w[f"{prefix}.{name}_proj.weight"].T + w.get(f"{prefix}.{name}_proj.bias", 0)
-
-    gated = silu(project("gate", x)) * project("up", x)  # (T, C) -> (T, F)
-    return project("down", gated)  # (T, F) -> (T, C)
+    gate, up, down = (w[f"{prefix}.{name}_proj.weight"].T for name in ("gate", "up", "down"))
+    return silu(x @ gate) * (x @ up) @ down  # (T, C) -> (T, F) -> (T, C)
 
 
 def llama(

@@ -45,7 +45,6 @@ OF_CONFIG: dict[str, dict[str, dict[str, Any]]] = {
         "llama, three kv heads": {"num_key_value_heads": 3},
         "llama, wide heads": {"head_dim": 20},
         "llama, three heads": THREE_HEADS,
-        "llama, biases": {"attention_bias": True, "mlp_bias": True},
         "llama, epsilon": {"rms_norm_eps": 0.1},
         "theta": rope("default", rope_theta=50.0),
         "linear": rope("linear"),
@@ -66,7 +65,6 @@ OF_CONFIG: dict[str, dict[str, dict[str, Any]]] = {
     },
     "Qwen3Config": {
         "qwen3": {"head_dim": 16} | TIED,
-        "qwen3, bias": {"head_dim": 10, "attention_bias": True},
         "qwen3, yarn": rope("yarn") | {"head_dim": 16},
     },
 }
@@ -95,7 +93,7 @@ def save(folder: Path, kind: str, **options: Any) -> Any:
 def to_fields(config: LlamaConfig) -> dict[str, Any]:
     """The config.json from which a reader makes `config`: of Llama 3's rotary positions, or
     unstretched ones."""
-    kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias > config.o_bias else "llama"
+    kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
     rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
     if config.rope.kind == "llama3":
         rope |= {

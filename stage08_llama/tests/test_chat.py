@@ -86,15 +86,13 @@ def test_a_conversation_that_is_too_long_says_so_and_goes_on(chat, capsys):
     assert chat.messages[0]["content"] == "hi"
 
 
-def test_a_full_context_loses_whole_turns_and_keeps_the_system_prompt(chat, loaded, capsys):
+def test_a_full_context_loses_whole_turns(chat, loaded, capsys):
     """512 positions; a question takes some 100, so that the first is dropped by the fifth."""
-    chat.system = [{"role": "system", "content": "be brief"}]
     chat.engine.stream = Mock(side_effect=chat.engine.stream)
     questions = [f"{i} {'word ' * 20}" for i in range(7)]
     assert chat.run(Mock(side_effect=[*questions, "/quit"])) == 0
     *_, last = [call.args[0] for call in chat.engine.stream.call_args_list]
     prompt, room = loaded.tokenizer.decode(last), min(12, loaded.config.n_positions // 4)
-    assert prompt.startswith(f"<|im_start|>system\nbe brief{END}\n<|im_start|>user\n")
     assert questions[-1].strip() in prompt and questions[0].strip() not in prompt
     assert len(last) + room <= loaded.config.n_positions
     assert prompt.count("<|im_start|>user") == prompt.count("<|im_start|>assistant")  # whole turns
@@ -112,21 +110,16 @@ def test_rows_without_a_token_are_never_sampled(loaded):
 
 def test_a_chat_begins_with_what_runs(folder, capsys, monkeypatch):
     monkeypatch.setattr(builtins, "input", Mock(side_effect=EOFError))
-    assert main(["--chat", "--model", str(folder), "--engine", "paged", "--dtype", "float32"]) == 0
+    assert main(["--chat", "--model", str(folder), "--dtype", "float32"]) == 0
     first, second, *_ = capsys.readouterr().err.splitlines()
-    assert first.startswith(f"[{folder.name}, engine paged, float32 on cpu, ")
+    assert first.startswith(f"[{folder.name}, engine kernels, float32 on cpu, ")
     assert second.startswith("[context of 512 tokens, whose keys and values take ")
 
 
 def test_the_command_line(folder, capsys):
-    texts = []
-    for engine in ("auto", "paged"):
-        options = ["--model", str(folder), "--max-tokens", "5", "--engine", engine]
-        assert main(["the fox", *options]) == 0
-        out, err = capsys.readouterr()
-        assert out.startswith("the fox") and "5 tokens" in err
-        texts.append(out)
-    assert texts[0] == texts[1]
+    assert main(["the fox", "--model", str(folder), "--max-tokens", "5"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("the fox") and "5 tokens" in err
     with pytest.raises(UserError, match="leave the prompt out"):
         main(["hello", "--chat"])
     with pytest.raises(UserError, match="has no chat template"):

@@ -20,7 +20,7 @@ from stage12_distributed.tests.parts import in_threads, random_model
 
 ODD = Config(101, 64, 24, 2, 3, name="odd")  # 3 heads, 101 tokens, 96 channels in the MLP
 UNTIED = replace(ODD, tied=False)
-BIASED = replace(GROUPED, qkv_bias=True, o_bias=True, mlp_bias=True, n_inner=41)
+BIASED = replace(GROUPED, qkv_bias=True, n_inner=41)
 LLAMA3 = replace(GROUPED, n_head=3, n_kv_head=1)
 
 
