@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -36,6 +35,7 @@ log = logging.getLogger(__name__)
 BUDGET = 256  # tokens in a step, by default
 RECORDS = 1_000  # steps whose records the engine keeps: 100,000 take half a gigabyte
 SWITCH = 0.0002  # seconds until the engine's thread, which runs little Python, gets the lock
+BACKLOG = 1024  # connections that wait to be accepted
 CLOSE = 2  # seconds for connections to close once their answers have ended
 MOST_CONNECTIONS = 4096  # and requests at a time; uvicorn answers more with 503
 GENERATION = "generation_config.json"
@@ -45,8 +45,7 @@ SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 class Server(uvicorn.Server):
     """uvicorn with a drain: at shutdown, requests in flight may end, and the rest get an error."""
 
-    def __init__(self, app: FastAPI, grace: float, loaded: Callable[[], None]) -> None:
-        """loaded: called once the model is loaded; the server answers /health before."""
+    def __init__(self, app: FastAPI, grace: float) -> None:
         config = uvicorn.Config(
             app,
             log_config=None,  # see logs.py
@@ -57,31 +56,20 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=CLOSE,
         )
         super().__init__(config)
-        self.app, self.grace, self.loaded = app, grace, loaded
-
-    async def main_loop(self) -> None:
-        self.app.state.loading.add_done_callback(self._loaded)
-        await super().main_loop()
-
-    def _loaded(self, loading: asyncio.Task[None]) -> None:
-        if loading.cancelled() or loading.exception():
-            self.should_exit = True
-        else:
-            self.loaded()
+        self.app, self.grace = app, grace
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit |= self.should_exit  # at the second signal, whichever it is
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if engine := self.app.state.engine:
-            if engine.awaited and self.grace:
-                log.warning(
-                    "Waiting up to %g s for %d sequences in flight: Ctrl-C again ends them at "
-                    "once.",
-                    *(self.grace, engine.awaited),
-                )
-            await engine.drain(self.grace, lambda: self.force_exit)
+        engine = self.app.state.engine
+        if engine.awaited and self.grace:
+            log.warning(
+                "Waiting up to %g s for %d sequences in flight: Ctrl-C again ends them at once.",
+                *(self.grace, engine.awaited),
+            )
+        await engine.drain(self.grace, lambda: self.force_exit)
         self.force_exit = False  # all answers have ended: let the application end in order
         await super().shutdown(sockets)
 
@@ -190,42 +178,36 @@ def plan(settings: Settings, served: Served, address: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     settings = parse(argv)
     logs.start(settings.log_requests)
-    # Before the model is loaded, which takes longer.
-    with listen(settings.host, settings.port) as listening:
+    # The port is taken before the model is loaded, which takes longer.
+    with bind(settings.host, settings.port) as place:
         # Python's own handler would end the interpreter under a thread that computes, and abort.
         # The server shuts down first, and then lets the signal end the process.
         main_thread = threading.current_thread() is threading.main_thread()
         if main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        serve(settings, listening)
+        if settings.open_to_all:
+            say(
+                f"WARNING: --host {settings.host} opens the server to every machine that can reach "
+                "this one, without an API key: set STAIRCASE_API_KEY, or listen on 127.0.0.1 "
+                "behind a proxy."
+            )
+        say(f"Loading {settings.model}")
+        serve(settings, place)
     return 0
 
 
-def serve(settings: Settings, listening: socket.socket) -> None:
-    """Answer on `listening` until a signal ends the process."""
+def serve(settings: Settings, place: socket.socket) -> None:
+    """Load the model, and answer until a signal ends the process."""
+    thread = EngineThread()
+    served = thread.run(lambda: make_engine(settings)).result()
     from .app import create_app
 
-    thread = EngineThread()
-    starting = thread.run(lambda: make_engine(settings))
-    app = create_app(starting, settings, thread)
-    address = address_of(listening)
-    if settings.open_to_all:
-        say(
-            f"WARNING: --host {settings.host} opens the server to every machine that can reach "
-            "this one, without an API key: set STAIRCASE_API_KEY, or listen on 127.0.0.1 behind a "
-            "proxy."
-        )
-    say(f"Loading {settings.model}; {address} answers 503 until then.")
-
-    def loaded() -> None:
-        keep_objects()
-        say(plan(settings, starting.result(), address))
-
+    server = Server(create_app(served, settings, thread), settings.grace)
+    keep_objects()
     sys.setswitchinterval(SWITCH)
-    asyncio.run(Server(app, settings.grace, loaded).serve(sockets=[listening]))
-    loading: asyncio.Task[None] = app.state.loading
-    if not loading.cancelled():
-        loading.result()  # raises the error that ended the server before it was ready
+    place.listen(BACKLOG)
+    say(plan(settings, served, address_of(place)))
+    asyncio.run(server.serve(sockets=[place]))
 
 
 def say(text: str) -> None:
@@ -241,24 +223,26 @@ def keep_objects() -> None:
     gc.set_threshold(10_000, 10, 100)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """The socket to listen on. Raises UserError if it cannot be opened."""
+def bind(host: str, port: int) -> socket.socket:
+    """The socket to listen on, once the model is loaded. Raises UserError if it cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    place = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Events are small, and must not wait until the client confirms the one before (Nagle).
+    place.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
-        listening = socket.create_server((host, port), family=family, backlog=1024)
+        place.bind((host, port))
     except OSError as error:
+        place.close()
         raise UserError(
             f"The server cannot listen on {host}, port {port} ({error.strerror}): choose an "
             "address of this machine with --host, and a free --port."
         ) from None
-    # Events are small, and must not wait until the client confirms the one before (Nagle). asyncio
-    # turns that off for its own sockets, and not for this one; connections inherit it.
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listening
+    return place
 
 
-def address_of(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
+def address_of(place: socket.socket) -> str:
+    host, port = place.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 

@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from itertools import count, groupby
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from pydantic_core import to_json
@@ -29,7 +28,7 @@ from shared.errors import UserError
 from stage05_paged.blockmap import blockmap
 
 from .access import Door, Keys
-from .async_engine import AsyncEngine, Broken, EngineDead, EngineThread, Overloaded, Step
+from .async_engine import CLOSING, AsyncEngine, Broken, EngineDead, EngineThread, Overloaded, Step
 from .chat import Simple, template_of
 from .errors import REFUSALS, ApiError, failure, validation_message
 from .formats import Completion, Format, Generate
@@ -37,6 +36,9 @@ from .metrics import Metrics
 from .protocol import ChatBody, CompletionBody, GenerateBody, TokenizeBody
 from .service import Generation, Service
 from .settings import Settings
+
+if TYPE_CHECKING:
+    from .__main__ import Served
 
 PAGE = Path(__file__).with_name("page.html")
 STEPS = 256  # of the page's chart
@@ -109,14 +111,10 @@ async def respond(
         if generation.body.stream:
             return EventStream(events(generation, answer), generation.release)
         answers = await unless_gone(request, generation.whole())
-        return json_response(answer.whole(answers))
+        return JSONResponse(answer.whole(answers))
     except BaseException:
         generation.release()
         raise
-
-
-def json_response(body: dict[str, Any]) -> Response:
-    return Response(to_json(body), media_type="application/json")
 
 
 def answer_errors(app: FastAPI) -> None:
@@ -138,35 +136,16 @@ def answer_errors(app: FastAPI) -> None:
         app.add_exception_handler(kind, failed)
 
 
-def loading() -> ApiError:
-    message = "The model is still loading: try again in a moment."
-    return ApiError(503, message, headers={"Retry-After": "1"})
-
-
-def create_app(
-    starting: "Future[Any]", settings: Settings, thread: EngineThread | None = None
-) -> FastAPI:
-    """The server's application. It runs the engine that `starting` will hold (a Served, see
-    __main__.py) on `thread`. Until then only paths such as /health answer."""
-    created, numbers = int(time.time()), count(1)
-    steps = deque[dict[str, Any]](maxlen=STEPS)
-    forms = registry.load(registry.FORMS["json"])
+def create_app(served: "Served", settings: Settings, thread: EngineThread | None = None) -> FastAPI:
+    """The server's application, with the engine of `served`, which runs on `thread`."""
+    loaded, created, numbers = served.loaded, int(time.time()), count(1)
+    template, steps = template_of(loaded), deque[dict[str, Any]](maxlen=STEPS)
+    forms = registry.load(registry.FORMS["json"])(served.engine, loaded, template)
     if TYPE_CHECKING:
         Completions: TypeAlias = CompletionBody
         Chats: TypeAlias = ChatBody
     else:  # FastAPI reads bodies as these types, which have more fields
         Completions, Chats = forms.completion_body, forms.chat_body
-
-    async def load() -> None:
-        served = await asyncio.shield(asyncio.wrap_future(starting))
-        loaded, engine = served.loaded, AsyncEngine(served.engine, settings.max_queue, thread)
-        template = template_of(loaded)
-        form, timeout = forms(served.engine, loaded, template), settings.request_timeout
-        state.service = Service(engine, loaded, template, form, timeout, served.defaults)
-        state.metrics = Metrics(engine, loaded.config.name, served.drafts)
-        engine.listeners.append(record)
-        engine.start()
-        state.engine = engine
 
     def record(step: Step, *_: Any) -> None:
         if step.shares:
@@ -175,14 +154,15 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        state.loading = asyncio.create_task(load())
-        if starting.done():
-            await asyncio.wait([state.loading])  # `serve` raises its error
+        state.engine = engine = AsyncEngine(served.engine, settings.max_queue, thread)
+        options = settings.request_timeout, served.defaults
+        state.service = Service(engine, loaded, template, forms, *options)
+        state.metrics = Metrics(engine, loaded.config.name, served.drafts)
+        engine.listeners.append(record)
+        engine.start()
         yield
-        state.loading.cancel()
-        if state.engine is not None:
-            await state.engine.drain(0)
-            await state.engine.stop()
+        await engine.drain(0)
+        await engine.stop()
 
     app = FastAPI(
         title="Staircase",
@@ -199,9 +179,7 @@ def create_app(
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.hosts, www_redirect=False)
 
     def service_of(request: Request) -> Service:
-        if state.engine is None:
-            raise loading()
-        service: Service = state.service
+        service: Service = request.app.state.service
         return service
 
     Ready = Annotated[Service, Depends(service_of)]
@@ -257,25 +235,22 @@ def create_app(
         fields = {"count": len(ids), "max_model_len": service.context, "tokens": ids}
         if body.return_token_strs:
             fields["token_strs"] = [service.loaded.tokenizer.decode([id]) for id in ids]
-        return json_response(fields)
+        return JSONResponse(fields)
 
     @app.get("/health")
-    async def health() -> dict[str, Any]:
+    async def health(service: Ready) -> dict[str, Any]:
         """Whether requests can be answered. If not once the model is loaded, only a restart
         helps."""
-        if state.engine is None:
-            raise loading()
-        if not state.engine.alive:
+        if not service.engine.alive:
             raise ApiError(503, "The engine has stopped: restart the server.")
-        return {"status": "draining" if state.engine.draining else "ok"}
+        return {"status": "draining" if service.engine.draining else "ok"}
 
     @app.get("/ready")
-    async def ready() -> dict[str, Any]:
+    async def ready(service: Ready) -> dict[str, Any]:
         """Whether requests are accepted, for a router."""
-        now = await health()
-        if now["status"] != "ok":
-            raise ApiError(503, f"The server is {now['status']}.", headers={"Retry-After": "1"})
-        return now
+        if service.engine.draining:
+            raise EngineDead(CLOSING)
+        return await health(service)
 
     @app.get("/metrics")
     async def metrics(service: Ready, tenant: Tenant) -> Response:

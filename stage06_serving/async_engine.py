@@ -63,9 +63,8 @@ class Status:
     """An engine at one moment. The engine's thread makes it, and any thread may read it."""
 
     blocks: int  # in the pool
-    block_size: int  # tokens
     owned: int = 0  # blocks
-    running: tuple[tuple[str, int], ...] = ()  # ids, each with its number on the map of the blocks
+    running: int = 0  # sequences
     preemptions: int = 0  # since the start, as the two below
     lookup_tokens: int = 0  # looked up in the prefix cache
     hit_tokens: int = 0  # found there
@@ -186,7 +185,7 @@ class AsyncEngine:
         # Called with each step, the tickets that got tokens, and the tickets that ended.
         self.listeners: list[Callable[[Step, list[Ticket], list[Ticket]], None]] = []
         # The engine's newest status: the thread replaces it before and after each step.
-        self.status = Status(scheduler.pool.count, scheduler.pool.block_size)
+        self.status = Status(scheduler.pool.count)
         self._engine = engine
         engine.runner = scoring = ScoringRunner(engine.runner)
         engine.observers += [scoring, self]
@@ -205,7 +204,7 @@ class AsyncEngine:
     @property
     def waiting(self) -> int:
         """Sequences accepted but not running."""
-        return max(0, len(self.in_flight) - len(self.status.running))
+        return max(0, len(self.in_flight) - self.status.running)
 
     @property
     def awaited(self) -> int:
@@ -270,10 +269,10 @@ class AsyncEngine:
                 f"request needs {count} more: try again in a moment."
             )
 
-    def read(self, ticket: Ticket, most: int | None = None) -> list[Token]:
-        """Take the unread tokens of `ticket`, the first `most` of them. If there are none and an
-        error has ended it, raises Broken, EngineDead, or UserError for its own."""
-        tokens, ticket.fresh = ticket.fresh[:most], [] if most is None else ticket.fresh[most:]
+    def read(self, ticket: Ticket) -> list[Token]:
+        """Take the unread tokens of `ticket`. If there are none and an error has ended it, raises
+        Broken, EngineDead, or UserError for its own."""
+        tokens, ticket.fresh = ticket.fresh, []
         if not tokens and ticket.reason == "error":
             raise failure(ticket)
         return tokens
@@ -415,9 +414,8 @@ class AsyncEngine:
         """Replace the status."""
         scheduler = self._engine.scheduler
         pool, counts = scheduler.pool, scheduler.counts
-        running = tuple((request.id, request.arrival) for request in scheduler.running)
         self.status = Status(
-            *(pool.count, pool.block_size, pool.owned, running),
+            *(pool.count, pool.owned, len(scheduler.running)),
             *(counts.preemptions, counts.lookup_tokens, counts.hit_tokens),
         )
 

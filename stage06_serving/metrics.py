@@ -56,7 +56,7 @@ class Metrics(Collector):
         status, drafts = self.engine.status, self.drafts
         usage = status.owned / status.blocks
         for name, about, value in (
-            ("num_requests_running", "Sequences in a step.", len(status.running)),
+            ("num_requests_running", "Sequences in a step.", status.running),
             ("num_requests_waiting", "Accepted, not running.", self.engine.waiting),
             ("kv_cache_usage_perc", "Share of the blocks owned, 0 to 1.", usage),
         ):

@@ -21,9 +21,7 @@ from .text import TextStream
 
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
 LONG_TEXT = 8_192  # characters: longer texts are tokenized off the event loop
-LONGEST_TOKEN = 128  # characters, in GPT-2: a longer prompt is too long without tokenizing it
 MOST_SCORES = 50_000  # log-probabilities in one body
-READ = 256  # tokens in a piece, at most
 # Seconds between two events of an answer, for each answer that runs; tokens that come sooner share
 # one. With a fast model and many streams, events would take the processor that computes.
 PACE = 0.0006
@@ -101,7 +99,7 @@ class Generation:
                 return
             async with asyncio.timeout_at(self.deadline):
                 await news.wait()
-                if (early := sent + PACE * len(engine.status.running) - loop.time()) > 0:
+                if (early := sent + PACE * engine.status.running - loop.time()) > 0:
                     await asyncio.sleep(early)
             news.clear()
             sent = loop.time()
@@ -153,7 +151,6 @@ class Service:
 
     @property
     def name(self) -> str:
-        """What clients call the model."""
         return self.loaded.config.name
 
     @property
@@ -217,12 +214,6 @@ class Service:
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise ApiError(400, "The prompt is empty: send some text.", field)
-            if len(prompt) > most * LONGEST_TOKEN:
-                message = (
-                    f"The prompt has {len(prompt)} characters, certainly more than the {most} "
-                    "tokens allowed: shorten it."
-                )
-                raise ApiError(400, message, field)
             prompt = await self.encode(prompt, field)
         if len(prompt) > most:
             message = (
@@ -290,7 +281,7 @@ class Service:
         UserError for a request whose own fault was found while it ran."""
         if choice.ended:
             return None
-        tokens = self.engine.read(choice.ticket, READ)
+        tokens = self.engine.read(choice.ticket)
         if not tokens:
             choice.ended = choice.ticket.ended
             return None

@@ -196,7 +196,7 @@ async def test_the_page_s_state_shows_blocks_and_steps():
         state = (await here.http.get("/live")).json()
         assert [step["counts"][:2] for step in state["steps"]] == [[4, 0], [0, 1], [0, 1]]
         assert sum(length for _, length in state["map"]) == state["blocks"]
-        assert state["running"] == [] and state["waiting"] == 0
+        assert state["running"] == state["waiting"] == 0
         number = state["steps"][-1]["number"]
         assert (await here.http.get(f"/live?after={number}")).json()["steps"] == []
 

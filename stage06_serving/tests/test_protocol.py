@@ -228,7 +228,6 @@ MANY = {"logprobs": 20, "prompt": [[5] * 900] * 3}
         (COMPLETIONS, {"prompt": ["a"] * 70, "n": 16}, "at most"),
         *((COMPLETIONS, {"prompt": [[5, 2048]], **more}, "2047") for more in ({}, ECHO)),
         (COMPLETIONS, {"prompt": [5] * 1024}, "maximum context length is 1024 tokens"),
-        (COMPLETIONS, {"prompt": "a" * 200_000}, "characters"),  # before it is tokenized
         (COMPLETIONS, {"max_tokens": 0}, "at least 1"),
         # While they are written, no other client is served; the echo of all prompts is one piece.
         (COMPLETIONS, MANY | {"max_tokens": 900}, f"{3 * 900 * 21} log-prob"),

@@ -50,17 +50,15 @@ class House:
     def __init__(self, *arguments: str) -> None:
         self.settings = parse(["--sanitize", "--engine", "paged", "--grace", "0", *arguments])
         self.thread = EngineThread()
-        make = partial(program.make_engine, self.settings)
-        loading = self.thread.run(make)
-        self.app = create_app(loading, self.settings, self.thread)
-        place = program.listen("127.0.0.1", 0)
+        self.served = self.thread.run(partial(program.make_engine, self.settings)).result()
+        self.app = create_app(self.served, self.settings, self.thread)
+        place = program.bind("127.0.0.1", 0)
         self.url, self.port = program.address_of(place), place.getsockname()[1]
-        self.server = program.Server(self.app, self.settings.grace, lambda: None)
+        self.server = program.Server(self.app, self.settings.grace)
         serve = lambda: asyncio.run(self.server.serve(sockets=[place]))  # noqa: E731
         self.work = threading.Thread(target=serve, daemon=True)
         self.work.start()
-        self.served = loading.result()
-        until(lambda: self.app.state.engine)
+        until(lambda: self.server.started)
 
     @property
     def running(self) -> AsyncEngine:
