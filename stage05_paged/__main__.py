@@ -115,12 +115,6 @@ def make_parser() -> cli.Parser:
         "none, and what they had is computed again",
     )
     group.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="share the blocks of a common beginning, and keep them for later",
-    )
-    group.add_argument(
         "--sanitize",
         action="store_true",
         help="check after every step that no block is lost or shared by mistake; slow",
@@ -177,7 +171,6 @@ def make_engine(loaded: cli.Loaded, options: argparse.Namespace, built_in: bool)
         swap_pool=swap_pool,
         sanitize=options.sanitize,
         max_sequences=sequences,
-        prefix_caching=options.enable_prefix_caching,
         **live.scheduling(options, sequences),
     )
 

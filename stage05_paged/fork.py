@@ -5,7 +5,6 @@ Both are ordinary requests that follow another one: the scheduler lets them begi
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -67,13 +66,9 @@ def add_samples(
     requests = [Request(prompt, *pair) for pair in zip(sampling, names, strict=True)]
     for request in requests:
         engine.check(request.prompt_ids, request.sampling)
-        if request.id in engine.requests:
-            raise UserError(
-                f"The engine already has a request '{request.id}': give each request its own id."
-            )
-    for name, count in Counter(name for name in names if name).items():
-        if count > 1:
-            raise UserError(f"Two samples have the id '{name}': give each its own id.")
+    taken = [*engine.requests, *filter(None, names)]
+    if len(set(taken)) < len(taken):
+        raise UserError("An id is taken already: give each sample an id of its own.")
     for request in requests:
         engine.enqueue(request)
         if request is not requests[0]:

@@ -15,16 +15,8 @@ from .blocks import BlockPool
 if TYPE_CHECKING:  # the command line reads sizes before PyTorch is imported
     import torch
 
-UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SEQUENCES = 8  # default concurrency; the default pool holds this many whole contexts
 SHARE = 0.5  # of the free memory: at most this goes to a default pool
 

@@ -18,9 +18,7 @@ class BlocksRecord(SharesRecord):
 
     owned_blocks: int = 0  # in at least one table
     used_tokens: int = 0  # positions of running requests that have keys and values after the pass
-    swapped: int = 0  # requests whose keys and values are in the swap pool
     moves: tuple[Move, ...] = ()  # memory work before the pass
-    preempted: int = 0  # requests that lost their memory before the pass
 
 
 class Recorder:
@@ -30,19 +28,14 @@ class Recorder:
         self.scheduler = scheduler
         self.steps: deque[BlocksRecord] = deque(maxlen=kept)
         self._memory: dict[str, int] = {}
-        self._preemptions = 0  # up to the last step
 
     def before(self, plan: Plan) -> None:
         """Note the state of the blocks now: requests that end in this step give theirs back."""
-        pool, preemptions = self.scheduler.pool, self.scheduler.counts.preemptions
         computed = sum(request.computed for request in self.scheduler.running)
         self._memory = {
-            "owned_blocks": pool.owned,
+            "owned_blocks": self.scheduler.pool.owned,
             "used_tokens": computed + sum(work.count for work in plan.work),
-            "swapped": len(self.scheduler.swapped),
-            "preempted": preemptions - self._preemptions,
         }
-        self._preemptions = preemptions
 
     def after(self, plan: Plan) -> None:
         """Append the record of a step that had work."""

@@ -218,12 +218,3 @@ def test_no_block_is_lost_or_counted_wrong_whatever_is_called(data):
             assert len(table.blocks) == pool.blocks_for(len(tokens))
             for index, block in enumerate(table.blocks):
                 assert written[block] == tokens[: (index + 1) * size]
-
-
-def test_blocks_that_are_not_trusted_are_never_found_again():
-    pool = BlockPool(2, 1)
-    table = BlockTable(pool)
-    for block, digest in zip(table.grow(2), table.digest([1, 2]), strict=True):
-        pool.publish(block, digest)
-    table.release(trusted=False)
-    assert pool.match(table.digests) == [] and state(pool) == (2, 0, 0, 0)

@@ -19,7 +19,6 @@ HAPPENED = {  # options, and what is counted then
     SMALL: "preemptions recomputed evicted",
     (*SMALL, "--swap-memory", "28KiB", "--max-chunk", "3"): "preemptions swapped",
     (*SMALL, "--swap-memory", "4KiB"): "preemptions",
-    (*SMALL, "--no-enable-prefix-caching"): "",
 }
 
 
@@ -51,8 +50,6 @@ class TestCommand(CommandContract):
         counts = numbers(err)
         assert all(counts[name] for name in HAPPENED[options].split()), counts
         assert 0 < counts["peak"] <= counts["blocks"]
-        if "--no-enable-prefix-caching" in options:
-            assert (counts["hits"], counts["evicted"]) == (0, 0)
 
     def check_story(self, err):
         """Sharing, eviction and preemption with the default memory."""
@@ -66,22 +63,15 @@ class TestCommand(CommandContract):
         err = call(["hello"], *SMALL)[2]
         room = "room for 1 whole context of 48 tokens; at most 8 sequences at a time"
         assert err.startswith(f"[KV cache: 28.0 KiB in 14 blocks of 4 tokens; {room}; no swap]\n")
-        longer = ("--block-size", "100", "--max-num-seqs", "2", "--swap-memory", "70KB")
-        err = call(["hello"], *longer)[2]
-        room = "room for 2 whole contexts of 48 tokens; at most 2 sequences at a time"
-        swap = "swap: 50.0 KiB in 1 blocks"
-        assert err.startswith(f"[KV cache: 100.0 KiB in 2 blocks of 100 tokens; {room}; {swap}]\n")
 
     def test_samples_are_what_as_many_equal_prompts_would_be(self, call):
         options = ("--temperature", "1", "--max-tokens", "9", "--seed", "5", "--block-size", "4")
         status, out, err = call(["hello you!", "a"], *options, "--every", "4", "--samples", "3")
-        _, apart, plain = call(
-            ["hello you!"] * 3 + ["a"] * 3, *options, "--no-enable-prefix-caching"
-        )
+        apart = call(["hello you!"] * 3 + ["a"] * 3, *options)[1]
         assert status == 0 and answers(out) == answers(apart)
         assert len(set(answers(out).values())) == 6
         # The last block of the first prompt is half full and shared by three: two of them copy it.
-        assert (numbers(err)["copies"], numbers(plain)["copies"]) == (2, 0)
+        assert numbers(err)["copies"] == 2
 
 
 def show(
@@ -105,10 +95,6 @@ def test_the_view_shows_records_and_tables(tiny_model):
         assert f"{scheduler.counts.preemptions} preemptions" in lines[1]
         states = {line[:4].strip(): " ".join(line[6:34].split()) for line in lines[3:]}
         assert [line.plain for line in run.view(10, 6)][:2] == [blocks[:10], blocks[10:]]
-        few = [line.plain.rstrip() for line in run.view(100, 3)]
-        assert few[:2] == [blocks, f"({KEY})"]
-        few = [line.plain for line in run.view(8, 5)]
-        assert few[0] == blocks[:8] and all(len(line) <= 8 for line in few)
         seen.update(blocks)
         for request in scheduler.running:
             words, state = states[request.id].split(" blocks: ")
@@ -116,9 +102,7 @@ def test_the_view_shows_records_and_tables(tiny_model):
             assert sign == mark(request.arrival) and blocks.count(sign) <= int(owned)
             assert int(owned) == len(scheduler.tables[request].blocks)
             seen.add(state.split()[0])
-        waiting = [states[request.id] for request in scheduler.waiting]
-        assert waiting.count("waits (swapped out)") == newest.swapped
-        seen.update(waiting)
+        seen.update(states[request.id] for request in scheduler.waiting)
     assert run.peak == max(step.owned_blocks for step in run.engine.steps) > newest.owned_blocks
     assert seen >= {"prefill", "decode", "waits", "waits (swapped out)", *"#+."}
 

@@ -1,8 +1,8 @@
 """The small steps that every token pays for, timed:
 `python -m pytest -m slow --benchmark-enable stage05_paged/tests/test_micro.py`.
 
-To compare two states of the code on one machine; the README describes how. All steps are those of a
-decode pass in the middle of its work: ROWS sequences with CONTEXT tokens each, unchanged by it.
+To compare two states of the code on one machine. All steps are those of a decode pass: ROWS
+sequences with CONTEXT tokens each, unchanged by it.
 """
 
 from __future__ import annotations
@@ -28,28 +28,18 @@ ROWS, CONTEXT, BLOCK = 16, 256, 16
 BLOCKS = ROWS * (CONTEXT // BLOCK + 1)
 
 
-@pytest.fixture
-def attention():
-    """A pass of one new token for each row; blocks are apart, as in a pool that has been in use."""
+@torch.inference_mode()
+def test_forward_pass(benchmark):
+    """Blocks are apart, as in a pool that has been in use."""
     cache = PagedCache(CONFIG, BLOCKS, BLOCK)
     cache.kv.normal_()
-    return cache.extend([(list(range(row, BLOCKS, ROWS)), CONTEXT, 1) for row in range(ROWS)])
-
-
-@torch.inference_mode()
-def test_forward_pass(benchmark, attention):
+    shares = [(list(range(row, BLOCKS, ROWS)), CONTEXT, 1) for row in range(ROWS)]
+    attention = cache.extend(shares)
     model = models.load_model(checkpoint.load("stories"))
     optimize(model)
     ids, positions = torch.arange(ROWS), attention.positions
     logits = benchmark(lambda: model.logits(model(ids, positions, attention.attend)))
     assert bool(logits.isfinite().all())
-
-
-@torch.inference_mode()
-def test_attend(benchmark, attention):
-    """One layer: write the new keys and values, gather all, attend."""
-    q, k, v = torch.randn(3, ROWS, CONFIG.n_head, CONFIG.head_dim)
-    assert benchmark(attention.attend, 0, q, k, v).isfinite().all()
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.95}], ids=str)

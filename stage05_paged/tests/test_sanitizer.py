@@ -114,13 +114,6 @@ def test_every_rule_when_broken_is_named(rule, engine, monkeypatch):
     assert_named(engine, monkeypatch, moment, rule, *(BEFORE | AFTER)[rule])
 
 
-def test_a_write_right_behind_the_table_is_named(engine, monkeypatch):
-    for _ in range(2):
-        engine.step()
-    words = "positions 16 to 16 are beyond the table's 16"
-    assert_named(engine, monkeypatch, "schedule", words, "a", "a.blocks.pop()")
-
-
 def test_what_is_wrong_when_a_request_has_ended_is_named(tiny_model, monkeypatch):
     """A swap block is in use at idle, its request forgotten; or a digest is wrong, and no table is
     left that holds the block, and yet any request can find it."""
