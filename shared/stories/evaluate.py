@@ -9,12 +9,11 @@ Two questions, each against the grammar, which knows the right answer:
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
-import time
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
 import jinja2
@@ -23,12 +22,12 @@ import transformers
 from tqdm import tqdm
 
 from .. import cli
-from ..errors import UserError
-from . import grammar, train
-from .train import END_OF_TEXT
+from . import grammar
+from .train import END_OF_TEXT, recipe_parser
 
 TEMPERATURE = 0.8
 TOP_P = 0.95  # common in servers; without it the tail of every distribution is sampled too
+HELD_OUT, SAMPLED, ENTROPY = 1000, 200, 20_000  # stories
 LONGEST_STORY = 600  # tokens; the grammar's longest are under 500
 CARD = jinja2.Template(
     (grammar.FOLDER / "card.md.jinja").read_text(encoding="utf-8"),
@@ -50,12 +49,12 @@ def end_of_text(tokenizer: Any) -> int:
     return int(tokenizer.convert_tokens_to_ids(END_OF_TEXT))
 
 
-def held_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
-    """Model and floor on the same `count` unseen stories, with an end-of-text on both sides."""
+def held_out(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Model and floor on the same unseen stories, with an end-of-text on both sides."""
     end = end_of_text(tokenizer)
     nats, floor, tokens, copied, right = 0.0, 0.0, 0, 0, 0
-    stories = itertools.islice(grammar.stories("held out"), count)
-    for story in tqdm(stories, total=count, unit="story", desc="held out"):
+    stories = itertools.islice(grammar.stories("held out"), HELD_OUT)
+    for story in tqdm(stories, total=HELD_OUT, unit="story", desc="held out"):
         encoded = tokenizer(story.text, return_offsets_mapping=True)
         ids, places = encoded.input_ids, encoded.offset_mapping
         copies = [story.copied(*place) for place in places]  # in a word that repeats a filling
@@ -66,7 +65,7 @@ def held_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
         copied += sum(copies)
         right += int(likeliest[:-1][torch.tensor(copies)].sum())
     return {
-        "stories": count,
+        "stories": HELD_OUT,
         "tokens": tokens,
         "cross_entropy": nats / tokens,
         "floor": floor / tokens,
@@ -76,14 +75,12 @@ def held_out(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
     }
 
 
-def sampled(
-    model: Any, tokenizer: Any, count: int, top_p: float, batch: int = 50
-) -> dict[str, Any]:
-    """Sample `count` stories, and count those that the grammar can read."""
+def sampled(model: Any, tokenizer: Any, top_p: float, batch: int = 50) -> dict[str, Any]:
+    """Sample stories, and count those that the grammar can read."""
     torch.manual_seed(0)
     end = end_of_text(tokenizer)
     texts: list[str] = []
-    for _ in tqdm(range(count // batch), unit="batch", desc="sampling"):
+    for _ in tqdm(range(SAMPLED // batch), unit="batch", desc="sampling"):
         prompt = torch.full((batch, 1), end)
         rows = model.generate(
             prompt,
@@ -103,18 +100,20 @@ def sampled(
         "temperature": TEMPERATURE,
         "top_p": top_p,
         "straight": straight,
-        "different": len(set(texts)),
         "example": texts[0],
     }
 
 
-def entropy_facts(tokenizer: Any, count: int = 20_000) -> dict[str, Any]:
-    """The grammar's entropy: nats a story, its standard error, and nats a token."""
-    nats, error = grammar.entropy(count)
+def entropy_facts(tokenizer: Any) -> dict[str, Any]:
+    """The grammar's entropy: nats a story as the mean of -ln p, its standard error, and nats a
+    token."""
+    draws = itertools.islice(grammar.stories("entropy"), ENTROPY)
+    information = [-story.log_probability for story in draws]
+    nats, error = fmean(information), pstdev(information) / math.sqrt(ENTROPY)
     texts = [story.text for story in itertools.islice(grammar.stories("entropy"), 2000)]
     tokens = sum(len(tokenizer.encode(text)) + 1 for text in texts) / len(texts)  # + end of text
     return {
-        "stories": count,
+        "stories": ENTROPY,
         "nats": nats,
         "standard_error": error,
         "tokens_per_story": tokens,
@@ -143,42 +142,21 @@ def write_card(
 
 def main(argv: list[str] | None = None) -> None:
     about = "Judges a trained story model and writes its card: about two minutes."
-    parser = argparse.ArgumentParser("python -m shared.stories.evaluate", description=about)
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--chat", action="store_true", help="judge stories-chat")
-    kind.add_argument("--draft", action="store_true", help="judge stories-draft")
-    parser.add_argument("--folder", type=Path, help="the checkpoint; default: the embedded one")
-    parser.add_argument("--stories", type=int, default=1000, help="held-out ones; default: 1000")
-    options = parser.parse_args(argv)
-    recipe = train.Chat if options.chat else train.Draft if options.draft else train.Stories
-    folder = options.folder or recipe.folder
-    if not (folder / "training.json").exists():
-        raise UserError(
-            f"{folder} has no training.json: train a model there with python -m "
-            "shared.stories.train."
-        )
+    folder = recipe_parser("shared.stories.evaluate", about).parse_args(argv).recipe.folder
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    started = time.perf_counter()
     with torch.inference_mode():
         evaluation: dict[str, Any] = {
             "entropy": entropy_facts(tokenizer),
-            "held_out": held_out(model, tokenizer, options.stories),
-            "sampled": sampled(model, tokenizer, 200, top_p=1.0),
-            "sampled_top_p": sampled(model, tokenizer, 200, top_p=TOP_P),
+            "held_out": held_out(model, tokenizer),
+            "sampled": sampled(model, tokenizer, top_p=1.0),
+            "sampled_top_p": sampled(model, tokenizer, top_p=TOP_P),
         }
-    evaluation["seconds"] = round(time.perf_counter() - started, 1)
-    (folder / "evaluation.json").write_text(
-        json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    text = json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n"
+    (folder / "evaluation.json").write_text(text, encoding="utf-8")
     training = json.loads((folder / "training.json").read_text(encoding="utf-8"))
     write_card(folder, evaluation, training, model.config)
-    held, drawn = evaluation["held_out"], evaluation["sampled"]
-    loss, floor = held["cross_entropy"], held["floor"]
-    print(
-        f"{loss:.4f} nats a token, {held['excess']:.1%} above the floor of {floor:.4f} (perplexity "
-        f"{math.exp(loss):.3f}); {drawn['straight']} of {drawn['stories']} stories straight"
-    )
+    print(f"Written: {folder / 'README.md'}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-INTERLUDE_PROBABILITY = 0.5
 CREATURE = "animal0"  # the filling of a hero that is an animal: no other animal is of its kind
 
 FORMS = ("he", "him", "his", "himself", "girl", "boy")
@@ -48,15 +47,9 @@ class Slot:
         return self.name.rstrip("0123456789")
 
 
-@dataclass(frozen=True)
-class Phrase:
-    """`[big|large|huge]`: one of several ways to say the same, drawn at each mention and then
-    forgotten."""
-
-    options: tuple[str, ...]
-
-
-Template = tuple[str | Slot | Phrase, ...]
+# A beat is one of several templates, drawn anew wherever it stands. `[big|large|huge]`, ways to say
+# the same, is a beat within a template.
+Template = tuple["str | Slot | Beat", ...]
 Beat = tuple[Template, ...]
 
 
@@ -65,6 +58,12 @@ class Plot:
     name: str
     before: tuple[Beat, ...]  # the beats before the place where an interlude may stand
     after: tuple[Beat, ...]
+
+
+def chain(joint: str, beats: Sequence[Beat]) -> Template:
+    """The beats with a space between them, after `joint`."""
+    joints = [joint, *[" "] * (len(beats) - 1)]
+    return tuple(part for pair in zip(joints, beats, strict=True) for part in pair)
 
 
 @dataclass(frozen=True)
@@ -86,14 +85,14 @@ class Story:
 
 
 def parse_template(source: str) -> Template:
-    parts: list[str | Slot | Phrase] = []
+    parts: list[str | Slot | Beat] = []
     for literal, phrase, name, form in re.findall(
         r"([^{}\[\]]+)|\[([^]]+)\]|\{(\w+)(?:\.(\w+))?\}", source
     ):
         if literal:
             parts.append(literal)
         elif phrase:
-            parts.append(Phrase(tuple(phrase.split("|"))))
+            parts.append(tuple((option,) for option in phrase.split("|")))
         else:
             capital = (form or name)[0].isupper()
             parts.append(Slot(name.lower(), form.lower(), capital))
@@ -111,8 +110,6 @@ def insert_synonyms(text: str, synonyms: str) -> str:
         line.split(" | ") for line in synonyms.splitlines() if line and not line.startswith("#")
     ]
     marked = {options[0]: "[" + "|".join(options) + "]" for options in lines}
-    if not marked:
-        return text
     longest_first = sorted(marked, key=len, reverse=True)
     pattern = r'(?<!["\w{.])(?:' + "|".join(map(re.escape, longest_first)) + r")(?![\w-])"
     return "\n".join(
@@ -127,9 +124,7 @@ def parse_headings(text: str) -> dict[str, list[str]]:
     for raw in text.splitlines():
         line = raw.strip()
         if line.startswith("## "):
-            if line[3:] in sections:
-                raise ValueError(f"two headings '{line[3:]}': give one of them another name")
-            current = sections.setdefault(line[3:], [])
+            current = sections[line[3:]] = []
         elif line and not line.startswith("#"):
             current.append(line)
     return sections
@@ -146,32 +141,28 @@ class Grammar:
     def __init__(self, words: str, synonyms: str, frame: str, plots: str) -> None:
         self.words = parse_headings(words)
         frame, plots = insert_synonyms(frame, synonyms), insert_synonyms(plots, synonyms)
-        self.gender = {
-            w: g
-            for g, kinds in (("girl", ("girl", "elder_woman")), ("boy", ("boy", "elder_man")))
-            for k in kinds
-            for w in self.words[k]
-        }
+        self.gender = dict.fromkeys(self.words["girl"] + self.words["elder_woman"], "girl")
+        self.gender |= dict.fromkeys(self.words["boy"] + self.words["elder_man"], "boy")
         sections = parse_headings(frame)
         self.openings = parse_beat(sections["openings"][0])
-        self.habits: Beat = tuple(parse_template(line) for line in sections["habits"])
-        self.interludes: Beat = tuple(parse_template(line) for line in sections["interludes"])
-        self.endings: Beat = tuple(parse_template(line) for line in sections["endings"])
+        self.habits, self.interludes, self.endings = (
+            tuple(map(parse_template, sections[name]))
+            for name in ("habits", "interludes", "endings")
+        )
         self.plots: list[Plot] = []
         for name, lines in parse_headings(plots).items():
             if lines.count("~") != 1:
-                raise ValueError(
-                    f"plot '{name}' needs exactly one line '~', the place where an interlude may "
-                    "stand"
-                )
+                raise ValueError(f"plot '{name}' needs one line '~', where an interlude may stand")
             pause = lines.index("~")
-            self.plots.append(
-                Plot(
-                    name,
-                    tuple(parse_beat(line) for line in lines[:pause]),
-                    tuple(parse_beat(line) for line in lines[pause + 1 :]),
-                )
-            )
+            before, after = map(parse_beat, lines[:pause]), map(parse_beat, lines[pause + 1 :])
+            self.plots.append(Plot(name, tuple(before), tuple(after)))
+
+    def outline(self, plot: Plot, openings: Beat, habits: bool) -> tuple[Template, ...]:
+        """A story up to where an interlude may stand, and its end without one and with one."""
+        before = [openings or self.openings, *[self.habits] * habits, *plot.before]
+        ways = plot.after, (self.interludes, *plot.after)
+        ends = (chain("\n", way) + ("\n", self.endings) for way in ways)
+        return chain("", before), *ends
 
     def candidates(self, slot: Slot, fillings: dict[str, str]) -> list[str]:
         """What an unfilled slot may become: two slots of one kind differ, and friend is of the
@@ -224,12 +215,11 @@ class Grammar:
             log_probability -= math.log(len(options))
             return options[rng.randrange(len(options))]
 
-        def write(beat: Beat, joint: str) -> None:
+        def write(template: Template) -> None:
             nonlocal text
-            text += joint
-            for part in choose(beat):
-                if isinstance(part, Phrase):
-                    text += choose(part.options)
+            for part in template:
+                if isinstance(part, tuple):
+                    write(choose(part))
                 elif isinstance(part, Slot):
                     known = part.name in fillings
                     if not known:
@@ -242,19 +232,10 @@ class Grammar:
                     text += part
 
         plot = choose(plots or self.plots)
-        write(openings or self.openings, "")
-        if habits:
-            write(self.habits, " ")
-        for beat in plot.before:
-            write(beat, " ")
-        with_interlude = rng.random() < INTERLUDE_PROBABILITY
-        log_probability += math.log(
-            INTERLUDE_PROBABILITY if with_interlude else 1 - INTERLUDE_PROBABILITY
-        )
-        after = [self.interludes, *plot.after] if with_interlude else plot.after
-        for number, beat in enumerate(after):
-            write(beat, " " if number else "\n")
-        write(self.endings, "\n")
+        before, *ends = self.outline(plot, openings, habits)
+        write(before)
+        log_probability -= math.log(2)  # an interlude or none
+        write(ends[rng.random() < 0.5])
         return Story(text, plot.name, fillings, log_probability, tuple(copies))
 
     # ---- reading ---------------------------------------------------------------------------------
@@ -269,73 +250,40 @@ class Grammar:
     ) -> list[Story]:
         """Every derivation of `text`, with the arguments of `sample`; an empty list if this grammar
         cannot have written it."""
-        plots = plots or self.plots
-        frame = [("", openings or self.openings)] + [(" ", self.habits)] * habits
-        return [
-            Story(text, plot.name, fillings, log_p - math.log(len(plots)))
-            for plot in plots
-            for end, fillings, log_p in self._read_plot(plot, text, frame, dict(fixed or {}))
-            if end == len(text)
-        ]
+        plots, stories = plots or self.plots, []
+        for plot in plots:
+            before, *ends = self.outline(plot, openings, habits)
+            whole: Template = (*before, tuple(ends))  # a choice like any other
+            stories += [
+                Story(text, plot.name, fillings, log_p - math.log(len(plots)))
+                for fillings, log_p in self._read(whole, text, 0, dict(fixed or {}))
+            ]
+        return stories
 
-    def _read_plot(
-        self, plot: Plot, text: str, frame: list[tuple[str, Beat]], fixed: dict[str, str]
-    ) -> Iterator[tuple[int, dict[str, str], float]]:
-        plain = [*frame, *((" ", beat) for beat in plot.before)]
-        no, yes = math.log(1 - INTERLUDE_PROBABILITY), math.log(INTERLUDE_PROBABILITY)
-        for end, fillings, log_p in self._read_beats(plain, text, 0, fixed):
-            rest = [(" ", beat) for beat in plot.after]
-            without = [("\n", plot.after[0]), *rest[1:], ("\n", self.endings)]
-            within = [("\n", self.interludes), *rest, ("\n", self.endings)]
-            for chance, beats in ((no, without), (yes, within)):
-                for last, filled, more in self._read_beats(beats, text, end, fillings):
-                    yield last, filled, log_p + chance + more
-
-    def _read_beats(
-        self, beats: list[tuple[str, Beat]], text: str, start: int, fillings: dict[str, str]
-    ) -> Iterator[tuple[int, dict[str, str], float]]:
-        if not beats:
-            yield start, fillings, 0.0
-            return
-        (joint, beat), rest = beats[0], beats[1:]
-        if not text.startswith(joint, start):
-            return
-        for template in beat:
-            for end, filled, log_p in self._read_template(
-                template, text, start + len(joint), fillings
-            ):
-                for last, all_filled, more in self._read_beats(rest, text, end, filled):
-                    yield last, all_filled, log_p + more - math.log(len(beat))
-
-    def _read_template(
-        self, template: Template, text: str, start: int, fillings: dict[str, str]
-    ) -> Iterator[tuple[int, dict[str, str], float]]:
+    def _read(
+        self, template: Template, text: str, at: int, fillings: dict[str, str]
+    ) -> Iterator[tuple[dict[str, str], float]]:
+        """The fillings, and ln p of the choices, of every way to read text[at:] as `template`."""
         if not template:
-            yield start, fillings, 0.0
+            if at == len(text):
+                yield fillings, 0.0
             return
         part, rest = template[0], template[1:]
         if isinstance(part, str):
-            if text.startswith(part, start):
-                yield from self._read_template(rest, text, start + len(part), fillings)
+            if text.startswith(part, at):
+                yield from self._read(rest, text, at + len(part), fillings)
             return
-        if isinstance(part, Phrase):
-            for option in part.options:
-                if text.startswith(option, start):
-                    for end, filled, log_p in self._read_template(
-                        rest, text, start + len(option), fillings
-                    ):
-                        yield end, filled, log_p - math.log(len(part.options))
-            return
-        known = part.name in fillings
-        options = [fillings[part.name]] if known else self.candidates(part, fillings)
-        for word in options:
-            filled = fillings if known else {**fillings, part.name: word}
-            spelled = self.spell(part, filled)
-            if text.startswith(spelled, start):
-                for end, all_filled, log_p in self._read_template(
-                    rest, text, start + len(spelled), filled
-                ):
-                    yield end, all_filled, log_p - math.log(len(options))
+        choices: list[tuple[Template, dict[str, str]]]
+        if isinstance(part, Slot):
+            known = part.name in fillings
+            words = [fillings[part.name]] if known else self.candidates(part, fillings)
+            filled = [{**fillings, part.name: word} for word in words]
+            choices = [((self.spell(part, after), *rest), after) for after in filled]
+        else:
+            choices = [((*option, *rest), fillings) for option in part]
+        for choice, after in choices:
+            for reading, log_p in self._read(choice, text, at, after):
+                yield reading, log_p - math.log(len(choices))
 
 
 @cache
@@ -354,11 +302,3 @@ def stories(seed: int | str) -> Iterator[Story]:
     rng = random.Random(f"stories {seed}")
     while True:
         yield load().sample(rng)
-
-
-def entropy(count: int = 20_000, seed: int | str = "entropy") -> tuple[float, float]:
-    """Entropy of a story in nats, as the mean of -ln p over `count` stories, and the standard error
-    of that mean."""
-    draws = [-story.log_probability for _, story in zip(range(count), stories(seed), strict=False)]
-    mean = sum(draws) / count
-    return mean, math.sqrt(sum((d - mean) ** 2 for d in draws) / count / count)

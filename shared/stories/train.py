@@ -15,10 +15,9 @@ times over, which is the cheapest lesson in copying.
 
 Even so, how far copying gets varies from run to run: a run of 6,500 steps on one thread had still
 not learnt to carry a trait or a number across a whole story. stories-chat took 14,000. Judge a
-model before it is used (`python -m shared.stories.evaluate`), and give it more steps if it needs
-them.
+model before it is used: `python -m shared.stories.evaluate`.
 
-Deterministic: the same seed, thread count and kind of processor give the same weights.
+Deterministic: the same thread count and kind of processor give the same weights.
 """
 
 from __future__ import annotations
@@ -59,6 +58,7 @@ EMBEDDING_SPREAD = 0.1  # GPT-2's own 0.02 is made for 768 channels, ours are 19
 PEAK_LEARNING_RATE = 3e-3
 EMBEDDING_LEARNING_RATE_SHARE = 0.4
 WARMUP_STEPS = 100
+SEED, THREADS = 0, 2  # the weights depend on both
 
 Document = tuple[list[int], list[float]]  # token ids, and the weight of each in the loss
 
@@ -88,19 +88,10 @@ class Stories:
         """In GPT-2's format, vocab.json and merges.txt."""
         tokenizer.model.save(str(folder))
         ordered = dict(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
-        (folder / "vocab.json").write_text(
-            json.dumps(ordered, ensure_ascii=False), encoding="utf-8"
-        )
+        text = json.dumps(ordered, ensure_ascii=False)
+        (folder / "vocab.json").write_text(text, encoding="utf-8")
         names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
         write_settings(folder, {"tokenizer_class": "GPT2Tokenizer", **names})
-
-    @staticmethod
-    def load_tokenizer(folder: Path) -> Tokenizer:
-        vocabulary, merges = models.BPE.read_file(
-            str(folder / "vocab.json"), str(folder / "merges.txt")
-        )
-        vocabulary.pop(END_OF_TEXT)
-        return byte_level(models.BPE(vocabulary, merges), Stories.control)
 
     @staticmethod
     def config(width: int, layers: int, heads: int) -> transformers.PretrainedConfig:
@@ -112,8 +103,7 @@ class Stories:
             vocab_size=VOCABULARY,
             bos_token_id=end,
             eos_token_id=end,
-            # GPT-2's own curve as one operator; saved under its old name below
-            activation_function="gelu_pytorch_tanh",
+            activation_function="gelu_pytorch_tanh",  # GPT-2's own curve as one operator
         )
 
 
@@ -177,10 +167,6 @@ class Chat:
         names = {"eos_token": END_OF_TURN, "pad_token": END_OF_TEXT}
         write_settings(folder, {"tokenizer_class": "PreTrainedTokenizerFast", **names})
         (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-
-    @staticmethod
-    def load_tokenizer(folder: Path) -> Tokenizer:
-        return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     @staticmethod
     def config(width: int, layers: int, heads: int) -> transformers.PretrainedConfig:
@@ -249,9 +235,8 @@ def train_tokenizer(recipe: Recipe, count: int = 20_000) -> Tokenizer:
 
 def write_settings(folder: Path, settings: dict[str, Any]) -> None:
     fields = {"model_max_length": POSITIONS, "add_prefix_space": False, **settings}
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(fields, indent=2) + "\n", encoding="utf-8"
-    )
+    text = json.dumps(fields, indent=2) + "\n"
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
 def windows(length: int, rng: random.Random, documents: Iterator[Document]) -> Iterator[Document]:
@@ -287,19 +272,15 @@ def micro_batch(
     return torch.tensor(ids), torch.tensor(weights), positions
 
 
-def build_model(
-    recipe: Recipe, width: int, layers: int, heads: int, seed: int
-) -> transformers.PreTrainedModel:
-    torch.manual_seed(seed)
+def build_model(recipe: Recipe, width: int, layers: int, heads: int) -> Any:
+    torch.manual_seed(SEED)
     config = recipe.config(width, layers, heads)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=EMBEDDING_SPREAD)
     return model
 
 
-def build_optimizers(
-    model: transformers.PreTrainedModel, peak: float
-) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: Any, peak: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the blocks, AdamW for embeddings, biases and norms; `peak` is
     the learning rate."""
     matrices: list[torch.nn.Parameter] = []
@@ -319,69 +300,53 @@ def learning_rate_share(step: int, steps: int) -> float:
     return min((step + 1) / WARMUP_STEPS, (steps - step) / max(1, steps - WARMUP_STEPS))
 
 
-def save_model(model: transformers.PreTrainedModel, folder: Path) -> None:
-    if name := getattr(model.config, "activation_function", None):
-        model.config.activation_function = "gelu_new"
-    model.save_pretrained(folder)
-    if name:
-        model.config.activation_function = name
-
-
 def train(
-    recipe: Recipe, out: Path, steps: int, seed: int, width: int, layers: int, heads: int
+    recipe: Recipe, out: Path, steps: int = 0, size: tuple[int, int, int] | None = None
 ) -> dict[str, Any]:
-    """Train and save to `out`; returns the facts of the run for the model card."""
+    """Train and save to `out`, by default as the recipe has it; returns the facts of the run for
+    the model card."""
     out.mkdir(parents=True, exist_ok=True)
-    model = build_model(recipe, width, layers, heads, seed)
-    drafts = recipe is Draft
-    tokenizer = recipe.load_tokenizer(Stories.folder) if drafts else train_tokenizer(recipe)
-    optimizers = build_optimizers(model, PEAK_LEARNING_RATE)
+    steps, copying_steps = steps or recipe.steps, recipe.copying_steps
+    model = build_model(recipe, *(size or recipe.size))
+    if recipe is Draft:
+        files = (str(Stories.folder / name) for name in ("vocab.json", "merges.txt"))
+        tokenizer = byte_level(models.BPE.from_file(*files), Stories.control)
+    else:
+        tokenizer = train_tokenizer(recipe)
     recipe.save_tokenizer(tokenizer, out)
-    model.train()
-    copying_steps = recipe.copying_steps
-    rng = random.Random(seed)
-    documents = recipe.documents(tokenizer, f"training {seed}")
+    rng = random.Random(SEED)
+    documents = recipe.documents(tokenizer, f"training {SEED}")
     copying = repeating_windows(WINDOW, documents)
     sources = {length: windows(length, rng, documents) for length in (WINDOW, POSITIONS)}
-    full_from = int(steps * (1 - recipe.full_window_share))
+    full_from = max(int(steps * (1 - recipe.full_window_share)), copying_steps)
+    optimizers = build_optimizers(model, PEAK_LEARNING_RATE)
     share = partial(learning_rate_share, steps=steps)
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, share) for optimizer in optimizers]
-    started, smooth = time.perf_counter(), None
+    started = time.perf_counter()
+    model.train()
     progress = tqdm(range(steps), unit="step", smoothing=0.05)
     for step in progress:
-        length = POSITIONS if step >= max(full_from, copying_steps) else WINDOW
-        total = 0.0
+        length = POSITIONS if step >= full_from else WINDOW
+        source = copying if step < copying_steps else sources[length]
         for _ in range(MICRO_BATCHES):
-            ids, weights, positions = micro_batch(
-                copying if step < copying_steps else sources[length], length, rng
-            )
+            ids, weights, positions = micro_batch(source, length, rng)
             with torch.autocast("cpu", torch.bfloat16):
-                logits = model(
-                    input_ids=ids[:, :-1], position_ids=positions, use_cache=False
-                ).logits
+                logits = model(ids[:, :-1], position_ids=positions, use_cache=False).logits
             nats = torch.nn.functional.cross_entropy(
                 logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
             )
-            weight = weights[:, 1:].flatten() ** learning_rate_share(step, steps)
+            weight = weights[:, 1:].flatten() ** share(step)
             loss = (nats * weight).sum() / weight.sum() / MICRO_BATCHES
             loss.backward()
-            total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
             schedule.step()
             optimizer.zero_grad(set_to_none=True)
-        smooth = total if smooth is None else 0.98 * smooth + 0.02 * total
         if step % 20 == 19:
-            progress.set_postfix_str(f"loss {smooth:.4f}")
-        if step % 500 == 499 or step == steps - 1:
-            save_model(model, out)
+            progress.set_postfix_str(f"loss {MICRO_BATCHES * loss.item():.4f}")
+    model.save_pretrained(out)
     return {
-        "command": f"python -m shared.stories.train --seed {seed} --steps {steps}"
-        + " --chat" * (recipe is Chat)
-        + " --draft" * (recipe is Draft)
-        + f" --threads {torch.get_num_threads()}",
-        "seed": seed,
         "steps": steps,
         "tokens": steps * MICRO_BATCHES * TOKENS_PER_MICRO_BATCH,
         "seconds": round(time.perf_counter() - started, 1),
@@ -393,26 +358,24 @@ def train(
     }
 
 
-def main(argv: list[str] | None = None) -> None:
-    about = (
-        "Trains the embedded model on stories fresh from the grammar: an hour or two on two cores."
-    )
-    parser = argparse.ArgumentParser("python -m shared.stories.train", description=about)
+def recipe_parser(program: str, about: str) -> argparse.ArgumentParser:
+    """--chat and --draft, which choose the model as `recipe`; for evaluate.py, too."""
+    parser = argparse.ArgumentParser(f"python -m {program}", description=about)
+    parser.set_defaults(recipe=Stories)
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--chat", action="store_true", help="train stories-chat, a Llama")
-    kind.add_argument("--draft", action="store_true", help="train stories-draft, of one layer")
-    parser.add_argument("--out", type=Path, help="folder; default: the embedded one")
-    parser.add_argument("--steps", type=int, help="of 4,096 tokens; default: the recipe's")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and stories; default: 0")
-    parser.add_argument("--threads", type=int, default=2, help="weights depend on it; default: 2")
-    options = parser.parse_args(argv)
-    recipe: Recipe = Chat if options.chat else Draft if options.draft else Stories
-    torch.set_num_threads(options.threads)
-    out = options.out or recipe.folder
-    steps = options.steps or recipe.steps
-    facts = train(recipe, out, steps, options.seed, *recipe.size)
-    (out / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    print(f"Saved to {out}. Next: python -m shared.stories.evaluate --folder {out}")
+    for option, recipe in (("--chat", Chat), ("--draft", Draft)):
+        about = f"stories-{option.strip('-')} in place of stories"
+        kind.add_argument(option, action="store_const", const=recipe, dest="recipe", help=about)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    about = "Trains an embedded model on stories fresh from the grammar: an hour or two."
+    recipe = recipe_parser("shared.stories.train", about).parse_args(argv).recipe
+    torch.set_num_threads(THREADS)
+    facts = json.dumps(train(recipe, recipe.folder), indent=2)
+    (recipe.folder / "training.json").write_text(facts + "\n", encoding="utf-8")
+    print(f"Saved to {recipe.folder}. Next: evaluate it with the same option.")
 
 
 if __name__ == "__main__":

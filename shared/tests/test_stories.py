@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer as Encoder
 
 from shared import chat_template, checkpoint, models, testing
 from shared.json_tokenizer import JsonTokenizer
 from shared.stories import conversations, grammar
 from shared.stories.conversations import KEPT, request, sequels
 from shared.stories.evaluate import write_card
-from shared.stories.train import COPY_WEIGHT, Chat, Stories, train
+from shared.stories.train import COPY_WEIGHT, Chat, Draft, Stories, train
 from shared.tokenizer import Tokenizer, load_tokenizer
 
 GRAMMAR = grammar.load()
@@ -80,7 +81,7 @@ def test_every_answer_has_one_derivation_given_what_its_request_demands():
     assert min(kinds) > 10
 
 
-@pytest.mark.parametrize("kind", ["girl", "boy", "animal", "place", "food", "colour", "home"])
+@pytest.mark.parametrize("kind", ["girl", "boy", "animal", "food"])
 def test_one_wrong_word_anywhere_makes_a_story_unreadable(stories, kind):
     """One mention of a word is replaced by another word of its kind."""
     rng, tried = random.Random(kind), 0
@@ -104,7 +105,7 @@ FRAME += "## endings\nThe end.\n"
 def test_entropy_is_a_sum_of_choices():
     """Counted by hand: 2 names a gender, 1 plot, 2 variants, an interlude or none."""
     plots = "## one\n{hero} ran. | {hero} [hid|slept].\n~\nSo {hero.he} saw the {place}.\n"
-    small = grammar.Grammar(WORDS + "## place\nwell\nmill\n", "# none\n", FRAME, plots)
+    small = grammar.Grammar(WORDS + "## place\nwell\nmill\n", "rested | lay\n", FRAME, plots)
     expected = math.log(4) + 3.5 * math.log(2)  # the phrase's choice exists in one variant of two
     rng = random.Random(0)
     drawn = [small.sample(rng) for _ in range(4000)]
@@ -112,12 +113,10 @@ def test_entropy_is_a_sum_of_choices():
     assert mean == pytest.approx(expected, abs=0.03)
     chances = {story.text: math.exp(story.log_probability) for story in drawn}
     assert len(chances) == 4 * 3 * 2 * 2 and sum(chances.values()) == pytest.approx(1)
-    with pytest.raises(ValueError, match="exactly one line '~'"):
-        grammar.Grammar(WORDS, "# none\n", FRAME, "## one\nonly this\n")
 
 
 def test_only_answers_are_learnt_and_copied_words_weigh_more():
-    encoder = Chat.load_tokenizer(CHAT)
+    encoder = Encoder.from_file(str(CHAT / "tokenizer.json"))
     learnt = []
     for ids, weights in itertools.islice(Chat.documents(encoder, "tests"), 40):
         assert len(ids) == len(weights)
@@ -171,13 +170,13 @@ def test_the_card_is_written_from_the_measurements(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [Stories, Chat])
+@pytest.mark.parametrize("recipe", [Stories, Draft, Chat])
 def test_training_is_deterministic(tmp_path, recipe):
     torch.set_num_threads(2)
-    small: dict[str, Any] = {"steps": 12, "seed": 3, "width": 48, "layers": 2, "heads": 2}
     for name in ("first", "again"):
-        train(recipe, tmp_path / name, **small)
+        train(recipe, tmp_path / name, steps=12, size=(48, 2, 2))
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "again")]
     assert weights[0] == weights[1]
-    ids = recipe.load_tokenizer(tmp_path / "first").encode("Once upon a time").ids
-    assert load_tokenizer(tmp_path / "first").encode("Once upon a time") == ids
+    engine = testing.oracle(models.load_model(models.load(str(tmp_path / "first"))))
+    prompt = load_tokenizer(tmp_path / "first").encode("Once upon a time")
+    assert engine.generate([prompt], testing.sampling_params()(max_tokens=2))
