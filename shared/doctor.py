@@ -11,7 +11,7 @@ import importlib.metadata
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from .paths import ROOT
 
@@ -23,35 +23,31 @@ STORY = " there lived a gentle girl. Her name was Mira, and her home was a villa
 Check = Iterator[tuple[str, str]]  # "ok", "note" or "WRONG", and a sentence
 
 
-def python() -> Check:
-    version = ".".join(map(str, sys.version_info[:3]))
-    fits = sys.version_info >= (3, 11)
-    yield ("ok", version) if fits else ("WRONG", f"{version}: install 3.11 or newer")
-
-
 def packages() -> Check:
-    """Whether every package has its pinned version; any newer torch works."""
+    """Whether Python and every package have their versions; any newer torch works."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < (3, 11):
+        yield "WRONG", f"Python is {version}: install 3.11 or newer"
     text = (ROOT / "requirements.txt").read_text(encoding="utf-8")
     pins = re.findall(r"^([\w.-]+)==([\w.]+)", text, re.MULTILINE)
-    for name, version in pins:
+    for name, pin in pins:
         try:
             present = importlib.metadata.version(name).partition("+")[0]  # "+cpu" names a build
         except importlib.metadata.PackageNotFoundError:
             present = "missing"
-        if present != version and (name != "torch" or present == "missing"):
-            yield "WRONG", f"{name} is {present} instead of {version}: {INSTALL}"
-    yield "ok", f"{len(pins)} are listed in requirements.txt"
+        if present != pin and (name != "torch" or present == "missing"):
+            yield "WRONG", f"{name} is {present} instead of {pin}: {INSTALL}"
+    yield "ok", f"Python {version}; {len(pins)} are listed in requirements.txt"
 
 
 def machine() -> Check:
-    """How many threads there are and how they wait; and what stage 09 needs."""
+    """Whether there are more threads than CPUs; and what stage 09 needs."""
     import torch
 
-    from . import measure, openmp
+    from . import measure
 
     cpus, threads = measure.cpus(), torch.get_num_threads()
-    waits = "asleep" if openmp.choose() == "PASSIVE" else "by spinning"
-    words = f"{threads} threads on {cpus} CPUs ({measure.processor()}) wait {waits}"
+    words = f"{threads} threads on {cpus} CPUs ({measure.processor()})"
     fits = threads <= cpus
     yield ("ok", words) if fits else ("note", f"{words}: set OMP_NUM_THREADS={cpus}")
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):
@@ -60,10 +56,10 @@ def machine() -> Check:
 
 def model() -> Check:
     """Whether the embedded model continues a story with the right tokens."""
-    from . import checkpoint, models, registry
+    from . import models, registry
     from .tokenizer import load_tokenizer
 
-    loaded = checkpoint.load("stories")
+    loaded = models.load("stories")
     tokenizer = load_tokenizer(loaded.folder)
     engine = registry.load(registry.ENGINES["forward"])(models.load_model(loaded))
     sampling = registry.load(registry.SAMPLING)(max_tokens=TOKENS)
@@ -74,16 +70,15 @@ def model() -> Check:
 
 
 def main() -> int:
-    checks: list[Callable[[], Check]] = [python, packages, machine, model]
     wrong = False
-    for check in checks:
+    for check in (packages, machine, model):
         try:
-            for state, sentence in check():
-                wrong = wrong or state == "WRONG"
-                print(f"{state:<6} {check.__name__:<9} {sentence}", flush=True)
+            lines = list(check())
         except Exception as error:
-            print(f"WRONG  {check.__name__:<9} {type(error).__name__}: {error} ({INSTALL}?)")
-            wrong = True
+            lines = [("WRONG", f"{type(error).__name__}: {error} ({INSTALL}?)")]
+        for state, sentence in lines:
+            wrong = wrong or state == "WRONG"
+            print(f"{state:<6} {check.__name__:<9} {sentence}", flush=True)
     print("Not ready." if wrong else "Ready.")
     return int(wrong)
 

@@ -1,18 +1,17 @@
 """Several prompts on the command line: run them, show their answers as they grow, print them.
 
-Stages 03, 04 and 05 print their answers with it. `view` draws the answers: one line each, cut to
-the width and height of the terminal, and `Screen` shows them. `Show` is a run in which prompts
-arrive over time, for engines with `add` and `step`, as in stages 04 and 05.
+Stages 03, 04 and 05 print their answers with it. `Show` is a run in which prompts arrive over time,
+for engines with `add` and `step`, as in stages 04 and 05. On a terminal it draws a line an answer.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -24,14 +23,13 @@ from rich.text import Text
 from . import cli
 from .errors import UserError
 
-FRAMES = 12  # per second at most: while one is drawn, for milliseconds, no token is computed
+FRAME = 1 / 12  # seconds at least: while one is drawn, for milliseconds, no token is computed
 BUDGET, EVERY = 64, 6  # defaults: tokens a step, steps from one arrival to the next
 PAUSE = 0.02  # seconds after a step: without it, the built-in prompts end before a reader sees them
 URGENT, NORMAL = 0, 1  # priorities
 COLOURS = ("green", "yellow", "blue", "magenta", "cyan", "red")
 WAITS, UNPLANNED = ("waits", "dim"), ("no budget left", "yellow")
 
-Draw = Callable[[int, int], Sequence[Text]]
 State = tuple[str, str]  # what an answer's request does, and the style to show it in
 
 
@@ -41,10 +39,9 @@ State = tuple[str, str]  # what an answer's request does, and the style to show 
 class Answer:
     """One of several prompts, and its answer so far.
 
-    number: counted from 1, the prompt's name in output and errors.
-    ids: the prompt's tokens.
+    number: counted from 1, the prompt's name in output and errors. ids: the prompt's tokens.
     output: the engine's, with `token_ids`, `finish_reason` and `error`; None until an engine has
-        the prompt, which never happens if the tokenizer rejects it.
+    the prompt.
     """
 
     def __init__(self, number: int, prompt: str, loaded: cli.Loaded) -> None:
@@ -116,54 +113,42 @@ def add_options(parser: argparse.ArgumentParser, row: str, policies: Sequence[st
     """
     group = parser.add_argument_group("several prompts")
     cli.add_prompts(group)
-    group.add_argument(
-        "--max-num-batched-tokens",
-        type=cli.whole_number(1, cli.MOST_TOKENS),
-        metavar="N",
-        help=f"most tokens computed in a step, at least one per {row}; default: {BUDGET}, or the "
-        f"number of {row}s if that is more",
-    )
-    group.add_argument(
-        "--max-chunk",
-        type=cli.whole_number(1, cli.MOST_TOKENS),
-        metavar="N",
-        help="most tokens of one prompt in a step; default: the rest of the budget",
-    )
-    group.add_argument(
-        "--policy",
-        choices=policies,
-        default=policies[0],
-        help="order of the waiting prompts: fcfs is first come, first served; priority makes "
-        "every third prompt urgent, marked !, and takes those first",
-    )
-    group.add_argument(
-        "--every",
-        type=cli.whole_number(1, cli.MOST_TOKENS),
-        default=EVERY,
-        metavar="N",
-        help="a prompt arrives every N steps, and at once if the engine is idle",
-    )
+    option, whole = group.add_argument, cli.whole_number(1, cli.MOST_TOKENS)
+    about = f"most tokens computed in a step, at least one per {row}; default: {BUDGET}, or the "
+    about += f"number of {row}s if that is more"
+    option("--max-num-batched-tokens", type=whole, metavar="N", help=about)
+    about = "most tokens of one prompt in a step; default: the rest of the budget"
+    option("--max-chunk", type=whole, metavar="N", help=about)
+    about = "order of the waiting prompts: fcfs is first come, first served; priority makes every "
+    about += "third prompt urgent, marked !, and takes those first"
+    option("--policy", choices=policies, default=policies[0], help=about)
+    about = "a prompt arrives every N steps, and at once if the engine is idle"
+    option("--every", type=whole, default=EVERY, metavar="N", help=about)
     return group
 
 
 def scheduling(options: argparse.Namespace, rows: int) -> dict[str, Any]:
     """The scheduler's settings in the options of `add_options`, for `rows` rows at a time."""
-    return {
-        "token_budget": options.max_num_batched_tokens or max(BUDGET, rows),
-        "policy": options.policy,
-        "max_chunk": options.max_chunk,
-    }
+    budget = options.max_num_batched_tokens or max(BUDGET, rows)
+    return {"token_budget": budget, "policy": options.policy, "max_chunk": options.max_chunk}
 
 
 class Show:
     """A run of several prompts that arrive over time: makes the steps, shows and prints answers.
 
-    A stage's subclass passes prompts to its engine (`add`), tells what they do (`head`, `states`),
-    and reports on the whole run (`report`).
+    engine: has `step()`, a record of each step in `steps`, and unfinished `requests`. prompts: the
+    text and the most tokens of each; each is answered `samples` times.
 
-    engine: has `step()`, a record of each step in `steps`, and unfinished `requests`.
-    prompts: the text and the most tokens of each; each is answered `samples` times.
+    A stage's subclass has `add(answers, params, priority)`, which passes the samples of one prompt
+    to the engine under their numbers and returns their requests, or raises UserError; `head()`,
+    lines on the last step; `states()`, what requests did in it, by their ids (others wait); and
+    `report()`, a line about the whole run.
     """
+
+    add: Callable[..., list[Any]]
+    head: Callable[[], str]
+    states: Callable[[], dict[str, State]]
+    report: Callable[[], str]
 
     def __init__(
         self,
@@ -188,59 +173,40 @@ class Show:
         self.arrived = 0  # prompts
         self.steps, self.seconds = 0, 0.0  # of the whole run; the engine keeps recent records only
 
-    def add(self, answers: list[Answer], params: list[Any], priority: int) -> list[Any]:
-        """Pass the samples of one prompt to the engine, under their numbers; returns their
-        requests.
-
-        Raises UserError, with no sample added, if the engine refuses the prompt.
-        """
-        raise NotImplementedError
-
-    def head(self) -> str:
-        """Lines on the engine's last step."""
-        raise NotImplementedError
-
-    def states(self) -> dict[str, State]:
-        """What the requests did in the last step, by their ids; the others wait."""
-        raise NotImplementedError
-
-    def view(self, width: int, height: int) -> list[Text]:
-        """Lines for the terminal; none before the first step."""
-        if not self.steps:
-            return []
-        answers = [answer for answer in self.answers if answer.error or answer.output]
-        tokens = sum(answer.tokens for answer in answers)
-        rate = f"{tokens / self.seconds:.1f} tok/s; {sum(map(len, self.coming))} still to come"
-        states = {int(id): state for id, state in self.states().items()}
-        return view(width, height, f"{self.head()}\n{rate}", answers, states)
-
-    def report(self) -> str:
-        """One line about the run, shown at its end."""
-        raise NotImplementedError
-
     def count(self, record: Any) -> None:
         """Add the record of a step to the totals."""
         self.steps, self.seconds = self.steps + 1, self.seconds + record.seconds
 
     def run(self, options: argparse.Namespace, built_in: bool = False) -> int:
         """Answer all prompts, show and print them. Returns the exit status: 2 if one failed, 130
-        after Ctrl-C.
+        after Ctrl-C, which ends the run with a summary.
 
         built_in: the prompts are the stage's own. Their answers are too short to be worth reading,
         so on a terminal they are not printed, and PAUSE follows each step.
         """
-        unprinted = list(self.answers)
-        with Screen(self.view) as screen:
-            while self.step(options.every):
-                screen.refresh()
-                if not screen.shown:
-                    unprinted = print_ended(unprinted)
-                elif built_in:
-                    time.sleep(PAUSE)
-        if not (built_in and screen.shown):
+        unprinted, drawn, interrupted = list(self.answers), 0.0, False
+        console = Console(highlight=False)
+        shown = console.is_terminal and not console.is_dumb_terminal
+        # auto_refresh: a drawing thread would take its time from a running step
+        screen = Live(console=console, auto_refresh=False, transient=True)
+        with screen if shown else nullcontext():
+            try:
+                while self.step(options.every):
+                    if not shown:
+                        unprinted = print_ended(unprinted)
+                    elif (now := time.perf_counter()) >= drawn + FRAME:
+                        width, height = console.size
+                        lines = self.view(width, height - 1)[: height - 1]  # the cursor is below
+                        screen.update(Group(*lines), refresh=True)
+                        drawn = now
+                    if shown and built_in:
+                        time.sleep(PAUSE)
+            except KeyboardInterrupt:
+                interrupted = True
+        if not (built_in and shown):
             print_ended(unprinted)
         print(summary(self.answers, self.steps, self.seconds, self.loaded), file=sys.stderr)
-        if screen.interrupted:  # unfinished requests still hold their memory: nothing to report
+        if interrupted:  # unfinished requests still hold their memory: nothing to report
             return cli.EXIT_INTERRUPTED
         print(self.report(), file=sys.stderr)
         return cli.EXIT_ERROR if any(answer.error for answer in self.answers) else 0
@@ -273,6 +239,27 @@ class Show:
             answer.output = request.output
             answer.urgent = urgent and self.engine.scheduler.policy == "priority"
 
+    def view(self, width: int, height: int) -> list[Text]:
+        """Lines for the terminal; none before the first step: the head, and a line for each answer
+        with its number, marked if it is urgent, state, tokens, and newest text. If not all fit,
+        those that ended are left out first."""
+        if not self.steps:
+            return []
+        answers = [answer for answer in self.answers if answer.error or answer.output]
+        tokens = sum(answer.tokens for answer in answers)
+        rate = f"{tokens / self.seconds:.1f} tok/s; {sum(map(len, self.coming))} still to come"
+        lines = [line(width, (words, width, "")) for words in (*self.head().split("\n"), rate)]
+        room, states = max(0, height - len(lines)), self.states()
+        alive = sorted(answers, key=lambda answer: answer.finish_reason is not None)[:room]
+        for answer in [answer for answer in answers if answer in alive]:
+            words, look = states.get(str(answer.number), WAITS)
+            if answer.finish_reason:
+                words, look = f"ended: {answer.finish_reason}", "dim"
+            number = f"{answer.number:>4}{'!' * answer.urgent}"
+            cells = (number, 6, "bold"), (words, 28, look), (f"{answer.tokens:>5}", 7, look)
+            lines.append(line(width, *cells, text=answer.error or answer.text()))
+        return lines
+
 
 def state(record: Any) -> State:
     """What a request did in a step, by its record."""
@@ -289,47 +276,10 @@ def print_ended(answers: Sequence[Answer]) -> list[Answer]:
     return [answer for answer in answers if not answer.finish_reason]
 
 
-# ---- the screen ---------------------------------------------------------------------------------
+# ---- lines --------------------------------------------------------------------------------------
 
 
-class Screen:
-    """A part of the terminal that is redrawn repeatedly, and erased at the end.
-
-    draw: (width, height) -> lines made by `line`, cut off at the terminal's height. If standard
-    output is not a terminal, `shown` is False and nothing is drawn. Ctrl-C ends the block without
-    an exception and sets `interrupted`, so that the program can sum up what it did.
-    """
-
-    interrupted = False
-
-    def __init__(self, draw: Draw) -> None:
-        self.shown = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-        self._draw, self._next = draw, 0.0
-        # auto_refresh: a drawing thread would take its time from a running step
-        console = Console(force_terminal=True, highlight=False)
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-
-    def __enter__(self) -> Screen:
-        if self.shown:
-            self._live.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        if self.shown:
-            self._live.stop()
-        self.interrupted = kind is KeyboardInterrupt
-        return self.interrupted
-
-    def refresh(self) -> None:
-        """Redraw if the last frame is old enough. Cheap: call it after every token."""
-        if self.shown and (now := time.perf_counter()) >= self._next:
-            width, height = self._live.console.size
-            lines = self._draw(width, height - 1)[: height - 1]  # the cursor is below the last
-            self._live.update(Group(*lines), refresh=True)
-            self._next = now + 1 / FRAMES
-
-
-def line(width: int, *cells: tuple[str, int, str], text: str = "", style: str = "") -> Text:
+def line(width: int, *cells: tuple[str, int, str], text: str = "") -> Text:
     """One line: cells of (words, width, style), then as much of the end of `text` as fits."""
     drawn = Text(no_wrap=True, overflow="crop")
     for words, size, look in cells:
@@ -338,7 +288,7 @@ def line(width: int, *cells: tuple[str, int, str], text: str = "", style: str = 
     end = _clean(text)[-room:] if room else ""
     while cell_len(end) > room:  # letters of some scripts are two cells wide
         end = end[1:]
-    return drawn.append(end, style)
+    return drawn.append(end)
 
 
 def marks(states: Sequence[int], mark: Callable[[int], str]) -> Text:
@@ -347,27 +297,6 @@ def marks(states: Sequence[int], mark: Callable[[int], str]) -> Text:
     for state in states:
         drawn.append(mark(state), f"reverse {COLOURS[state % 6]}" if state >= 0 else "dim")
     return drawn
-
-
-def view(
-    width: int, height: int, head: str, answers: Sequence[Answer], states: Mapping[int, State]
-) -> list[Text]:
-    """`head`, and a line for each answer: its number, marked if it is urgent, state, tokens, and
-    newest text. If not all fit, those that ended are left out first.
-
-    states: by number, of answers that do not wait.
-    """
-    lines = [line(width, (words, width, "")) for words in head.split("\n")]
-    room = max(0, height - len(lines))
-    alive = sorted(answers, key=lambda answer: answer.finish_reason is not None)[:room]
-    for answer in [answer for answer in answers if answer in alive]:
-        words, look = states.get(answer.number, WAITS)
-        if answer.finish_reason:
-            words, look = f"ended: {answer.finish_reason}", "dim"
-        cells = (f"{answer.number:>4}{'!' * answer.urgent}", 6, "bold"), (words, 28, look)
-        tokens, style = (f"{answer.tokens:>5}", 7, look), "dim" if look == "dim" else ""
-        lines.append(line(width, *cells, tokens, text=answer.error or answer.text(), style=style))
-    return lines
 
 
 def _clean(text: str) -> str:

@@ -57,28 +57,35 @@ def test_a_line_is_harmless_and_never_wider_than_the_terminal():
     assert drawn.plain.startswith("7   [red]") and drawn.cell_len <= 11  # no markup
 
 
+def show(answers: list[live.Answer], most: int = 99) -> live.Show:
+    """A run whose engine has these answers, until Ctrl-C after `most` steps."""
+    engine = SimpleNamespace(requests=answers, steps=[SimpleNamespace(seconds=1.0)])
+    run = live.Show(engine, LOADED, [], None)
+    engine.step = Mock(side_effect=[None] * most + [KeyboardInterrupt])
+    run.answers, run.head, run.states = answers, lambda: "step", lambda: {"2": ("decode", "green")}
+    return run
+
+
 def test_ended_answers_give_way_first():
     answers = [answer(n, b"cd", reason="stop" if n in (1, 3) else None) for n in range(1, 7)]
-    answers[1].urgent, states = True, {2: ("decode", "green")}
+    answers[1].urgent, run = True, show(answers)
+    run.step(1)
     for height, left in ((9, "123456"), (7, "12456"), (5, "245"), (2, "")):
-        lines = live.view(60, height, "step 1\n2 tok/s", answers, states)
-        assert "".join(line.plain[3] for line in lines[2:]) == left
-    assert all(line.cell_len <= 5 for line in live.view(5, 9, "step", answers, states))
+        assert "".join(line.plain[3] for line in run.view(60, height)[2:]) == left
+    assert all(line.cell_len <= 5 for line in run.view(5, 9))
 
 
 def test_a_terminal_is_cleared_and_its_cursor_comes_back(monkeypatch):
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True  # type: ignore[method-assign]
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    with live.Screen(lambda width, height: [live.line(width, text="drawn")] * 99) as screen:
-        screen.refresh()
-        raise KeyboardInterrupt
-    text = terminal.getvalue()
-    assert screen.interrupted and 0 < text.count("drawn") < 99
-    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0
-    monkeypatch.setenv("TERM", "dumb")
-    assert not live.Screen(lambda width, height: []).shown
+    for term, drawn in (("xterm", True), ("dumb", False)):
+        terminal = io.StringIO()
+        terminal.isatty = lambda: True  # type: ignore[method-assign]
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setenv("TERM", term)
+        run = show([answer(n) for n in range(1, 100)], most=3)
+        assert run.run(argparse.Namespace(every=1)) == cli.EXIT_INTERRUPTED
+        text = terminal.getvalue()
+        assert 0 < text.count("waits") < 99 if drawn else not text
+        assert (text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0) == drawn
 
 
 def read(prompts: str | None, prompt: str | None = None) -> str | list[str] | None:
