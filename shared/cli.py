@@ -454,9 +454,6 @@ def run(main: Callable[[list[str] | None], int | None], argv: list[str] | None =
     A UserError becomes `error: ...` on standard error and status 2; Ctrl-C is status 130; a closed
     pipe, as in `... | head`, ends the program without a message.
     """
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # it is closed, as by `>&-`
-            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a system's pipes may not be UTF-8
             stream.reconfigure(encoding="utf-8", errors="replace")

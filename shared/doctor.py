@@ -26,8 +26,8 @@ Check = Iterator[tuple[str, str]]  # "ok", "note" or "WRONG", and a sentence
 def packages() -> Check:
     """Whether Python and every package have their versions; any newer torch works."""
     version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info < (3, 11):
-        yield "WRONG", f"Python is {version}: install 3.11 or newer"
+    fits = sys.version_info >= (3, 11)
+    yield ("ok", version) if fits else ("WRONG", f"{version}: install Python 3.11 or newer")
     text = (ROOT / "requirements.txt").read_text(encoding="utf-8")
     pins = re.findall(r"^([\w.-]+)==([\w.]+)", text, re.MULTILINE)
     for name, pin in pins:
@@ -37,7 +37,7 @@ def packages() -> Check:
             present = "missing"
         if present != pin and (name != "torch" or present == "missing"):
             yield "WRONG", f"{name} is {present} instead of {pin}: {INSTALL}"
-    yield "ok", f"Python {version}; {len(pins)} are listed in requirements.txt"
+    yield "ok", f"{len(pins)} are listed in requirements.txt"
 
 
 def machine() -> Check:

@@ -12,7 +12,7 @@ words that are not special, such as Qwen's <think>, are tokens everywhere.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -27,6 +27,7 @@ from .tokenizer_base import AnyTokenizer, byte_alphabet, end_of_text, well_forme
 FILE = "tokenizer.json"
 SPACE = "\u2581"  # sentencepiece's
 LONG = 2_000  # characters
+ALPHABET = byte_alphabet()
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -38,15 +39,24 @@ class JsonTokenizer(AnyTokenizer):
 
     def __init__(self, encoder: Encoder, decoder: Any, source: str, eos: str | None) -> None:
         """decoder: the file's own description of decoding. Raises UserError for an unknown kind."""
+        steps = (decoder or {}).get("decoders", [decoder])
+        kinds = {step["type"] for step in steps if step}
+        if "ByteLevel" in kinds:
+            to_bytes = _byte_level
+        elif "ByteFallback" in kinds:
+            to_bytes = _sentencepiece
+        else:
+            raise UserError(
+                f"{source} has an unknown kind of decoder ({', '.join(sorted(kinds)) or 'none'}): "
+                "choose a model with a byte-level or sentencepiece tokenizer."
+            )
         self._encoder = encoder
         encoder.encode_special_tokens = True  # control tokens in a text are text
         tokens = encoder.get_added_tokens_decoder()
         added = {token_id: token.content for token_id, token in tokens.items()}
         self.control = frozenset(token.content for token in tokens.values() if token.special)
-        steps = _steps(decoder)
-        to_bytes = _to_bytes(steps, source)
         # Sentencepiece puts a space before a text, which its decoder takes away.
-        self._strips = any(step.get("type") in ("Metaspace", "Strip") for step in steps)
+        self._strips = "Strip" in kinds
         spelled = {
             token_id: added[token_id].encode() if token_id in added else to_bytes(token)
             for token, token_id in encoder.get_vocab(with_added_tokens=True).items()
@@ -124,40 +134,13 @@ def _ids(encoder: Encoder, text: str, **options: bool) -> list[int]:
     return ids
 
 
-def _to_bytes(steps: list[dict[str, Any]], source: str) -> Callable[[str], bytes]:
-    """A function from a token, as the vocabulary spells it, to its bytes."""
-    kinds = {step.get("type") for step in steps}
-    if kinds == {"ByteLevel"}:
-        alphabet = byte_alphabet()
-
-        def byte_level(token: str) -> bytes:
-            # A token outside the alphabet was added to the vocabulary as plain text.
-            known = alphabet.keys() >= set(token)
-            return bytes(alphabet[letter] for letter in token) if known else token.encode()
-
-        return byte_level
-    spaces = any(
-        step.get("replacement") == SPACE or step.get("pattern") == {"String": SPACE}
-        for step in steps
-    )
-    if not spaces or not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
-        listed = ", ".join(sorted(str(kind) for kind in kinds)) or "none"
-        raise UserError(
-            f"{source} has an unknown kind of decoder ({listed}): choose a model with a byte-level "
-            "or sentencepiece tokenizer."
-        )
-
-    def pieces(token: str) -> bytes:
-        match = BYTE.fullmatch(token) if "ByteFallback" in kinds else None
-        return bytes([int(match[1], 16)]) if match else token.replace(SPACE, " ").encode()
-
-    return pieces
+def _byte_level(token: str) -> bytes:
+    """The bytes of a token as the vocabulary spells it. One outside the alphabet was added to the
+    vocabulary as plain text."""
+    known = ALPHABET.keys() >= set(token)
+    return bytes(ALPHABET[letter] for letter in token) if known else token.encode()
 
 
-def _steps(decoder: Any) -> list[dict[str, Any]]:
-    """The steps of a decoder: those of a sequence, or the decoder itself."""
-    if not isinstance(decoder, dict):
-        return []
-    if decoder.get("type") != "Sequence":
-        return [decoder]
-    return [step for inner in decoder.get("decoders", []) for step in _steps(inner)]
+def _sentencepiece(token: str) -> bytes:
+    match = BYTE.fullmatch(token)
+    return bytes([int(match[1], 16)]) if match else token.replace(SPACE, " ").encode()

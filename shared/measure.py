@@ -81,13 +81,13 @@ def slug(described: Mapping[str, Any]) -> str:
     """A folder name for what `machine` describes: "amd-epyc-2cpu", or "nvidia-h200" where a GPU did
     the work. A cloud sells processors with AVX-512 and without under one name: the latter get
     "-avx2"."""
-    on_gpu = described["device"] not in ("cpu", "mps")
+    on_gpu = described["device"] != "cpu"
     name = described["device"] if on_gpu else described["processor"]
     # "(R)" and "@ 3.2GHz" say nothing here.
     name = re.sub(r"\([A-Za-z]+\)|@.*|\b\d+-Core\b|\b(CPU|Processor)\b", " ", name)
     words = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unknown"
     if not on_gpu:
-        words += f"-{described['cpus']}cpu" + ("-mps" if described["device"] == "mps" else "")
+        words += f"-{described['cpus']}cpu"
         words += "-avx2" if described.get("instructions") == "AVX2" else ""
     return words
 
@@ -123,8 +123,6 @@ def synchronize() -> None:
     """Wait until the GPU, if this process has used one, has done all its work."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    elif torch.backends.mps.is_available():
-        torch.mps.synchronize()
 
 
 def seconds(run: Callable[[], object]) -> float:

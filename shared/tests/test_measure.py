@@ -16,7 +16,6 @@ def test_slug_names_what_did_the_work():
     for processor, device, folder in (
         ("AMD EPYC 9654 96-Core Processor", "cpu", "amd-epyc-9654-8cpu"),
         ("Intel(R) Core(TM) i7-8700 CPU @ 3.20GHz", "cpu", "intel-core-i7-8700-8cpu"),
-        ("Apple M2 Pro", "mps", "apple-m2-pro-8cpu-mps"),
         *(("AMD EPYC", "NVIDIA H200", "nvidia-h200"), ("?", "cpu", "unknown-8cpu")),
     ):
         machine = {"processor": processor, "cpus": 8, "device": device}
