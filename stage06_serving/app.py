@@ -142,10 +142,9 @@ def create_app(served: "Served", settings: Settings, thread: EngineThread | None
     template, steps = template_of(loaded), deque[dict[str, Any]](maxlen=STEPS)
     forms = registry.load(registry.FORMS["json"])(served.engine, loaded, template)
     if TYPE_CHECKING:
-        Completions: TypeAlias = CompletionBody
         Chats: TypeAlias = ChatBody
-    else:  # FastAPI reads bodies as these types, which have more fields
-        Completions, Chats = forms.completion_body, forms.chat_body
+    else:  # FastAPI reads bodies as this type, which has more fields
+        Chats = forms.chat_body
 
     def record(step: Step, *_: Any) -> None:
         if step.shares:
@@ -194,7 +193,7 @@ def create_app(served: "Served", settings: Settings, thread: EngineThread | None
 
     @app.post("/v1/completions")
     async def completions(
-        request: Request, body: Completions, service: Ready, tenant: Tenant
+        request: Request, body: CompletionBody, service: Ready, tenant: Tenant
     ) -> Response:
         generation = await unless_gone(request, service.complete(body, tenant))
         return await respond(request, generation, Completion)

@@ -21,7 +21,7 @@ MOST_BIASES = 300
 MOST_LOGPROBS = 20
 MOST_MESSAGES = 1000
 TEXT_ONLY = "this model reads and writes text, not images or audio: leave it out"
-NO_FORMAT = "this server cannot constrain an answer so: send 'response_format', or leave it out"
+NO_FORMAT = "this server cannot constrain an answer so: send a 'response_format' in a chat"
 UNSUPPORTED = "this server does not support it: leave it out"
 # Each would change the answer, or run a client's program. The values are the reasons.
 REFUSED = {

@@ -55,9 +55,8 @@ class Forms(Protocol):
     class. Made once for a loaded model."""
 
     chat_body: type[ChatBody]
-    completion_body: type[CompletionBody]
 
-    async def prepare(self, body: ChatBody | CompletionBody) -> Prepare | None:
+    async def prepare(self, body: ChatBody) -> Prepare | None:
         """What gives the requests of `body` their form; None: they have none. Raises ApiError for a
         form that cannot be enforced."""
 
@@ -174,10 +173,10 @@ class Service:
     async def complete(self, body: CompletionBody, tenant: bytes) -> Generation:
         """Where its prompts are scored, they are by now. Raises TimeoutError, too."""
         self.check_model(body.model)
-        form, score = await self.forms.prepare(body), body.logprobs if body.echo else None
+        score = body.logprobs if body.echo else None
         limit = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         generation = await self._begin(
-            body, body.prompts, limit, tenant, logprobs=body.logprobs, score=score, form=form
+            body, body.prompts, limit, tenant, logprobs=body.logprobs, score=score
         )
         if score is not None:
             try:

@@ -10,6 +10,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -21,23 +22,11 @@ from stage06_serving.chat import OwnTemplate, Template
 from stage06_serving.chat import Tools as Described
 from stage06_serving.errors import ApiError
 from stage06_serving.formats import Chat, Format
-from stage06_serving.protocol import (
-    MOST_MESSAGES,
-    Body,
-    ChatBody,
-    CompletionBody,
-    Many,
-    Message,
-    SamplingBody,
-    WrongField,
-)
+from stage06_serving.protocol import MOST_MESSAGES, Body, ChatBody, Many, Message, WrongField
 from stage06_serving.service import Choice, Generation, Piece
 
 from . import grammar, tools
-from .tools import MOST_TOOLS, Tool, name_of, schema_of
-
-Schema = dict[str, Any]
-OBJECT: Schema = {"type": "object"}
+from .tools import MOST_TOOLS, Schema, Tool
 
 
 class NamedSchema(Body):
@@ -46,8 +35,6 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's."""
-
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
@@ -56,41 +43,6 @@ class ResponseFormat(Body):
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise WrongField("response_format", "'json_schema' belongs to the type 'json_schema'")
         return self
-
-
-class Formed(SamplingBody):
-    """The form of an answer, of both endpoints."""
-
-    response_format: ResponseFormat | None = None
-
-    @model_validator(mode="after")
-    def _can_end_where_the_form_ends(self) -> Formed:
-        for name in ("min_tokens", "ignore_eos"):
-            if self.form and getattr(self, name):
-                raise WrongField(name, f"an answer in a form ends with it: leave '{name}' out")
-        return self
-
-    @property
-    def form(self) -> str:
-        """The field that asks for a form; "": the answer is free."""
-        return "response_format" if self.content else ""
-
-    @property
-    def content(self) -> Schema:
-        """The schema of an answer in JSON; {}: any text."""
-        sent = self.response_format
-        if sent is None or sent.type == "text":
-            return {}
-        return (sent.json_schema.schema_ if sent.json_schema else {}) or OBJECT
-
-    @property
-    def source(self) -> str:
-        """The grammar of the answer, which has a form. Raises UserError."""
-        return grammar.start(grammar.of_schema(self.content))
-
-
-class CompletionForm(Formed, CompletionBody):
-    """POST /v1/completions."""
 
 
 class ToolMessage(Message):
@@ -115,42 +67,47 @@ class ToolMessage(Message):
         return fields | {name: value for name, value in sent.items() if value is not None}
 
 
-class ChatForm(Formed, ChatBody):
+class ChatForm(ChatBody):
     """POST /v1/chat/completions."""
 
     messages: Annotated[  # type: ignore[assignment]
         Many[ToolMessage], Field(min_length=1, max_length=MOST_MESSAGES)
     ]
+    response_format: ResponseFormat | None = None
     tools: Annotated[Many[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
-    def _choice_of_a_tool(self) -> ChatForm:
-        field = "messages"
+    def _can_be_kept(self) -> ChatForm:
         try:
-            for message in self.messages:
-                _ = message.plain
-            field = "tools"
-            names = [schema_of(tool) and name_of(tool) for tool in self.tools or ()]
+            names = [*tools.functions(self.tools or ())]
         except UserError as error:
-            raise WrongField(field, str(error)) from None
-        if len({*names}) < len(names):
-            raise WrongField("tools", "two of them have the same name: give each its own")
+            raise WrongField("tools", str(error)) from None
         if self.must_call and not self.callable:
             choices = f"which are {names}" if names else "and there are none"
             raise WrongField("tool_choice", f"it must be one of the 'tools', {choices}")
+        for name in ("min_tokens", "ignore_eos"):
+            if self.form and getattr(self, name):
+                raise WrongField(name, f"an answer in a form ends with it: leave '{name}' out")
         return self
 
     @property
-    def callable(self) -> list[Tool]:
-        """The tools that the answer may call."""
-        if self.tool_choice == "none":
-            return []
-        if not isinstance(self.tool_choice, dict):
-            return self.tools or []
-        function = self.tool_choice.get("function")
-        return [tool for tool in self.tools or () if function == {"name": name_of(tool)}]
+    def content(self) -> Schema:
+        """The schema of an answer in JSON; {}: any text."""
+        sent = self.response_format
+        if sent is None or sent.type == "text":
+            return {}
+        return (sent.json_schema.schema_ if sent.json_schema else {}) or {"type": "object"}
+
+    @property
+    def callable(self) -> dict[str, Schema]:
+        """The functions that the answer may call."""
+        functions, choice = tools.functions(self.tools or ()), self.tool_choice
+        if isinstance(choice, dict):
+            chosen = choice.get("function")
+            return {name: f for name, f in functions.items() if chosen == {"name": name}}
+        return functions if choice != "none" else {}
 
     @property
     def must_call(self) -> bool:
@@ -158,13 +115,15 @@ class ChatForm(Formed, ChatBody):
 
     @property
     def form(self) -> str:
-        return super().form or ("tools" if self.callable else "")
+        """The field that asks for a form; "": the answer is free."""
+        return "response_format" if self.content else "tools" if self.callable else ""
 
     @property
     def source(self) -> str:
-        if not self.callable:
-            return super().source
+        """The grammar of the answer, which has a form. Raises UserError."""
         content = grammar.of_schema(self.content) if self.content else ""
+        if not self.callable:
+            return grammar.start(content)
         several = self.parallel_tool_calls is not False
         return tools.answer(self.callable, None if self.must_call else content, several)
 
@@ -172,42 +131,39 @@ class ChatForm(Formed, ChatBody):
 class Forms:
     """See stage06_serving/service.py."""
 
-    chat_body, completion_body = ChatForm, CompletionForm
+    chat_body = ChatForm
 
     def __init__(self, engine: Engine, loaded: Loaded, template: Template | None) -> None:
         self.masks = grammar.Masks(engine)
         source = template.template.source if isinstance(template, OwnTemplate) else ""
-        self.loaded, self.shows_tools = loaded, "tools" in source
-        self._lock = threading.Lock()
-        self._grammars: grammar.Grammars | None = None
+        self.loaded, self.shows_tools, self._lock = loaded, "tools" in source, threading.Lock()
 
-    async def prepare(self, body: ChatBody | CompletionBody) -> Prepare | None:
-        assert isinstance(body, Formed)
-        if not body.form:
-            return None
+    @cached_property
+    def grammars(self) -> grammar.Grammars:
+        """Made at the first form: preparing the vocabulary takes a moment."""
+        config = self.loaded.config
+        return grammar.Grammars(self.loaded.tokenizer, config.vocab_size, config.eos_ids)
+
+    async def prepare(self, body: ChatBody) -> Prepare | None:
+        assert isinstance(body, ChatForm)
         try:
-            return await asyncio.to_thread(self._compile, body)
+            return await asyncio.to_thread(self._compile, body) if body.form else None
         except UserError as error:
             raise ApiError(400, str(error), body.form) from None
 
-    def _compile(self, body: Formed) -> Prepare:
-        with self._lock:  # the vocabulary is prepared once, at the first form
-            if self._grammars is None:
-                config = self.loaded.config
-                sizes = config.vocab_size, config.eos_ids
-                self._grammars = grammar.Grammars(self.loaded.tokenizer, *sizes)
-        try:
-            return grammar.Form(self.masks, self._grammars, body.source)
-        except UserError as error:
-            called = body.callable if isinstance(body, ChatForm) else ()
-            raise tools.blame(error, called, self._grammars.compile) from None
+    def _compile(self, body: ChatForm) -> Prepare:
+        with self._lock:  # one at a time: a grammar may take a processor for a moment
+            try:
+                return grammar.Form(self.masks, self.grammars, body.source)
+            except UserError as error:
+                raise tools.blame(error, body.callable, self.grammars.compile) from None
 
     def conversation(self, body: ChatBody) -> tuple[Sequence[Message], Described | None]:
         assert isinstance(body, ChatForm)
-        described = body.tools if body.tool_choice != "none" else None
-        if not self.shows_tools:
-            return tools.shown(body.messages, described or ()), None
-        return body.messages, described or None
+        described = (body.tools or None) if body.tool_choice != "none" else None
+        if self.shows_tools:
+            return body.messages, described
+        return tools.shown(body.messages, described or ()), None
 
     def answer(self, generation: Generation, body: ChatBody) -> Format:
         assert isinstance(body, ChatForm)
@@ -224,9 +180,8 @@ class ToolChat:
 
     def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
         body = self.chat.whole(answers)
-        for part, reader, answer in zip(
-            body["choices"], self.readers.values(), answers, strict=True
-        ):
+        for part, answer in zip(body["choices"], answers, strict=True):
+            reader = self.readers[part["index"]]
             deltas = reader.push(answer.text, end=True)
             content = "".join(delta.get("content", "") for delta in deltas)
             calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
@@ -240,8 +195,8 @@ class ToolChat:
     def chunks(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
         reader, done = self.readers[choice.index], piece.finish_reason is not None
         events = self.chat.chunks(choice, Piece("", piece.tokens))
-        for delta in reader.push(piece.text, end=done):
-            events.append(self.chat.chunk(choice, delta, Piece("", ())))
+        deltas = reader.push(piece.text, end=done)
+        events += [self.chat.chunk(choice, delta, Piece("", ())) for delta in deltas]
         if done:
             last = Piece("", (), reader.reason(piece.finish_reason), piece.stop_reason)
             events.append(self.chat.chunk(choice, {}, last))

@@ -3,11 +3,8 @@
 llguidance keeps the state of a parser, and says for every token of the vocabulary whether the text
 so far, with that token behind it, can still become a text of the grammar. The other ids get the
 score minus infinity before the sampler sees them: `Masks` comes before an engine's
-`sample_tokens`, so no sampler, no engine and no proposer of drafts knows of grammars.
-
-A mask is computed from the tokens that the output has when it is sampled. So it is right for each
-position of drafts too: the waves of engine.py sample a position when the drafts before it are in
-the output.
+`sample_tokens`, so no sampler, no engine and no proposer of drafts knows of grammars. A mask is
+computed from the tokens that the output has when it is sampled, so it is right behind drafts, too.
 
 What cannot be enforced is refused. A `format` is enforced as a pattern of letters: a date may be
 29 February of any year, and any minute may have a leap second. A `pattern` is one of Rust's regex,
@@ -22,9 +19,8 @@ import math
 import re
 import subprocess
 import sys
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,13 +38,10 @@ from stage06_serving.async_engine import Refused
 
 from .drafts import Drafts, DraftScheduler, Proposer
 
-OPTIONS = {
-    # No other white space than this: a model that may write spaces without end does.
-    **{"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
-    # No \\u, by which a name in an object could be written as one that the schema does not know.
-    "json_allowed_escapes": 'nrbtf\\"',
-    **{"lenient": False, "coerce_one_of": False},  # refuse what cannot be enforced
-}
+# No other white space than this: a model that may write spaces without end does. No \\u, by which a
+# name could be written as one that the schema does not know.
+OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+OPTIONS |= {"json_allowed_escapes": 'nrbtf\\"', "lenient": False, "coerce_one_of": False}
 UNWRITABLE = re.compile(r"[^\x20-\U0010ffff\n\r\t\b\f]")  # but by an escape that is not allowed
 MOST_SOURCE = 2**18  # characters of a grammar
 TRIAL = Path(__file__).with_name("trial.py")
@@ -71,10 +64,10 @@ def of_schema(schema: dict[str, Any]) -> str:
     """The grammar of JSON texts that are valid for `schema`, as a rule of llguidance's Lark. Raises
     UserError for a schema of which llguidance would ignore a part."""
     text = json.dumps({**schema, "x-guidance": OPTIONS})
-    for part in parts(schema) if len(text) <= MOST_SOURCE else ():  # a longer one is refused
-        if isinstance(part, str):
-            if UNWRITABLE.search(part):
-                raise UserError(CANNOT.format("it has control characters: remove them."))
+    for part in parts(schema):
+        if isinstance(part, str) and UNWRITABLE.search(part):
+            raise UserError(CANNOT.format("it has control characters: remove them."))
+        if not isinstance(part, dict):
             continue
         least, required = part.get("minProperties"), part.get("required")
         reference = part.get("$ref") if "$id" in part and part is not schema else "#"
@@ -83,28 +76,16 @@ def of_schema(schema: dict[str, Any]) -> str:
         if isinstance(reference, str) and reference[:1] != "#":
             raise UserError(CANNOT.format("an '$id' beside a '$ref' has no effect: remove it."))
         if isinstance(least, int) and least > len(required if isinstance(required, list) else ()):
-            why = "one name may come twice and count as two for 'minProperties': write 'required'."
-            raise UserError(CANNOT.format(why))
+            raise UserError(CANNOT.format("names may repeat in 'minProperties': write 'required'."))
     return f"%json {text}"
 
 
 def parts(schema: Any) -> Iterator[Any]:
-    """Every object and every text in it."""
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, dict):
-            yield part
-            waiting += [*part, *part.values()]
-        elif isinstance(part, list):
-            waiting += part
-        elif isinstance(part, str):
-            yield part
-
-
-def literal(text: str) -> str:
-    """A rule that matches `text` alone."""
-    return json.dumps(text, ensure_ascii=False)
+    """It, and all keys and values in it."""
+    yield schema
+    inner = [*schema, *schema.values()] if isinstance(schema, dict) else schema
+    for part in inner if isinstance(inner, list) else ():
+        yield from parts(part)
 
 
 def start(rule: str, *others: str) -> str:
@@ -114,8 +95,7 @@ def start(rule: str, *others: str) -> str:
 
 def first_line(text: str) -> str:
     """Of an error of llguidance, what is wrong; the other lines show the parser's state."""
-    line = text.strip().partition("\n")[0].rstrip(" :.")
-    return f"{line[:200]}."
+    return text.strip().partition("\n")[0].rstrip(" :.")[:200] + "."
 
 
 class Encoder:
@@ -145,46 +125,28 @@ class Encoder:
 
 
 class Grammars:
-    """Compiles grammars for one model, and keeps the latest. Any thread may use it.
-
-    size: the model's count of ids. Raises UserError for a model whose texts have no end.
-    """
+    """Compiles grammars for a model of `size` ids, and keeps the latest. Raises UserError if the
+    model's texts have no end."""
 
     def __init__(self, tokenizer: AnyTokenizer, size: int, eos_ids: Sequence[int]) -> None:
         if not eos_ids:
-            raise UserError(
-                "This model has no token that ends a text, so no answer in a given form would end: "
-                "choose another model."
-            )
+            raise UserError("No answer in a given form would end: choose a model that ends texts.")
         encoder = Encoder(tokenizer, size, eos_ids)
-        self.size = size
+        self.size, self.compile = size, lru_cache(KEPT)(self._compile)
         wrapper = llguidance.TokenizerWrapper(encoder)
         self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=list(eos_ids))
-        self._limits = llguidance.LLParserLimits(**LIMITS)
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
 
-    def compile(self, source: str) -> llguidance.LLMatcher:
+    def _compile(self, source: str) -> llguidance.LLMatcher:
         """A parser at its beginning, to be copied for each answer. Raises UserError for a grammar
         that cannot be enforced, that takes too much work, or that no text satisfies."""
         if len(source) > MOST_SOURCE:
-            raise UserError(
-                f"The grammar has {len(source)} characters, and {MOST_SOURCE} are allowed: shorten "
-                "the schema or the list of tools."
-            )
-        with self._lock:  # one at a time: a grammar may take a processor for a moment
-            if source not in self._kept:
-                self._try(source)
-                matcher = llguidance.LLMatcher(
-                    self._tokenizer, source, log_level=0, limits=self._limits
-                )
-                if matcher.is_error():
-                    raise UserError(CANNOT.format(first_line(matcher.get_error())))
-                self._kept[source] = matcher
-                if len(self._kept) > KEPT:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(source)
-            return self._kept[source]
+            raise UserError(f"The form has over {MOST_SOURCE} characters: shorten schema or tools.")
+        self._try(source)
+        limits = llguidance.LLParserLimits(**LIMITS)
+        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise UserError(CANNOT.format(first_line(matcher.get_error())))
+        return matcher
 
     def _try(self, source: str) -> None:
         """Compile it in a process of its own: some grammars take hours or gigabytes, and neither
@@ -242,17 +204,16 @@ class Masks:
     def __call__(
         self, requests: Sequence[Request], logits: Tensor, eos_ids: Sequence[int]
     ) -> list[Sampled]:
-        broken = list[Request]()
         for place, request in enumerate(requests if self.constraints else ()):
             if constraint := self.constraints.get(request):
                 mask = constraint.mask(request.output.token_ids)
                 logits[place].masked_fill_(~mask.to(logits.device), -math.inf)
-                if constraint.matcher.is_error():
-                    broken.append(request)
         sampled = self.inner(requests, logits, eos_ids)
-        for request in broken:  # which no token has, so the sampler has ended it
-            why = first_line(self.constraints[request].matcher.get_error()).rstrip(".")
-            request.output.error = Refused(BROKEN.format(why))
+        for request in filter(self.constraints.get, requests if self.constraints else ()):
+            matcher = self.constraints[request].matcher
+            if matcher.is_error():  # no token was left, so the sampler has ended the request
+                why = first_line(matcher.get_error()).rstrip(".")
+                request.output.error = Refused(BROKEN.format(why))
         return sampled
 
 

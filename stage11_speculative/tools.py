@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shared.errors import UserError
@@ -21,45 +21,41 @@ from stage06_serving.text import overlap
 from . import grammar
 
 MOST_TOOLS = 128  # as OpenAI has it
-NEWLINE = "\n"
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 FIRST, MIDDLE, TAIL = '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"
 TRIGGER = "<tool_call>"  # the beginning of FIRST, after which a call must follow
-ABOUT = "You may call these functions:"
-HOW = "To call one, answer with its name and its arguments:"
 Tool = dict[str, Any]  # as clients send it
+Schema = dict[str, Any]
 
 
-def schema_of(tool: Tool) -> dict[str, Any]:
-    """Of a call's arguments. Raises UserError for a tool that is none."""
-    function: Any = tool.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if tool.get("type") != "function" or not isinstance(name, str) or not NAME.fullmatch(name):
-        raise UserError(
-            'A tool must be {"type": "function", "function": {"name": ...}}, with a name of at '
-            "most 64 letters, digits, '_', '-' or '.'."
-        )
-    schema = function.get("parameters") or {"type": "object", "additionalProperties": False}
-    if not isinstance(schema, dict) or schema.get("type") != "object":
-        raise UserError(f"The parameters of {name} are not a schema of the type 'object'.")
-    return schema
+def functions(tools: Sequence[Tool]) -> dict[str, Schema]:
+    """The schema of each tool's arguments, by name. Raises UserError for a tool that is none."""
+    schemas: dict[str, Schema] = {}
+    for tool in tools:
+        function: Any = tool.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if tool.get("type") != "function" or not isinstance(name, str) or not NAME.fullmatch(name):
+            what = '{"type": "function", "function": {"name": ...}}'
+            raise UserError(f"A tool must be {what}, its name at most 64 letters, digits, _-.")
+        if name in schemas:
+            raise UserError("two of them have the same name: give each its own")
+        closed = {"type": "object", "additionalProperties": False}
+        schemas[name] = function.get("parameters") or closed
+        if not isinstance(schemas[name], dict) or schemas[name].get("type") != "object":
+            raise UserError(f"The parameters of {name} are not a schema of the type 'object'.")
+    return schemas
 
 
-def name_of(tool: Tool) -> str:
-    return str(tool["function"]["name"])
-
-
-def answer(tools: Sequence[Tool], content: str | None, several: bool) -> str:
-    """The grammar of an answer that calls tools, or is `content` instead: a rule, or "" for any
+def answer(functions: Mapping[str, Schema], content: str | None, several: bool) -> str:
+    """The grammar of an answer that calls functions, or is `content` instead: a rule, or "" for any
     text; None: it must call. several: whether it may call more than once. Raises UserError."""
-    written = grammar.literal
-    trigger, first = written(TRIGGER), written(FIRST.removeprefix(TRIGGER))
-    rules = ["call: " + " | ".join(f"call_{place}" for place in range(len(tools)))]
-    for place, tool in enumerate(tools):
-        begin, schema = written(name_of(tool) + MIDDLE), grammar.of_schema(schema_of(tool))
-        rules.append(f"call_{place}: {begin} {schema} {written(TAIL)}")
-    more = f"({written(NEWLINE + FIRST)} call)*" if several else ""
-    rules.append(f"calls: {trigger} {first} call {more}")
+    trigger, first, last = map(json.dumps, (TRIGGER, FIRST.removeprefix(TRIGGER), TAIL))
+    rules = ["call: " + " | ".join(f"call_{place}" for place in range(len(functions)))]
+    for place, (name, schema) in enumerate(functions.items()):
+        begin = json.dumps(name + MIDDLE)
+        rules.append(f"call_{place}: {begin} {grammar.of_schema(schema)} {last}")
+    again = json.dumps("\n" + FIRST)
+    rules.append(f"calls: {trigger} {first} call " + (f"({again} call)*" if several else ""))
     if content is None:
         return grammar.start("calls", *rules)
     if content:
@@ -69,29 +65,29 @@ def answer(tools: Sequence[Tool], content: str | None, several: bool) -> str:
     return grammar.start(f"({tagged})* TEXT" if several else f"TEXT | {tagged}", *rules)
 
 
-def blame(error: UserError, tools: Sequence[Tool], compiles: Callable[[str], object]) -> UserError:
+def blame(
+    error: UserError, functions: Mapping[str, Schema], compiles: Callable[[str], object]
+) -> UserError:
     """Name the tool, and the property if one is at fault, that `error` is about. compiles: raises
     UserError for a grammar that cannot be enforced."""
-    for tool in tools:
-        schema = schema_of(tool)
-        definitions = {key: part for key, part in schema.items() if key in ("$defs", "definitions")}
-        properties = schema.get("properties")
-        parts = [(f", property {n!r}", p) for n, p in (properties or {}).items()] + [("", schema)]
+    for name, schema in functions.items():
+        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        properties = (schema.get("properties") or {}).items()
+        parts = [(f", property {key!r}", part) for key, part in properties] + [("", schema)]
         for where, part in parts:
             try:
                 if isinstance(part, dict):
                     compiles(grammar.start(grammar.of_schema(definitions | part)))
             except UserError as cause:
-                return UserError(f"Tool {name_of(tool)!r}{where}: {cause}")
+                return UserError(f"Tool {name!r}{where}: {cause}")
     return error
 
 
 def written(calls: Sequence[Any]) -> str:
     """Calls of a message as the model writes them."""
-    parts = [
-        (call["function"]["name"], json.dumps(call["function"]["arguments"])) for call in calls
-    ]
-    return "\n".join(f"{FIRST}{name}{MIDDLE}{arguments}{TAIL}" for name, arguments in parts)
+    functions = [call["function"] for call in calls]
+    texts = [f"{f['name']}{MIDDLE}{json.dumps(f['arguments'])}" for f in functions]
+    return "\n".join(f"{FIRST}{text}{TAIL}" for text in texts)
 
 
 def shown(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
@@ -104,8 +100,9 @@ def shown(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
             role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
         plain.append(Message(role=role, content=content))
     if tools:
-        how = f"{HOW} {FIRST}NAME{MIDDLE}{{...}}{TAIL}"
-        about = "\n".join([ABOUT, *map(json.dumps, tools), how])
+        how = "To call one, answer with its name and its arguments: "
+        how += f"{FIRST}NAME{MIDDLE}{{...}}{TAIL}"
+        about = "\n".join(["You may call these functions:", *map(json.dumps, tools), how])
         if plain[0].role in ("system", "developer"):
             about = f"{plain.pop(0).text}\n\n{about}"
         plain.insert(0, Message(role="system", content=about))

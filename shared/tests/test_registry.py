@@ -33,7 +33,7 @@ ATTRIBUTES = {
     "SHAPES": ("items",),
     "FORMATS": ("KIND", "NAMES", "reads", "open"),
     "KERNELS": ("cache", "runner", "sample_tokens"),
-    "FORMS": ("prepare", "conversation", "answer", "chat_body", "completion_body"),
+    "FORMS": ("prepare", "conversation", "answer", "chat_body"),
 }
 
 

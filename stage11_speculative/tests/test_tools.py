@@ -10,7 +10,7 @@ from shared.errors import UserError
 from stage06_serving.protocol import Message
 from stage11_speculative.forms import ToolMessage
 from stage11_speculative.grammar import of_schema
-from stage11_speculative.tools import FIRST, MIDDLE, TAIL, Reader, answer, blame, shown
+from stage11_speculative.tools import FIRST, MIDDLE, TAIL, Reader, answer, blame, functions, shown
 
 from .test_grammar import at_once, byte_grammars
 from .test_server import TOOLS, tool
@@ -69,7 +69,7 @@ def test_a_text_is_read_alike_in_any_pieces(text, want):
 )
 def test_an_answer_is_calls_or_what_it_may_be_instead(content, several, text, valid):
     matcher, data = (
-        byte_grammars().compile(answer(TOOLS, content, several)).deep_copy(),
+        byte_grammars().compile(answer(functions(TOOLS), content, several)).deep_copy(),
         list(text.encode()),
     )
     accepted = matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
@@ -112,9 +112,11 @@ def test_a_template_of_the_model_gets_arguments_as_objects():
 def test_the_tool_and_the_property_at_fault_are_named():
     tools = [tool("one", a={"type": "string"}), tool("two", a={}, b={"uniqueItems": True})]
     with pytest.raises(UserError) as raised:
-        byte_grammars().compile(answer(tools, None, True))
-    error = blame(raised.value, tools, byte_grammars().compile)
+        byte_grammars().compile(answer(functions(tools), None, True))
+    error = blame(raised.value, functions(tools), byte_grammars().compile)
     assert "Tool 'two', property 'b': " in str(error) and "uniqueItems" in str(error)
     whole = tool("three", a={"$ref": "#/$defs/x"})
     whole["function"]["parameters"] |= {"$defs": {"x": {"type": "integer"}}, "not": {}}
-    assert str(blame(raised.value, [whole], byte_grammars().compile)).startswith("Tool 'three': ")
+    assert str(blame(raised.value, functions([whole]), byte_grammars().compile)).startswith(
+        "Tool 'three': "
+    )
