@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from shared.errors import UserError
 from stage01_forward.generation import Token
@@ -129,18 +129,13 @@ def settle(future: asyncio.Future[Scores], scores: Scores) -> None:
     future.get_loop().call_soon_threadsafe(settled)
 
 
-class Job(NamedTuple):
-    """Work for the engine's thread; the future gets its result or its error."""
-
-    do: Callable[[], Any]
-    future: Future[Any]
-
-    def run(self) -> None:
-        if self.future.set_running_or_notify_cancel():  # else its caller has left
-            try:
-                self.future.set_result(self.do())
-            except BaseException as error:  # the future's owner handles it
-                self.future.set_exception(error)
+def fulfil(future: Future[Any], do: Callable[[], Any]) -> None:
+    """Give `future` the result of `do`, or its error."""
+    if future.set_running_or_notify_cancel():  # else its caller has left
+        try:
+            future.set_result(do())
+        except BaseException as error:  # the future's owner handles it
+            future.set_exception(error)
 
 
 class EngineThread:
@@ -152,19 +147,18 @@ class EngineThread:
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="engine", daemon=True).start()
 
     def run(self, do: Callable[[], Any]) -> Future[Any]:
-        """Run `do` on the thread, after all earlier jobs. Returns a future of its result or
-        error."""
-        job = Job(do, Future())
-        self._jobs.put(job)
-        return job.future
+        """Run `do` on the thread, after all earlier jobs. Returns its future."""
+        future: Future[Any] = Future()
+        self._jobs.put(partial(fulfil, future, do))
+        return future
 
     def _work(self) -> None:
         while True:
-            self._jobs.get().run()
+            self._jobs.get()()
 
 
 class AsyncEngine:
@@ -288,9 +282,9 @@ class AsyncEngine:
         """Run `do` with the engine on its thread, between two steps. Returns or raises what `do`
         does. Raises EngineDead."""
         if self.alive and self._finished:
-            job = Job(partial(do, self._engine), Future())
-            self._commands.put(job.run)
-            result = asyncio.wrap_future(job.future)
+            future: Future[Any] = Future()
+            self._commands.put(partial(fulfil, future, partial(do, self._engine)))
+            result = asyncio.wrap_future(future)
             await asyncio.wait((result, self._finished), return_when=asyncio.FIRST_COMPLETED)
             if result.done():
                 return result.result()

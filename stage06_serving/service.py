@@ -148,14 +148,9 @@ class Service:
     timeout: float  # seconds per request
     defaults: Mapping[str, Any]  # sampling options of requests that do not give them
 
-    @property
-    def name(self) -> str:
-        return self.loaded.config.name
-
-    @property
-    def context(self) -> int:
-        """The most tokens of prompt and answer together."""
-        return self.loaded.config.n_positions
+    def __post_init__(self) -> None:
+        self.name = self.loaded.config.name
+        self.context = self.loaded.config.n_positions  # tokens of prompt and answer together
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 for an unknown name."""
@@ -191,7 +186,7 @@ class Service:
     async def chat(self, body: ChatBody, tenant: bytes) -> Generation:
         self.check_model(body.model)
         form, ids = await self.forms.prepare(body), await self.chat_ids(body)
-        limit = body.max_completion_tokens or body.max_tokens or self.context - len(ids)
+        limit = body.max_completion_tokens or body.max_tokens or max(1, self.context - len(ids))
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         return await self._begin(
             body, [ids], limit, tenant, logprobs=logprobs, form=form, stops=self.template.stops
@@ -205,22 +200,7 @@ class Service:
             prompt = await asyncio.to_thread(render, messages, tools)
         except UserError as error:
             raise ApiError(400, str(error), "messages") from None
-        return await self.ids_of(prompt, "messages")
-
-    async def ids_of(self, prompt: str | list[int], field: str = "prompt") -> list[int]:
-        """The ids of a prompt. Raises ApiError if it does not fit into the context."""
-        most = self.context - 1
-        if isinstance(prompt, str):
-            if not prompt.strip():
-                raise ApiError(400, "The prompt is empty: send some text.", field)
-            prompt = await self.encode(prompt, field)
-        if len(prompt) > most:
-            message = (
-                f"This model's maximum context length is {self.context} tokens, answer included, "
-                f"and the prompt has {len(prompt)}: shorten it to at most {most}."
-            )
-            raise ApiError(400, message, field)
-        return prompt
+        return await self.encode(prompt, "messages") if isinstance(prompt, str) else prompt
 
     async def encode(self, text: str, field: str = "prompt") -> list[int]:
         """The ids of a text. Raises ApiError."""
@@ -249,7 +229,7 @@ class Service:
         deadline = asyncio.get_running_loop().time() + self.timeout
         n = (body.n or 1) if isinstance(body, OpenAIBody) else 1
         limit = min(limit, self.context) or 1  # a token ends a prompt of which only scores are sent
-        ids = [await self.ids_of(prompt) for prompt in prompts]
+        ids = [await self.encode(it) if isinstance(it, str) else it for it in prompts]
         count = 0 if score is None else sum(map(len, ids)) * (1 + score)
         if logprobs is not None and not body.stream:
             count = max(count, len(ids) * n * limit * (1 + logprobs))
@@ -264,7 +244,8 @@ class Service:
             groups = self.engine.submit(ids, params, tenant, score, form)
         except UserError as error:
             named = FIELD.search(str(error))
-            raise ApiError(400, str(error), named[0] if named else "prompt") from None
+            field = "messages" if isinstance(body, ChatBody) else "prompt"
+            raise ApiError(400, str(error), named[0] if named else field) from None
         options = self.loaded.config.eos_ids, [*body.stops, *stops], body.min_tokens or 0
         choices: list[Choice] = []
         for prompt, prompt_ids, tickets in zip(prompts, ids, groups, strict=True):

@@ -117,7 +117,7 @@ HALVES = [
     (ChatBody, "messages", [{"role": "a", "content": [{"type": "text", "text": HALF}]}]),
 ]
 BIASES: list[Any] = [{"5": bias} for bias in (math.nan, math.inf, True, "1")]
-BIASES += [{id: 1} for id in ("٣", "1" * 10, "", "1.5", 5)]
+BIASES += [{id: 1} for id in ("٣", "1" * 11, "", "1.5")]
 # A body of 1 MB with an error in each of its items kept the event loop busy for 5 seconds.
 FULL: list[Any] = [
     *((CompletionBody, "prompt", [wrong] * 50_000) for wrong in ("", -1)),
@@ -185,7 +185,7 @@ def test_an_error_is_small_whatever_its_message():
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}
 CONTENTS: list[Any] = [5, [{}]]
 TOO_MANY: list[Any] = [["a"] * 1025, [[5]] * 1025]
-EMPTY: list[Any] = ["", " \n ", [], [[]], [""], [PROMPT, ""]]  # CVE-2024-8768: it ended the engine
+EMPTY: list[Any] = ["", [], [[]], [""], [PROMPT, ""]]  # CVE-2024-8768: it ended the engine
 
 
 def test_unknown_and_empty_fields_are_ignored(client):
@@ -227,7 +227,7 @@ MANY = {"logprobs": 20, "prompt": [[5] * 900] * 3}
         (COMPLETIONS, {"top_k": 10**6}, "for this model"),
         (COMPLETIONS, {"prompt": ["a"] * 70, "n": 16}, "at most"),
         *((COMPLETIONS, {"prompt": [[5, 2048]], **more}, "2047") for more in ({}, ECHO)),
-        (COMPLETIONS, {"prompt": [5] * 1024}, "maximum context length is 1024 tokens"),
+        (COMPLETIONS, {"prompt": [5] * 1024}, "shorten the prompt to 1023"),
         (COMPLETIONS, {"max_tokens": 0}, "at least 1"),
         # While they are written, no other client is served; the echo of all prompts is one piece.
         (COMPLETIONS, MANY | {"max_tokens": 900}, f"{3 * 900 * 21} log-prob"),
@@ -242,8 +242,8 @@ MANY = {"logprobs": 20, "prompt": [[5] * 900] * 3}
         *((CHATS, {"messages": value}, "") for value in ([], "hello", ["hello"])),
         *((CHATS, {"messages": [value]}, "") for value in ({"content": "a"}, USER | {"role": ""})),
         *((CHATS, {"messages": [USER | {"content": value}]}, "") for value in CONTENTS),
-        (CHATS, {"messages": [USER | {"content": [IMAGE]}]}, "not images"),  # CVE-2026-22773
-        (CHATS, {"messages": [USER | {"content": "a " * 2000}]}, "context length"),
+        (CHATS, {"messages": [USER | {"content": [IMAGE]}]}, "'text'"),  # CVE-2026-22773
+        (CHATS, {"messages": [USER | {"content": "a " * 2000}]}, "shorten the prompt"),
         ("/generate", {"logit_bias": {"2048": 1}}, "2047"),
     ],
     ids=lambda value: str(value)[:30],
