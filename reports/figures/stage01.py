@@ -36,14 +36,8 @@ def seam() -> Figure:
     box(axes, 3, 21, 18, 4, "attend", fill=ORANGE, weight="bold")
     box(axes, 3, 26.6, 18, 4.8, "projection, add\nnorm, MLP, add")
     box(axes, 3, 34.6, 18, 3.6, "norm, output layer", fill=PALE)
-    for start, end in (
-        (4.6, 6.6),
-        (10.2, 15.8),
-        (19.4, 21),
-        (25, 26.6),
-        (31.4, 34.6),
-        (38.2, 42.6),
-    ):
+    heights = (4.6, 6.6, 10.2, 15.8, 19.4, 21, 25, 26.6, 31.4, 34.6, 38.2, 42.6)
+    for start, end in zip(heights[::2], heights[1::2], strict=True):
         arrow(axes, (12, start), (12, end), colour=NAVY, width=2)
     words(axes, 12, 44, "logits")
     line(axes, (27.5, 4.5), (27.5, 41.3), colour=ORANGE)

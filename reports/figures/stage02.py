@@ -49,9 +49,8 @@ def _phase(axes: Any, left: float, rows: int, title: str) -> None:
 def roofline() -> Figure:
     """Steps of GPT-2 124M at what the machine of round numbers allows them."""
     peak, memory = ROUND.gflops["float32"], ROUND.bandwidth_gb_s
-    steps = [
-        forward_cost(PRESETS["gpt2"], torch.float32, n).intensity for n in (1, 2, 4, 8, 16, 512)
-    ]
+    cost = partial(forward_cost, PRESETS["gpt2"], torch.float32)
+    steps = [cost(tokens).intensity for tokens in (1, 2, 4, 8, 16, 512)]
     return charts.lines(
         "Decode waits for memory, prefill for arithmetic",
         "operations per byte read, of steps with 1 (decode), 2, 4, 8, 16 and 512 tokens", "GFLOP/s",

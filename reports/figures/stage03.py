@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from . import ORANGE, WASTE, Look, box, canvas, cells, words
+from . import ORANGE, WASTE, Look, canvas, cells, legend, words
 
 # The rows of each step. A capital letter is run, a small one is read from the cache. "_" is padding
 # that is run, "-" padding in the cache, and "*" goes before the token of a row that has ended.
@@ -32,15 +32,10 @@ def static() -> Figure:
     _steps(axes, 3, SINGLE)
     words(axes, 1, 14, "as one batch (this stage)", ha="left", weight="bold")
     _steps(axes, 16, BATCH)
-    for place, (key, name) in enumerate(
-        (
-            ("A", "run and needed"), ("*", "run in vain"), ("a", "read from the cache"),
-            ("-", "padding, hidden"),
-        )
-    ):  # fmt: skip
-        fill, hatch = look(key)
-        box(axes, 1 + 21 * place, 30.5, 2.4, 2.4, fill=fill, hatch=hatch)
-        words(axes, 4.4 + 21 * place, 31.7, name, ha="left")
+    legend(
+        axes, 30.5, (1, look("A"), "run and needed"), (22, look("*"), "run in vain"),
+        (43, look("a"), "read from the cache"), (64, look("-"), "padding, hidden"), size=2.4,
+    )  # fmt: skip
     return figure
 
 

@@ -1,10 +1,10 @@
-"""Two block tables over one pool, and the life of a request with the memory that it holds."""
+"""Two block tables over one pool."""
 
 from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from . import ORANGE, PALE, TEAL, VIOLET, WASTE, YELLOW, arrow, box, canvas, legend, words
+from . import ORANGE, PALE, TEAL, VIOLET, WASTE, arrow, box, canvas, legend, words
 
 SIZE = 4
 # After step 2 of the lesson: whose tokens each block holds ("s": shared), and the tables.
@@ -47,39 +47,4 @@ def tables() -> Figure:
     return figure
 
 
-def life() -> Figure:
-    """The states of a request, what moves it on, and what memory it holds in each."""
-    figure, axes = canvas("Only a running request holds blocks", 84, 33)
-    states = {
-        "waiting": (5, "nothing; after a swap:\nblocks of the swap pool"),
-        "running": (34, "the blocks of its table,\nsome of them shared"),
-        "finished": (63, "nothing; its full blocks\nare cached, unowned"),
-    }
-    for name, (x, memory) in states.items():
-        box(axes, x, 11, 16, 5, name, fill=YELLOW if name == "running" else PALE, weight="bold")
-        box(axes, x - 1, 18, 18, 5.4, memory, fill="#ffffff", dashed=True)
-    words(axes, 1, 25.6, "dashed: the memory that it holds", ha="left")
-    arrow(axes, (13, 4.5), (13, 11))
-    words(axes, 14, 6, "add", ha="left")
-    arrow(axes, (21, 12.6), (34, 12.6))
-    words(axes, 27.5, 11.3, "admit")
-    arrow(axes, (34, 14.6), (21, 14.6), colour=ORANGE)
-    words(axes, 27.5, 16.2, "preempt", color=ORANGE)
-    arrow(axes, (50, 13.5), (63, 13.5))
-    words(axes, 56.5, 12.2, "last token,")
-    words(axes, 56.5, 14.9, "or abort")
-    arrow(axes, (16, 11), (71, 11), bend=-0.2, dashed=True)
-    words(axes, 43, 3.6, "abort")
-    arrow(axes, (36, 11), (48, 11), bend=-0.75)
-    words(axes, 42, 9.4, "a step")
-    notes = (
-        "admit: it shares the blocks that it finds, and takes the others",
-        "a step: it takes one block more when the last one is full",
-        "preempt: it gives all blocks back and keeps its tokens",
-    )
-    for place, note in enumerate(notes):
-        words(axes, 34, 25.6 + 2.4 * place, note, ha="left")
-    return figure
-
-
-DRAW = (tables, life)
+DRAW = (tables,)

@@ -1,4 +1,4 @@
-"""Pictures of stage 09: blocks gathered and read in place, and the numbers inside a block."""
+"""Blocks gathered and read in place, and tiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from shared.charts import INK
 
-from . import NAVY, ORANGE, PALE, TEAL, WHITE, arrow, box, canvas, cells, words
+from . import NAVY, ORANGE, PALE, TEAL, WHITE, arrow, box, canvas, words
 
 BLOCKS, OURS = 11, (6, 1, 9)  # blocks in memory; those of one sequence, in the order of its table
 EACH = 4.0  # width of a block
@@ -50,33 +50,6 @@ def in_place() -> Figure:
     return figure
 
 
-def blank(_: str) -> str:
-    return ""
-
-
-def a_block() -> Figure:
-    """Keys lie channel by channel, values token by token: both are read forwards."""
-    figure, axes = canvas("Each row that the loop reads is one register", 78, 28)
-    for left, title, across, down, factor, sums in (
-        (8, "keys of a block: a row a channel", "t", "d", "q", "scores of t0 to t7"),
-        (48, "values of a block: a row a token", "d", "t", "w", "result, d0 to d7"),
-    ):
-        words(axes, left + 12, 1.5, title, weight="bold")
-        rows = [[str(row)] * 8 for row in range(5)]
-        cells(axes, left, 5, rows, lambda row: (ORANGE if row == "2" else WHITE, ""), label=blank)
-        for number in range(5):
-            words(axes, left - 0.6, 6.5 + 3 * number, f"{down}{number}", ha="right")
-            fill = ORANGE if number == 2 else PALE
-            box(axes, left - 7, 5 + 3 * number, 3.4, 3, f"{factor}{number}", fill=fill)
-        for number in range(8):
-            words(axes, left + 1.5 + 3 * number, 4, f"{across}{number}")
-        cells(axes, left, 23, [["sum"] * 8], lambda _: (TEAL, ""), label=blank)
-        words(axes, left - 0.6, 24.5, "sums", ha="right")
-        words(axes, left + 12, 21.4, f"times {factor}2, added to")
-        words(axes, left + 12, 27.2, sums)
-    return figure
-
-
 def a_tile() -> Figure:
     """A tile of x, one of weights and one of sums: registers of 16 rows of 64 bytes."""
     figure, axes = canvas(
@@ -107,4 +80,4 @@ def a_tile() -> Figure:
     return figure
 
 
-DRAW = (in_place, a_block, a_tile)
+DRAW = (in_place, a_tile)

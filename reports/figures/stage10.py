@@ -1,12 +1,12 @@
-"""Pictures of stage 10: eight weights on grids, an outlier in its group, and an exact product."""
+"""Eight weights on grids, and an outlier in its group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from . import NAVY, ORANGE, PALE, TEAL, WHITE, arrow, box, canvas, cells, line, words
+from . import NAVY, ORANGE, WHITE, arrow, box, canvas, cells, line, words
 
 WEIGHTS = (0.613, -2.54, 0.352, 1.27, -0.067, 0.5, -1.128, 0.009)  # those of the lesson
 LEFT, UNIT = 42.0, 11.0  # where 0 lies, and the length of 1
@@ -69,28 +69,4 @@ def outlier() -> Figure:
     return figure
 
 
-def product() -> Figure:
-    """Codes meet in whole numbers; the scales are applied once, at the end."""
-    figure, axes = canvas("The sum of whole numbers is exact; only its ends are rounded", 72, 24)
-    white: Callable[[str], tuple[str, str]] = lambda _: (WHITE, "")  # noqa: E731
-    words(axes, 0, 3.5, "x, float32", ha="left")
-    cells(axes, 12, 2, [["1.00", "0.51", "-2.00", "..."]], white, size=(4, 3))
-    words(axes, 0, 9.5, "codes, int8", ha="left")
-    cells(axes, 12, 8, [["32", "16", "-64", "..."]], lambda _: (PALE, ""), size=(4, 3))
-    arrow(axes, (20, 5), (20, 8))
-    words(axes, 21, 6.5, "divide by the token's scale, round", ha="left")
-    words(axes, 0, 15.5, "weights, int8", ha="left")
-    cells(axes, 12, 14, [["31", "-127", "18", "..."]], lambda _: (PALE, ""), size=(4, 3))
-    arrow(axes, (28, 9.5), (34, 11.5), colour=TEAL)
-    arrow(axes, (28, 15.5), (34, 13), colour=TEAL)
-    box(axes, 34, 10.4, 17, 3.6, "32*31 - 16*127 - ...", fill=TEAL)
-    words(axes, 42.5, 15.3, "int32: exact, in any order")
-    arrow(axes, (51, 12.2), (61, 12.2))
-    words(axes, 56, 9.2, "times both\nscales, once")
-    box(axes, 61, 10.4, 10, 3.6, "y, float32")
-    words(axes, 12, 19.5, "a scale a row of weights, one a token: both stay outside of the sum",
-          ha="left")  # fmt: skip
-    return figure
-
-
-DRAW = (grid, outlier, product)
+DRAW = (grid, outlier)
