@@ -13,8 +13,6 @@ import subprocess
 import sys
 import time
 
-from tqdm import tqdm
-
 from shared import cli, kit, measure, paths
 
 from . import draw
@@ -42,7 +40,7 @@ def measured(name: str) -> bool:
 
 
 def run(module: str, effort: str) -> bool:
-    """Run a benchmark; whether it ended well, and in time."""
+    """Whether a benchmark ended well, and in time."""
     command = [sys.executable, "-m", module, "--effort", effort]
     with subprocess.Popen(command, cwd=paths.ROOT, stdin=subprocess.DEVNULL) as program:
         try:
@@ -53,38 +51,30 @@ def run(module: str, effort: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = cli.Parser(
-        "reports",
-        "Measures every stage, the staircase and the installed peers, and redraws the reports.",
-        "  python -m reports                  within an hour on two cores\n"
-        "  python -m reports --budget 30      fewer repeats\n"
-        "  python -m reports --only stage02_kv_cache --again",
-    )
+    examples = "  python -m reports\n  python -m reports --only stage02_kv_cache --again"
+    parser = cli.Parser("reports", "Measures everything, and redraws the reports.", examples)
     about = f"minutes, after which nothing more is begun; under {FULL:.0f} repeats become fewer"
     parser.add_argument("--budget", type=float, default=FULL, help=about)
     parser.add_argument("--only", choices=programs(), help="measure this alone")
     parser.add_argument("--again", action="store_true", help="also what was measured already")
     options = parser.parse_args(argv)
     kit.clean_commit()
-    effort = str(min(1.0, options.budget / FULL))
-    wanted = [options.only] if options.only else list(programs())
-    failed, begun = [], time.time()
-    with tqdm(wanted, unit="benchmark") as bar:
-        for name in bar:
-            bar.set_postfix_str(name)
-            if measured(name) and not options.again:
-                continue
-            if time.time() - begun > 60 * options.budget - LAST:
-                tqdm.write(f"{name}: not begun, because the time is up; run this again to go on")
-                continue
-            started = time.time()
-            if not run(programs()[name], effort):
-                failed.append(name)  # the others' results are still worth having
-            tqdm.write(f"{name}: {(time.time() - started) / 60:.1f} minutes")
-    for name in failed:
-        print(f"failed: python -m {programs()[name]}", file=sys.stderr)
-    default = measure.slug(measure.machine())
-    return draw.report(paths.ROOT, "" if failed or options.only else default) or len(failed)
+    effort, begun, missing = str(min(1.0, options.budget / FULL)), time.time(), []
+    for name, module in programs().items():
+        if options.only not in (None, name) or (measured(name) and not options.again):
+            continue
+        started = time.time()
+        if started - begun > 60 * options.budget - LAST:
+            missing.append(f"{name}: not begun, because the time is up; run this again to go on")
+            continue
+        print(f"{name} ...", flush=True)
+        if not run(module, effort):
+            missing.append(f"failed: python -m {module}")  # the others are still worth having
+        print(f"{name}: {(time.time() - started) / 60:.1f} minutes", flush=True)
+    for line in missing:
+        print(line, file=sys.stderr)
+    machine = measure.slug(measure.machine())  # the texts show it once it has all results
+    return draw.report(paths.ROOT, "" if missing or options.only else machine) or len(missing)
 
 
 if __name__ == "__main__":

@@ -30,11 +30,9 @@ from shared import charts, cli, kit, paths
 from shared.kit import Results
 
 BEGIN, END = "<!-- table: ", "<!-- /table -->"
-TABLE = re.compile(
-    rf"^(?P<begin>{BEGIN}(?P<name>[\w.]+) -->)\n(?P<text>(?:(?!<!-- /?table).*\n)*){END}$", re.M
-)
-MARKER = re.compile(rf"^(?:{BEGIN}|{END}).*$", re.MULTILINE)
-QUESTION = re.compile(r'^QUESTION\b[^=]*= \(?\s*"(.+)"', re.MULTILINE)
+TABLE = re.compile(rf"^({BEGIN}([\w.]+) -->)\n((?:(?!<!-- /?table).*\n)*){END}$", re.M)
+MARKER = re.compile(rf"^(?:{BEGIN}|{END}).*$", re.M)
+QUESTION = re.compile(r'^QUESTION\b[^=]*= \(?\s*"(.+)"', re.M)
 TEXTS = ("README.md", "reports/README.md", "stage[0-9][0-9]_*/RE*.md")
 CORE = 7  # stages of the course; the others go beyond it
 
@@ -43,8 +41,7 @@ def modules() -> dict[str, ModuleType]:
     """What draws the results of a stage, by its name; the staircase and the peers likewise."""
     names = {name: f"{name}.benchmark" for name in paths.discover()}
     names |= {name: f"reports.{name}" for name in ("staircase", "peers")}
-    imported = {name: importlib.import_module(module) for name, module in names.items()}
-    return {name: m for name, m in imported.items() if callable(getattr(m, "measure", None))}
+    return {name: importlib.import_module(module) for name, module in names.items()}
 
 
 def drawn_with() -> dict[str, str]:
@@ -69,10 +66,8 @@ class Report:
         self.draws = drawers == drawn_with()
         settings = json.dumps({"default": self.default, "charts": drawers}, indent=1) + "\n"
         self.files[file.relative_to(root)] = settings.encode()
-        self.tables: dict[str, dict[str, str]] = {}
-        self.headlines: dict[str, str] = {}
-        self.modules = modules()
-        for name, module in self.modules.items():
+        self.tables, self.headlines = dict[str, dict[str, str]](), dict[str, str]()
+        for name, module in modules().items():
             path = root / "reports" / self.default / f"{name}.json"
             content = json.loads(path.read_bytes()) if path.exists() else {}
             if content.get("schema") != kit.SCHEMA:
@@ -94,29 +89,22 @@ class Report:
             picture = Path("reports/charts") / f"{name}.svg"
             self.files[picture] = charts.render(module.chart(results))
 
-    @property
-    def stale(self) -> list[Path]:
-        """The files that are absent or differ, apart from line ends, which git may have changed."""
-        return [path for path, wanted in self.files.items() if _read(self.root / path) != wanted]
-
     def _text(self, path: Path) -> None:
         """Fill in the tables of one text, and name markers that lead nowhere."""
         name, text = path.relative_to(self.root).as_posix(), (_read(path) or b"").decode()
         for marker in MARKER.findall(TABLE.sub("", text)):
             self.problems.append(f"{name}: '{marker}' is not one of a pair of markers")
 
-        def fill(marker: re.Match[str]) -> str:
-            stage, _, short = marker["name"].rpartition(".")
-            stage = stage or path.parent.name
+        def fill(match: re.Match[str]) -> str:
+            begin, table, kept = match.groups()
+            stage, _, short = table.rpartition(".")
+            drawn = self.tables.get(stage or path.parent.name, {})
             if short in ("stages", "beyond"):
-                content = kit.table(self._stages(short == "beyond"))
-            elif stage in self.tables and short not in self.tables[stage]:
-                self.problems.append(f"{name}: there is no table '{marker['name']}'")
-                return marker[0]
-            else:
-                kept = marker["text"].strip() or kit.UNMEASURED
-                content = self.tables.get(stage, {}).get(short, kept)
-            return f"{marker['begin']}\n\n{content}\n\n{END}"
+                drawn = {short: kit.table(self._stages(short == "beyond"))}
+            elif drawn and short not in drawn:
+                self.problems.append(f"{name}: there is no table '{table}'")
+            content = drawn.get(short, kept.strip() or kit.UNMEASURED)
+            return f"{begin}\n\n{content}\n\n{END}"
 
         self.files[path.relative_to(self.root)] = TABLE.sub(fill, text).encode()
 
@@ -132,7 +120,7 @@ class Report:
             }
 
 
-def _read(path: Path) -> bytes | None:
+def _read(path: Path) -> bytes | None:  # git may have changed line ends
     return path.read_bytes().replace(b"\r\n", b"\n") if path.is_file() else None
 
 
@@ -140,7 +128,7 @@ def report(root: Path, default: str = "", check: bool = False) -> int:
     """Check or update the reports below `root` and print what was found. Returns the exit
     status."""
     result = Report(root, default, check)
-    stale = result.stale
+    stale = [path for path, wanted in result.files.items() if _read(root / path) != wanted]
     for path in stale:
         if not check:
             (root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -156,13 +144,10 @@ def report(root: Path, default: str = "", check: bool = False) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = cli.Parser(
-        "reports.draw",
-        "Writes every table and draws every chart from the results in reports/.",
-        "  python -m reports.draw            after a benchmark\n"
-        "  python -m reports.draw --check    exit status 1 if anything is stale",
-    )
-    parser.add_argument("--check", action="store_true", help="write nothing; name what is stale")
+    about = "Writes every table and draws every chart from the results in reports/."
+    parser = cli.Parser("reports.draw", about, "  python -m reports.draw    after a benchmark")
+    stale = "write nothing, name what is stale, and end with status 1 if anything is"
+    parser.add_argument("--check", action="store_true", help=stale)
     parser.add_argument("--default", default="", help="the machine that the texts show from now on")
     options = parser.parse_args(argv)
     return report(paths.ROOT, options.default, options.check)

@@ -25,7 +25,6 @@ from matplotlib.figure import Figure
 from shared import catalog, charts, cli, kit, models, registry
 from shared import measure as watch
 from shared.catalog import EMBEDDED
-from shared.errors import UserError
 from shared.kit import Results, Row, Subject
 from shared.parity import random_prompt
 from shared.peers import transformers_batch, transformers_greedy, transformers_model
@@ -34,6 +33,7 @@ from shared.server import MODULE, own_server
 NAME, ROUNDS = "staircase", 9
 ENGINES = ("forward", "kv_cache", "batching", "continuous", "paged", "kernels")
 ONE_BY_ONE, BATCH = "transformers, one by one", "transformers, one batch"
+ORDER = (*ENGINES, MODULE, ONE_BY_ONE, BATCH)
 REQUESTS, PROMPTS, ANSWERS = 12, (8, 64), (8, 24)  # tokens
 CONTEXTS = 8  # memory for keys and values, where a stage takes several sequences
 Lists = list[list[int]]
@@ -66,16 +66,15 @@ def begin(variant: str, model: str, threads: int) -> None:
             return [output.token_ids for output in outputs]
     else:
         shape = models.load(model, random_weights=model not in EMBEDDED)
-        answer = partial(by_transformers, transformers_model(shape, torch.float32), variant)
+        its = transformers_model(shape, torch.float32)
+
+        def answer(prompts: Lists, counts: list[int]) -> Lists:
+            if variant == ONE_BY_ONE:
+                return [*map(partial(transformers_greedy, its), prompts, counts)]
+            every = transformers_batch(its, prompts, max(counts))  # all as long as the longest
+            return [ids[:count] for ids, count in zip(every, counts, strict=True)]
+
     answer([[1, 2, 3]] * 2, [2, 2])
-
-
-def by_transformers(model: Any, variant: str, prompts: Lists, counts: list[int]) -> Lists:
-    """Its `generate`, as its users call it. In a batch every answer is as long as the longest."""
-    if variant == BATCH:
-        every = transformers_batch(model, prompts, max(counts))
-        return [ids[:count] for ids, count in zip(every, counts, strict=True)]
-    return [transformers_greedy(model, *pair) for pair in zip(prompts, counts, strict=True)]
 
 
 def run(prompts: Lists, counts: list[int]) -> dict[str, Any]:
@@ -84,23 +83,17 @@ def run(prompts: Lists, counts: list[int]) -> dict[str, Any]:
     return {"seconds": seconds, "ids": ids, "bytes": kit.peak_so_far(os.getpid())}
 
 
-async def ask_all(
-    url: str, prompts: Lists, counts: list[int], ignore_eos: bool = True
-) -> dict[str, Any]:
-    """All answers of one of our servers. Raises UserError if one fails."""
+async def ask_all(url: str, prompts: Lists, counts: list[int], **more: Any) -> dict[str, Any]:
+    """All answers of one of our servers; more: fields of the requests."""
 
     async def ask(prompt: list[int], count: int) -> list[int]:
-        body = {"prompt": prompt, "max_tokens": count, "temperature": 0}
-        body |= {"ignore_eos": ignore_eos, "return_token_ids": True}
-        async with session.post(f"{url}/v1/completions", json=body) as response:
-            if response.status != 200:
-                raise UserError(
-                    f"{url} answered {response.status}: {(await response.text())[:300]}"
-                )
+        body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "return_token_ids": True}
+        async with session.post(f"{url}/v1/completions", json=body | more) as response:
             ids: list[int] = (await response.json())["choices"][0]["token_ids"]
             return ids
 
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+    patient: Any = {"timeout": aiohttp.ClientTimeout(total=None), "raise_for_status": True}
+    async with aiohttp.ClientSession(**patient) as session:
         started = time.perf_counter()
         ids = await asyncio.gather(*map(ask, prompts, counts))
         return {"seconds": time.perf_counter() - started, "ids": list(ids)}
@@ -109,9 +102,8 @@ async def ask_all(
 def server_options(model: str, threads: int) -> list[str]:
     config = catalog.presets()[model]
     memory = CONTEXTS * config.n_positions * config.kv_bytes_per_token(torch.float32)
-    options = {"model": model, "dtype": "float32", "kv-memory": memory, "threads": threads}
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [*words, *([] if model in EMBEDDED else ["--random-weights"])]
+    words = f"--model {model} --dtype float32 --kv-memory {memory} --threads {threads}"
+    return [*words.split(), *([] if model in EMBEDDED else ["--random-weights"])]
 
 
 # ---- rounds -------------------------------------------------------------------------------------
@@ -133,7 +125,7 @@ def measure(bench: kit.Bench) -> None:
         server = stack.enter_context(own_server(server_options(model, threads), quiet=True))
 
         def by_server() -> dict[str, Any]:
-            answers = asyncio.run(ask_all(server.url, prompts, counts))
+            answers = asyncio.run(ask_all(server.url, prompts, counts, ignore_eos=True))
             return answers | {"bytes": kit.peak_so_far(server.pid)}
 
         ways[MODULE], subject, seen = by_server, Subject(model, "float32"), list[Lists]()
@@ -159,7 +151,7 @@ def title(variant: str) -> str:
 
 
 def lines(row: Row) -> Iterator[dict[str, object]]:
-    for variant in (*ENGINES, MODULE, ONE_BY_ONE, BATCH):
+    for variant in ORDER:
         yield {
             "engine": title(variant), "tok/s": row.rate(variant, 0),
             "over stage 01": f"{row.gain('forward', variant):.1f}x",
@@ -173,13 +165,10 @@ def tables(results: Results) -> kit.Tables:
 
 def chart(results: Results) -> Figure:
     (row, *_) = results.rows("steps")
-    order = [*ENGINES, MODULE, ONE_BY_ONE, BATCH]
-    best = min(ENGINES, key=row.median)
     return charts.bars(
-        f"The staircase: {row.gain('forward', best):.0f}x the naive engine's throughput",
+        f"The staircase: {headline(results)}'s throughput",
         "output tok/s (GPT-2 124M shape, float32, 12 requests together)",
-        [title(variant) for variant in order],
-        {"tok/s": [row.tokens / row.median(variant) for variant in order]},
+        [*map(title, ORDER)], {"tok/s": [row.tokens / row.median(name) for name in ORDER]},
         others=(ONE_BY_ONE, BATCH), digits=0,
     )  # fmt: skip
 

@@ -2,9 +2,8 @@
 
 Every stage with an engine answers the same prompts, with memory for the same number of contexts;
 then the server answers them over HTTP. The answers must be the first stage's, token for token; a
-table shows each stage's speed. It is a tour, not a benchmark: one run, on a machine that may have
-other work to do, with fewer or shorter stories if it is slow. The numbers to trust are in the
-reports.
+table shows each stage's speed. It is a tour, not a benchmark: one run, with fewer stories on a slow
+machine. The numbers to trust are in the reports.
 """
 
 from __future__ import annotations
@@ -15,15 +14,7 @@ import itertools
 from shared import cli
 
 FIRST = "Once upon a time"
-SIZES = (
-    (32, 1.0),
-    (16, 1.0),
-    (8, 1.0),
-    (8, 0.5),
-    (8, 0.25),
-    (4, 0.125),
-)  # stories, of --max-tokens
-SECONDS = 12  # at most for the first stage, by the estimate: all others take as long together
+MOST, LEAST, SECONDS = 32, 2, 12  # stories; about what the first stage takes, and all others
 LENGTHS = (4, 24, 12, 32, 8, 48, 16, 20)  # tokens of the prompts, in turn
 SHARES = (1.0, 0.25, 0.5, 0.25, 0.75, 0.4, 0.6, 0.3)  # of the longest answer, in turn
 CONTEXTS, WARM_UP, TRIAL, BAR = 8, 4, 16, 24  # CONTEXTS: whole ones in memory; BAR: characters
@@ -33,10 +24,10 @@ def workload(loaded: cli.Loaded, count: int, most: int) -> tuple[list[list[int]]
     """The beginnings of `count` stories, and how many tokens each answer has at most."""
     from shared.stories import grammar
 
-    prompts, stories = [loaded.tokenizer.encode(FIRST)], grammar.stories("tour")
-    for length in itertools.islice(itertools.cycle(LENGTHS), 1, count):
-        ids = loaded.tokenizer.encode(next(stories).text)
-        prompts.append(ids[: min(length, loaded.config.n_positions // 2)])
+    stories = (story.text for story in grammar.stories("tour"))
+    texts = [FIRST, *itertools.islice(stories, count - 1)]
+    encoded = zip(map(loaded.tokenizer.encode, texts), itertools.cycle(LENGTHS), strict=False)
+    prompts = [ids[: min(length, loaded.config.n_positions // 2)] for ids, length in encoded]
     shares = itertools.islice(itertools.cycle(SHARES), count)
     return prompts, [max(1, int(most * share)) for share in shares]
 
@@ -56,37 +47,31 @@ def visit(loaded: cli.Loaded, options: argparse.Namespace) -> int:
 
     from . import staircase
 
-    params = registry.load(registry.SAMPLING)
-    engines = {
-        n: registry.load(registry.ENGINES[n])(loaded.model, CONTEXTS) for n in staircase.ENGINES
-    }
-    (first, oracle), *_ = engines.items()
-    (prompt,), _ = workload(loaded, 1, TRIAL)
-    oracle.generate([prompt], params(max_tokens=WARM_UP))
+    params, rates, differ = registry.load(registry.SAMPLING), dict[str, float](), list[str]()
+    makers = {n: registry.load(registry.ENGINES[n]) for n in staircase.ENGINES}
+    engines = {n: make(loaded.model, CONTEXTS) for n, make in makers.items()}
+    oracle, (prompt, _) = engines[staircase.ENGINES[0]], workload(loaded, 1, TRIAL)
+    oracle.generate(prompt, params(max_tokens=WARM_UP))
     started = time.perf_counter()
-    oracle.generate([prompt], params(max_tokens=TRIAL))
+    oracle.generate(prompt, params(max_tokens=TRIAL))
     cost = (time.perf_counter() - started) / TRIAL  # seconds of a token
-    for count, share in SIZES:
-        prompts, counts = workload(loaded, count, max(1, int(share * options.max_tokens)))
-        if cost * sum(counts) <= SECONDS:
-            break
-    sampling = [params(max_tokens=count) for count in counts]
+    count, (prompts, counts) = MOST, workload(loaded, MOST, options.max_tokens)
+    while count > LEAST and cost * sum(counts) > SECONDS:
+        count //= 2
+        prompts, counts = workload(loaded, count, options.max_tokens)
     print(
-        f"{len(prompts)} stories: greedy answers of at most {max(counts)} tokens, in memory for "
+        f"{count} stories: greedy answers of at most {max(counts)} tokens, in memory for "
         f"{CONTEXTS} whole contexts of {loaded.config.n_positions:,}.\n"
     )
+    sampling = [params(max_tokens=count) for count in counts]
     expected = oracle.generate(prompts, [replace(p, logprobs=parity.LIKELIEST) for p in sampling])
     text = loaded.tokenizer.decode([*prompts[0], *expected[0].token_ids])
     print(f"{text}{' ...' if expected[0].finish_reason == 'length' else ''}\n")
-    rates: dict[str, float] = {}
-    differ = []
 
     def note(name: str, seconds: float, answers: list[list[int]]) -> None:
-        result = parity.Parity()
-        outputs = [
-            replace(want, token_ids=ids) for want, ids in zip(expected, answers, strict=True)
-        ]
+        result, pairs = parity.Parity(), zip(expected, answers, strict=True)
         try:
+            outputs = [replace(want, token_ids=ids) for want, ids in pairs]
             parity.compare(name, expected, outputs, loaded.dtype, result)
             verdict = str(result)
         except parity.ParityError as error:
@@ -106,16 +91,15 @@ def visit(loaded: cli.Loaded, options: argparse.Namespace) -> int:
         words = ["--model", options.model, "--dtype", str(loaded.dtype).removeprefix("torch.")]
         with own_server(words, quiet=True) as server:
             asyncio.run(staircase.ask_all(server.url, prompts[:1], [WARM_UP]))
-            answers = asyncio.run(staircase.ask_all(server.url, prompts, counts, False))
+            answers = asyncio.run(staircase.ask_all(server.url, prompts, counts))
         note(MODULE, answers["seconds"], answers["ids"])
     table, console = Table(box=None, pad_edge=False), Console(highlight=False)
     for heading in ("stage", "tok/s", "speed-up", ""):
         table.add_column(heading, justify="left" if heading in ("stage", "") else "right")
-    base, fastest = rates[staircase.title(first)], max(rates.values())
+    block = "█" if "utf" in console.encoding.lower() else "#"
     for name, rate in rates.items():
-        block = "█" if "utf" in console.encoding.lower() else "#"
-        bar = block * max(1, round(BAR * rate / fastest))
-        table.add_row(name, f"{rate:,.0f}", f"{rate / base:.1f}x", bar)
+        bar = block * max(1, round(BAR * rate / max(rates.values())))
+        table.add_row(name, f"{rate:,.0f}", f"{rate / next(iter(rates.values())):.1f}x", bar)
     console.print(table)
     if differ:
         print(f"\nNot the same tokens as the first stage: {', '.join(differ)}.")
@@ -130,8 +114,7 @@ def visit(loaded: cli.Loaded, options: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     about = "Runs all stages on the same prompts, checks that their tokens agree, and shows how "
     about += "fast each of them is, in less than two minutes."
-    examples = "  python -m reports.tour\n  python -m reports.tour --model gpt2 --max-tokens 32"
-    parser = cli.Parser("reports.tour", about, examples)
+    parser = cli.Parser("reports.tour", about, "  python -m reports.tour --model gpt2")
     cli.add_max_tokens(parser, default=128)
     cli.add_model_options(parser)
     options = parser.parse_args(argv)

@@ -36,7 +36,6 @@ WORKLOADS = (
     "fixed: prompts and answers of one length; mixed: lognormal lengths, a few of them very long; "
     f"shared: prompts with {workload.SYSTEM} tokens in common"
 )
-FATAL = (REFUSED, HTTP_OTHER, PROTOCOL)  # of the first request: all others would fail like it
 
 
 def schedules(options: argparse.Namespace) -> Iterator[tuple[Schedule, int]]:
@@ -89,15 +88,10 @@ def requests(options: argparse.Namespace, count: int, seed: int | str, longest: 
 
 def check(target: Target, record: Record) -> None:
     """Raise UserError if the first request failed in a way that all others would."""
-    if record.failure == REFUSED:
+    if record.failure in (REFUSED, HTTP_OTHER, PROTOCOL):
         raise UserError(
-            f"{target.url} cannot be reached ({record.detail}): "
-            "start the server, or leave --url out to load ours."
-        )
-    if record.failure in FATAL:
-        raise UserError(
-            f"{target.url} does not serve completions ({record.failure}: {record.detail}): "
-            "fix that first."
+            f"{target.url} does not serve completions ({record.failure}: {record.detail}): start a "
+            "server there, or leave --url out to load ours."
         )
 
 

@@ -1,9 +1,7 @@
-"""One server under load, with one, eight or all requests at a time:
-`python -m stage07_loadtest.benchmark`.
+"""Users of one server: `python -m stage07_loadtest.benchmark`.
 
 The servers are stage 06's with stage 05's engine, and differ in `--max-num-seqs` alone: one request
-at a time, eight, as many as fit into the memory of eight contexts. They have the same weights,
-threads and tokens. First each answers prompts of the load, and the answers are proved.
+at a time, eight, as many as fit into the memory of eight contexts. First each proves its answers.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from .client import Target
 from .load import run_point
 from .workload import LENGTHS, Ask
 
-STAGE, CONTEXTS = "stage07_loadtest", 8
+CONTEXTS = 8  # whole ones, in memory
 PROMPT, ANSWER = LENGTHS["fixed"]  # tokens
 SERVERS = {"one at a time": 1, "eight at a time": 8, "as many as fit": 64}
 ALONE, EIGHT, ALL = SERVERS
@@ -41,41 +39,36 @@ SHARES, ARRIVALS = (0.5, 0.9, 1.1), 150  # of the capacity; requests
 
 
 def prove(subject: Subject, url: str) -> dict[str, Any]:
-    """Some answers of a server, by stage 01."""
+    """Two answers of a server."""
+    body = {"max_tokens": ANSWER, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     prompts, answers = subject.prompts([PROMPT] * 2, "proof"), list[list[int]]()
     for prompt in prompts:
-        body = {"prompt": prompt, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True}
-        data = json.dumps(body | {"return_token_ids": True}).encode()
-        head = {"Content-Type": "application/json"}
-        with urlopen(Request(f"{url}/v1/completions", data, head)) as response:
+        data = json.dumps(body | {"prompt": prompt}).encode()
+        request = Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
+        with urlopen(request) as response:
             answers.append(json.load(response)["choices"][0]["token_ids"])
     return subject.prove(prompts, answers)
 
 
 def measure(bench: kit.Bench) -> None:
-    for subject in bench.subjects(("gpt2", "float32")):
-        load(bench, subject)
-
-
-def load(bench: kit.Bench, subject: Subject) -> None:
-    """The servers, one after the other."""
+    (subject,) = bench.subjects(("gpt2", "float32"))
     model, config = subject.about["model"], subject.config
     size = CONTEXTS * config.n_positions * config.kv_bytes_per_token(subject.dtype)
-    words = f"--model {model} --dtype float32 --engine paged --no-enable-prefix-caching"
-    words += f" --kv-memory {size} --threads {torch.get_num_threads()}"
+    words = f"--model {model} --engine paged --no-enable-prefix-caching --kv-memory {size}"
     words += "" if model in EMBEDDED else " --random-weights"
+    words += f" --dtype float32 --threads {torch.get_num_threads()} --max-num-seqs"
     with ExitStack() as stack:
         urls, proofs = dict[str, str](), dict[str, Any]()
         for name, rows in SERVERS.items():
-            limit = f"{words} --max-num-seqs {rows}".split()
-            urls[name] = stack.enter_context(own_server(limit, quiet=True)).url
+            server = own_server([*words.split(), str(rows)], quiet=True)
+            urls[name] = stack.enter_context(server).url
             proofs[name] = prove(subject, urls[name])
 
         def run(case: str, server: str, plan: Any, count: int, times: int, **about: Any) -> Any:
             asks = [Ask(prompt, ANSWER) for prompt in subject.prompts([PROMPT] * count, case)]
-            ways = {server: partial(point, urls[server], asks, plan)}
+            ways, proof = {server: partial(point, urls[server], asks, plan)}, proofs[server]
             about |= {"server": server, **subject.about}
-            return bench.row(case, ways, times, 0, partial(proofs.__getitem__, server), **about)
+            return bench.row(case, ways, times, 0, lambda: proof, **about)
 
         for server, loops in USERS.items():
             for users, each in bench.sizes(*loops):
@@ -89,49 +82,39 @@ def load(bench: kit.Bench, subject: Subject) -> None:
 
 
 def point(url: str, asks: list[Ask], plan: schedule.Schedule) -> dict[str, Any]:
-    """One load: requests and tokens per second, latencies, and what failed. Raises AssertionError
-    where client and server do not agree on the tokens."""
+    """One load. Raises AssertionError where client and server do not agree on the tokens."""
     summary = metrics.summarize(asyncio.run(run_point(Target(url), asks, plan)), SLO)
     if summary.tokens_match is False or summary.succeeded < summary.requests:
         raise AssertionError(f"requests failed, or tokens got lost: {summary.failures}")
-    names = {"TTFT p95": metrics.TTFT_INTENDED, "E2E p95": metrics.E2E_INTENDED}
-    latencies = {key: summary.at(name, 95) for key, name in names.items()}
+    waits = {"TTFT p95": metrics.TTFT_INTENDED, "E2E p95": metrics.E2E_INTENDED}
+    waits = {key: summary.at(name, 95) for key, name in waits.items()}
     rates = {"rate": summary.request_rate, "output": summary.output_rate}
     rates |= {"goodput": summary.goodput, "client_cpu": summary.client_cpu}
-    return {"seconds": summary.seconds, **rates, **latencies}
-
-
-# ---- tables and chart ---------------------------------------------------------------------------
+    return {"seconds": summary.seconds} | rates | waits
 
 
 def predicted(row: Row) -> float:
-    """Output tok/s if steps took only the time that their operations and bytes need."""
+    """Output tok/s that bytes and operations allow."""
     rows = min(SERVERS[row["server"]], row["users"])
     costs = static_costs(row.config, row.kind, [(PROMPT, ANSWER)] * rows, rows)
     return rows * ANSWER / row.least(costs)
 
 
-def output(row: Row) -> float:
-    return row.median(row["server"], "output")
-
-
 def tables(results: Results) -> kit.Tables:
     lines = []
-    for row in [*results.rows("closed"), *results.rows("open")]:
+    for row in results.rows("closed") + results.rows("open"):
         name, share = row["server"], row.get("share")
         load = f"{share:.0%} of capacity" if share else str(schedule.Schedule(row["users"]))
         line = {"load": load, "server": name, "tok/s": kit.spread(row["output"][name])}
-        for key in ("TTFT p95", "E2E p95"):
-            line[f"{key}, ms"] = f"{1e3 * row.median(name, key):,.0f}"
+        line |= {f"{k}, ms": f"{1e3 * row.median(name, k):,.0f}" for k in ("TTFT p95", "E2E p95")}
         line["goodput, req/s"] = f"{row.median(name, 'goodput'):.2f}"
         lines.append(line | {"client CPU": f"{row.median(name, 'client_cpu'):.0%}"})
     return {"load": lines, "loop": claims(results)}
 
 
 def most(results: Results) -> dict[str, Row]:
-    """Of each server, the row with the most users, for GPT-2's shape."""
-    rows = results.rows("closed", model="gpt2")
-    return {row["server"]: row for row in sorted(rows, key=lambda row: row["users"])}
+    """Of each server, the row with the most users, which is the last."""
+    return {row["server"]: row for row in results.rows("closed", model="gpt2")}
 
 
 def claims(results: Results) -> Iterator[dict[str, str]]:
@@ -139,33 +122,29 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
     rows, hand = most(results), {ALONE: 80.6, EIGHT: 583, ALL: 735}
     for name, row in rows.items():
         what = f"{row['users']} users, {name}"
-        yield kit.claim(what, hand[name], predicted(row), output(row), "tok/s")
+        yield kit.claim(what, hand[name], predicted(row), row.median(name, "output"), "tok/s")
     for row in results.rows("open", model="gpt2", share=1.1):
-        waited = 0.95 * row["requests"] * (1 - 1 / row["share"]) / (row["offered"] / row["share"])
-        why = "the first arrivals fill the batch before a queue grows"
-        late = row.median(ALL, "TTFT p95")
-        yield kit.claim("TTFT p95 above the capacity", waited, waited, late, "s", why)
+        waited = 0.95 * row["requests"] * (row["share"] - 1) / row["offered"]
+        what, why = "TTFT p95 above the capacity", "the first arrivals fill the batch"
+        yield kit.claim(what, waited, waited, row.median(ALL, "TTFT p95"), "s", why)
 
 
 def chart(results: Results) -> Figure:
     rows = most(results)
-    return charts.bars(
-        "Users share a server: one, eight, or as many requests at a time as fit",
-        "output tok/s (GPT-2 124M shape, float32)",
-        [f"{name}\n{row['users']} users" for name, row in rows.items()],
-        {"tok/s": [output(row) for row in rows.values()]},
-        digits=0,
-    )
+    title = "Users share a server: one, eight, or as many requests at a time as fit"
+    groups = [f"{name}\n{row['users']} users" for name, row in rows.items()]
+    series = {"tok/s": [row.median(name, "output") for name, row in rows.items()]}
+    return charts.bars(title, "output tok/s (GPT-2 124M shape, float32)", groups, series, digits=0)
 
 
 def headline(results: Results) -> str:
-    rows = most(results)
-    if not {ALONE, ALL} <= rows.keys():
+    rates = {name: row.median(name, "output") for name, row in most(results).items()}
+    if not {ALONE, ALL} <= rates.keys():
         return kit.UNMEASURED
-    return f"64 users get {output(rows[ALL]) / output(rows[ALONE]):.1f}x the tok/s of one at a time"
+    return f"64 users get {rates[ALL] / rates[ALONE]:.1f}x the tok/s of one at a time"
 
 
-main = partial(kit.main, STAGE, __doc__, measure, tables)
+main = partial(kit.main, "stage07_loadtest", __doc__, measure, tables)
 
 if __name__ == "__main__":
     cli.run(main)

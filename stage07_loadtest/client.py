@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,10 +23,6 @@ ERROR_EVENT = "error_event"  # an error inside the stream, after status 200
 TIMEOUT = "timeout"  # the client's own
 TOKENS = "tokens"  # not the number of tokens that was requested, or no `usage`
 PROTOCOL = "protocol"  # not what an OpenAI-style server sends
-FAILURES = (
-    *(REFUSED, RESET, HTTP_503, HTTP_504, HTTP_OTHER),
-    *(CUT, ERROR_EVENT, TIMEOUT, TOKENS, PROTOCOL),
-)
 
 IDLE = 2.0  # seconds for which an unused connection is kept
 LONGEST = 300  # characters of a detail
@@ -62,7 +57,7 @@ class Record:
     completion_tokens: int | None = None  # from `usage`
     finish_reason: str | None = None
     done: bool = False  # data: [DONE] arrived
-    failure: str | None = None  # one of FAILURES; None is success
+    failure: str | None = None  # a kind; None: it succeeded
     detail: str | None = None  # of the failure, for readers
 
 
@@ -135,7 +130,7 @@ async def send(
     except TimeoutError:
         record.failure, record.detail = TIMEOUT, f"not finished after {target.timeout:g} s"
     except aiohttp.ClientConnectorError as error:
-        record.failure, record.detail = REFUSED, no_connection(error.os_error)
+        record.failure, record.detail = REFUSED, str(error.os_error)
     except aiohttp.ClientResponseError as error:  # not HTTP
         record.failure, record.detail = PROTOCOL, str(error)
     except (aiohttp.ClientError, OSError) as error:
@@ -147,13 +142,6 @@ async def send(
         record.failure = {503: HTTP_503, 504: HTTP_504}.get(record.status, HTTP_OTHER)
         record.detail = f"{record.status}: {error_text(b''.join(piece for _, piece in pieces))}"
     return record
-
-
-def no_connection(error: OSError) -> str:
-    """The reason in plain words: asyncio's own text names the call and the address."""
-    number = error.errno or 0
-    plain = os.strerror(number) if number > 0 else error.strerror or str(error)
-    return plain.lower()
 
 
 def read(record: Record, pieces: Sequence[tuple[float, bytes]]) -> None:

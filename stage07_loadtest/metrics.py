@@ -113,13 +113,9 @@ def distribution(values: Sequence[float], failures: int | None) -> Distribution 
     the adjusted percentiles; None for a latency without those."""
     if not values:
         return None
-    ordered = sorted(values)
-    with_failures = ordered + [math.inf] * (failures or 0)
-    return Distribution(
-        samples=len(values),
-        percentiles=_percentiles(ordered),
-        adjusted=None if failures is None else _percentiles(with_failures),
-    )
+    with_failures = [*values] + [math.inf] * (failures or 0)
+    adjusted = None if failures is None else _percentiles(with_failures)
+    return Distribution(len(values), _percentiles(values), adjusted)
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
@@ -159,9 +155,7 @@ class Slo:
 
     def __str__(self) -> str:
         limits = {"TTFT": self.ttft, "TPOT": self.tpot, "E2E": self.e2e}
-        texts = [
-            f"{name} {limit * 1e3:,.0f} ms" for name, limit in limits.items() if limit is not None
-        ]
+        texts = [f"{name} {1e3 * limit:,.0f} ms" for name, limit in limits.items() if limit]
         return ", ".join(texts) or "no limits"
 
 

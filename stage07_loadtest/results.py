@@ -44,20 +44,14 @@ class Writer:
         self.about |= {"versions": measure.versions(), "configuration": dict(configuration)}
 
     def add(self, point: Point, summary: Summary) -> None:
-        """Write one more point. Raises UserError if it cannot be written; earlier points stay."""
+        """Write one more point."""
         number, self.summaries = len(self.summaries), [*self.summaries, summary]
         content = self.about | {"results": [encode(asdict(each)) for each in self.summaries]}
-        try:
-            with (self.folder / REQUESTS).open("a", encoding="utf-8") as file:
-                for record in point.records:
-                    file.write(json.dumps({"point": number} | asdict(record)) + "\n")
-            text = json.dumps(content, indent=1, allow_nan=False)
-            (self.folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(
-                f"The run cannot be written to {self.folder} ({error.strerror}): free some space, "
-                "and run again."
-            ) from None
+        with (self.folder / REQUESTS).open("a", encoding="utf-8") as file:
+            for record in point.records:
+                file.write(json.dumps({"point": number} | asdict(record)) + "\n")
+        text = json.dumps(content, indent=1, allow_nan=False)
+        (self.folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
 
     def draw(self) -> None:
         """The chart of all points: what users wait, by load. No bar where it is infinite."""
@@ -65,9 +59,9 @@ class Writer:
         series = {}
         for label, name in names.items():
             values = [point.at(name, 95, adjusted=True) for point in self.summaries]
-            row = [math.nan if value in (None, math.inf) else value for value in values]
-            if not all(map(math.isnan, row)):
-                series[label] = row
+            known = [math.nan if value in (None, math.inf) else value for value in values]
+            if not all(map(math.isnan, known)):
+                series[label] = known
         loads = [point.load for point in self.summaries]
         title = "What users wait, from the intended start"
         if series:

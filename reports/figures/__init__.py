@@ -1,9 +1,9 @@
 """A kit for pictures of mechanisms, in the house style of `shared/charts.py`.
 
-A picture is a function without arguments that returns a Figure, in a module a stage, listed in
-its tuple DRAW: `stage03.static` is drawn to reports/figures/stage03_static.svg by
-`python -m reports.figures`. A picture is a `canvas` with boxes, cells, arrows and words on
-it, or a chart of `shared.charts`. Its title states the finding. It shows no measured number.
+A picture is a function without arguments that returns a Figure, in a module a stage, listed in its
+tuple DRAW: `stage03.static` is drawn to reports/figures/stage03_static.svg by `python -m
+reports.figures`. It is a `canvas` with boxes, cells, arrows and words on it, or a chart of
+`shared.charts`. Its title states the finding. It shows no measured number.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -19,13 +18,12 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from shared import charts, paths
+from shared import charts
 from shared.charts import INK
 
 NAVY, VIOLET, ORANGE, TEAL, YELLOW = charts.COLOURS
 WHITE, PALE = "#ffffff", "#f1f1f4"
 WASTE = (PALE, "////")  # the look of work in vain and of memory unused
-FOLDER = Path("reports", "figures")
 Look = tuple[str, str]  # fill and hatch
 Point = tuple[float, float]
 
@@ -35,11 +33,6 @@ def pictures() -> dict[str, Callable[[], Figure]]:
     modules = sorted(file.name for file in pkgutil.iter_modules(__path__) if file.name[0] != "_")
     drawn = {name: importlib.import_module(f"{__name__}.{name}").DRAW for name in modules}
     return {f"{name}_{draw.__name__}": draw for name, draws in drawn.items() for draw in draws}
-
-
-def place(name: str) -> Path:
-    """The file of a picture."""
-    return paths.ROOT / FOLDER / f"{name}.svg"
 
 
 def canvas(title: str, width: float, height: float) -> tuple[Figure, Any]:

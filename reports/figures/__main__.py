@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from shared import charts, cli
+from shared import charts, cli, paths
 
-from . import FOLDER, pictures, place
+from . import pictures
 
 
 def main(argv: list[str] | None = None) -> int:
-    usage = "  python -m reports.figures             the same bytes for the same code"
-    about = f"Redraws the pictures of the lessons, in {FOLDER.as_posix()}/."
-    cli.Parser("reports.figures", about, usage).parse_args(argv)
+    about = "Redraws the pictures of the lessons: the same bytes for the same code."
+    cli.Parser("reports.figures", about, "  python -m reports.figures").parse_args(argv)
     for name, draw in pictures().items():
-        charts.save(draw(), place(name))
+        charts.save(draw(), paths.ROOT / "reports/figures" / f"{name}.svg")
     print(f"{len(pictures())} pictures drawn.")
     return 0
 

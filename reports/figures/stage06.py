@@ -35,31 +35,26 @@ def threads() -> Figure:
         words(axes, THREAD, (top + end) / 2, name, bbox=back)
         words(axes, THREAD + 5.5, (top + end) / 2, note, ha="left")
         line(axes, (THREAD, end), (THREAD, min(end + 4, 60)), colour=GREY, dashed=True)
-    _send(axes, A, LOOP, 8, "POST", NAVY)
+    _send(axes, A, LOOP, 8, "POST")
     _command(axes, 9, 19, "add")
-    _health(axes, 12.5)
-    for y in (17, 32, 47):
-        _message(axes, y)
-    _send(axes, LOOP, A, 35, "event: token", NAVY)
-    _send(axes, A, LOOP, 39, "closes", NAVY, dashed=True)
+    for y in (12.5, 43.5):  # answered at once
+        _send(axes, B, LOOP, y, "/health", TEAL)
+        arrow(axes, (LOOP, y + 2), (B, y + 2), colour=TEAL)
+    for y in (17, 32, 47):  # the results of a step, in one call
+        arrow(axes, (THREAD, y), (LOOP, y + 1.5), colour=ORANGE)
+        words(axes, 38.5, y + 2.4, "tokens, ends", color=ORANGE)
+        box(axes, LOOP - 0.7, y + 0.7, 1.4, 2.4, fill=VIOLET)
+    _send(axes, LOOP, A, 35, "event: token")
+    _send(axes, A, LOOP, 39, "closes")
     _command(axes, 40, 49, "abort")
-    _health(axes, 43.5)
     return figure
 
 
-def _send(
-    axes: Any, start: float, end: float, y: float, text: str, colour: str, dashed: bool = False
-) -> None:
+def _send(axes: Any, start: float, end: float, y: float, text: str, colour: str = NAVY) -> None:
     """From a client to the loop, or back."""
-    arrow(axes, (start, y), (end, y), colour=colour, dashed=dashed)
+    arrow(axes, (start, y), (end, y), colour=colour, dashed=text == "closes")
     words(axes, min(start, end) + 1, y - 1.1, text, ha="left", color=colour)
     box(axes, LOOP - 0.7, y - 1, 1.4, 3, fill=VIOLET)
-
-
-def _health(axes: Any, y: float) -> None:
-    """A question that the loop answers at once."""
-    _send(axes, B, LOOP, y, "/health", TEAL)
-    arrow(axes, (LOOP, y + 2), (B, y + 2), colour=TEAL)
 
 
 def _command(axes: Any, put: float, taken: float, name: str) -> None:
@@ -69,13 +64,6 @@ def _command(axes: Any, put: float, taken: float, name: str) -> None:
     box(axes, QUEUE - 1, put, 2, taken - put, fill=VIOLET)
     arrow(axes, (QUEUE, taken), (THREAD, taken), colour=VIOLET)
     words(axes, (QUEUE + THREAD) / 2, taken + 1.3, name, color=VIOLET)
-
-
-def _message(axes: Any, y: float) -> None:
-    """The results of a step, in one call."""
-    arrow(axes, (THREAD, y), (LOOP, y + 1.5), colour=ORANGE)
-    words(axes, 38.5, y + 2.4, "tokens, ends", color=ORANGE)
-    box(axes, LOOP - 0.7, y + 0.7, 1.4, 2.4, fill=VIOLET)
 
 
 DRAW = (threads,)

@@ -1,12 +1,10 @@
-"""Blocks gathered and read in place, and tiles."""
+"""Blocks gathered and read in place."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from matplotlib.figure import Figure
-
-from shared.charts import INK
 
 from . import NAVY, ORANGE, PALE, TEAL, WHITE, arrow, box, canvas, words
 
@@ -25,8 +23,7 @@ def _memory(axes: Any, y: float) -> list[float]:
 
 
 def in_place() -> Figure:
-    """A gather copies the blocks of a sequence before attention reads them; a kernel follows the
-    table."""
+    """A gather copies a sequence's blocks before attention; a kernel follows the table."""
     figure, axes = canvas("Gathered, keys and values are moved three times; in place, once", 72, 30)
     words(axes, 0, 1.5, "stage 05", ha="left", weight="bold")
     places = _memory(axes, 3)
@@ -50,34 +47,4 @@ def in_place() -> Figure:
     return figure
 
 
-def a_tile() -> Figure:
-    """A tile of x, one of weights and one of sums: registers of 16 rows of 64 bytes."""
-    figure, axes = canvas(
-        "One instruction: 16 x 32 numbers times 32 x 16, added to 16 x 16", 76, 40
-    )
-    for left, top, title, under in (
-        (4, 22, "x", "16 rows of 32 inputs"),
-        (44, 4, "weights", "16 pairs of inputs, of 16 outputs each"),
-        (44, 22, "sums", "16 rows of 16 outputs, in float32"),
-    ):
-        columns = 16 if title == "sums" else 32
-        lines = {"colors": INK, "linewidth": 0.5}
-        axes.vlines(
-            [left + i * 25.6 / columns for i in range(columns + 1)], top, top + 12.8, **lines
-        )
-        axes.hlines([top + i * 0.8 for i in range(17)], left, left + 25.6, **lines)
-        if title == "x":
-            box(axes, left, top + 4, 25.6, 0.8, fill=ORANGE)
-        elif title == "weights":
-            box(axes, left + 14.4, top, 1.6, 12.8, fill=ORANGE)
-        else:
-            box(axes, left + 14.4, top + 4, 1.6, 0.8, fill=TEAL)
-        words(axes, left + 12.8, top - 1.2, title, weight="bold")
-        words(axes, left + 12.8, top + 14.1, under)
-    words(axes, 17, 8, "a register: 16 rows of 64 bytes\n= 32 bfloat16 or 16 float32 a row")
-    arrow(axes, (31, 28.4), (43, 28.4))
-    arrow(axes, (59.2, 19.2), (59.2, 20.2))
-    return figure
-
-
-DRAW = (in_place, a_tile)
+DRAW = (in_place,)

@@ -1,12 +1,10 @@
-"""Eight weights on grids, and an outlier in its group."""
+"""Eight weights on grids."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from matplotlib.figure import Figure
 
-from . import NAVY, ORANGE, WHITE, arrow, box, canvas, cells, line, words
+from . import NAVY, ORANGE, arrow, box, canvas, line, words
 
 WEIGHTS = (0.613, -2.54, 0.352, 1.27, -0.067, 0.5, -1.128, 0.009)  # those of the lesson
 LEFT, UNIT = 42.0, 11.0  # where 0 lies, and the length of 1
@@ -43,30 +41,4 @@ def grid() -> Figure:
     return figure
 
 
-def outlier() -> Figure:
-    """One large weight makes the scale of all that share it coarse."""
-    small = (0.3, -0.2, 0.1, -0.4, 0.2, 0.4, -0.1, 0.3)
-    row = (*small[:5], 7.0, *small[5:], -0.3, 0.2, 0.1, -0.2, 0.4, -0.4, 0.3)
-    figure, axes = canvas("With int4, an outlier ruins its own group, not the whole row", 72, 20)
-
-    def codes(numbers: Sequence[float]) -> list[str]:
-        scale = max(map(abs, numbers)) / 7
-        return [str(round(number / scale)) for number in numbers]
-
-    def look(text: str) -> tuple[str, str]:
-        return (ORANGE if text in ("7.0", "0") else WHITE, "")
-
-    for y, name, parts in (
-        (3, "weights", None),
-        (8.5, "codes, a scale a row", [row]),
-        (14, "codes, a scale a group of 8", [row[:8], row[8:]]),
-    ):
-        texts = [f"{x:.1f}" for x in row] if parts is None else [c for p in parts for c in codes(p)]
-        words(axes, 17, y + 1.5, name, ha="right")
-        cells(axes, 18, y, [texts], look, size=(3.3, 3))
-    line(axes, (18 + 8 * 3.3, 13.2), (18 + 8 * 3.3, 17.8))
-    words(axes, 44.4, 18.9, "orange: the outlier, and weights that became 0")
-    return figure
-
-
-DRAW = (grid, outlier)
+DRAW = (grid,)

