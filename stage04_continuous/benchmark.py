@@ -1,5 +1,4 @@
-"""What a decision before every step buys, where it buys nothing, and what it costs:
-`python -m stage04_continuous.benchmark`.
+"""What a decision before every step buys: `python -m stage04_continuous.benchmark`.
 
 Win: a crowd of unlike answers. Null: as many equal requests as slots. Lose: a long prompt arrives
 while its neighbours are in the middle of their answers. Every answer is proved.
@@ -8,7 +7,7 @@ while its neighbours are in the middle of their answers. Every answer is proved.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,6 @@ from .engine import Engine, make
 from .request import Request
 from .scheduler import Scheduler
 
-STAGE = "stage04_continuous"
 STATIC, OURS = "stage 03, static", "stage 04, continuous"
 SLOTS, BUDGET = 24, 256  # of the crowd; tokens a pass
 NEIGHBOURS, NEIGHBOUR, AFTER = 8, 64, 64  # requests; tokens of their prompts and answers
@@ -40,8 +38,7 @@ def measure(bench: kit.Bench) -> None:
             together(bench, subject, "crowd", kit.crowd(12 if bench.quick else 72))
             together(bench, subject, "equal", [(8, 32)] * SLOTS)
         ways = {}
-        for chunk in bench.sizes("64", "256", WHOLE):
-            size = LONG if chunk == WHOLE else int(chunk)
+        for chunk, size in bench.sizes(("64", 64), ("256", 256), (WHOLE, LONG)):
             scheduler = Scheduler(NEIGHBOURS + 1, NEIGHBOURS + LONG, max_chunk=size)
             passes = kit.Passes(subject)
             engine = make(subject.model, scheduler=scheduler, observers=[passes])
@@ -56,11 +53,10 @@ def together(bench: kit.Bench, subject: Subject, case: str, lengths: Any) -> Non
 
     def keep(engine: Any) -> dict[str, Any]:
         busy = {"busy": sum(step.rows for step in engine.steps)}
-        if engine is not ours:
-            return busy
         bars = timeline.bars([*ours.steps][: DRAWN[1]])
-        drawn = [[*asdict(bar).values()] for bar in bars if bar.slot < DRAWN[0]]
-        return busy | {"costs": passes.costs[-len(ours.steps) :], "bars": drawn}
+        drawn = [astuple(bar) for bar in bars if bar.slot < DRAWN[0]]
+        ran = {"costs": passes.costs[-len(ours.steps) :], "bars": drawn}
+        return busy | ran if engine is ours else busy
 
     engines = {STATIC: StaticEngine(subject.model, max_batch=SLOTS), OURS: ours}
     bench.answers(case, subject, engines, lengths, 2, keep)
@@ -77,8 +73,7 @@ def arrive(subject: Subject, engine: Engine, passes: kit.Passes) -> dict[str, An
     requests.append(engine.add(Request(long, kit.greedy(LONG_ANSWER))))
     passes.costs.clear()
     gaps = [1e3 * watch.seconds(engine.step) for _ in range(AFTER)]
-    if engine.requests:
-        raise AssertionError("a neighbour went without a token in some pass")
+    assert not engine.requests, "a neighbour went without a token in some pass"
     subject.prove([*prompts, long], [request.output.token_ids for request in requests])
     count = -(-LONG // engine.scheduler.max_chunk)  # passes over the long prompt
     return {"seconds": sum(gaps[:count]) / 1e3, "gaps": gaps, "costs": passes.costs[:count]}
@@ -87,19 +82,13 @@ def arrive(subject: Subject, engine: Engine, passes: kit.Passes) -> dict[str, An
 def passes(row: Row, variant: str) -> list[float]:
     """The least seconds of each pass."""
     if variant == STATIC:
-        costs = static_costs(row.config, row.kind, row.lengths, SLOTS)
-    else:
-        costs = [Cost(*pair) for pair in row["costs"][variant][-1]]
-    return [row.least(cost) for cost in costs]
+        return [*map(row.least, static_costs(row.config, row.kind, row.lengths, SLOTS))]
+    return [row.least(Cost(*pair)) for pair in row["costs"][variant][-1]]
 
 
 def used(row: Row, variant: str) -> float:
     """Share of the slots that computed for a request in progress."""
     return row.median(variant, "busy") / SLOTS / row.median(variant, "passes")
-
-
-def predicted(row: Row) -> float:
-    return sum(passes(row, STATIC)) / sum(passes(row, OURS))
 
 
 def tables(results: Results) -> kit.Tables:
@@ -112,42 +101,40 @@ def tables(results: Results) -> kit.Tables:
         }
         for case in ("crowd", "equal") for row in results.rows(case) for variant in (STATIC, OURS)
     ]  # fmt: skip
-    chunking = []
-    for row in results.rows("chunking"):
-        for chunk, runs in row["gaps"].items():
-            chunking.append({
-                "dtype": row["dtype"], "chunks of the long prompt": chunk,
-                "median gap, ms": f"{np.median(runs):.1f}", "longest, ms": f"{np.max(runs):.1f}",
-                "limit, ms": f"{1e3 * max(passes(row, chunk)):.1f}",
-                "its first token, s": kit.spread(row["seconds"][chunk], 2),
-            })  # fmt: skip
+    chunking = [
+        {
+            "dtype": row["dtype"], "chunks of the long prompt": chunk,
+            "median gap, ms": f"{np.median(runs):.1f}", "longest, ms": f"{np.max(runs):.1f}",
+            "limit, ms": f"{1e3 * max(passes(row, chunk)):.1f}",
+            "its first token, s": kit.spread(row["seconds"][chunk], 2),
+        }
+        for row in results.rows("chunking") for chunk, runs in row["gaps"].items()
+    ]  # fmt: skip
     return {"win": win, "chunking": chunking, "claims": claims(results)}
 
 
 def claims(results: Results) -> Iterator[dict[str, str]]:
     """What the lesson predicts, for GPT-2 in float32."""
-    for row in results.rows("crowd", model="gpt2"):
-        steps = row.median(STATIC, "passes") / row.median(OURS, "passes")
+    for row in results.rows("crowd", model="gpt2") + results.rows("equal", model="gpt2"):
+        static, ours = passes(row, STATIC), passes(row, OURS)
+        here, gain = sum(static) / sum(ours), row.gain(STATIC, OURS)
+        if len({answer for _, answer in row.lengths}) == 1:
+            what, why = "the same for equal answers, all at once", "the control: nothing to refill"
+            yield kit.claim(what, 1.0, here, gain, "x", why)
+            continue
+        steps, what = len(static) / len(ours), "of the crowd, static over continuous"
         why = "by hand no slot is ever empty; the last long answers begin late and leave a tail"
-        here = len(passes(row, STATIC)) / len(passes(row, OURS))
-        yield kit.claim("steps of the crowd, static over continuous", 3.0, here, steps, "x", why)
-        what = "seconds of the crowd, static over continuous"
-        why = "fewer steps, and fewer rows in a step"
-        yield kit.claim(what, 2.26, predicted(row), row.gain(STATIC, OURS), "x", why)
-    for row in results.rows("equal", model="gpt2"):
-        what, why = "the same for equal answers, all at once", "the control: nothing to refill"
-        yield kit.claim(what, 1.0, predicted(row), row.gain(STATIC, OURS), "x", why)
+        counted = row.median(STATIC, "passes") / row.median(OURS, "passes")
+        yield kit.claim(f"steps {what}", 3.0, steps, counted, "x", why)
+        yield kit.claim(f"seconds {what}", 2.26, here, gain, "x", "fewer steps, of fewer rows")
     for row in results.rows("chunking", model="gpt2", dtype="float32"):
         peak, far = "no product reaches the peak", "products of 70 rows are far from the peak"
-        for chunk, what, hand, why in (
-            (WHOLE, "run whole", 850, peak),
-            ("64", "chunks of 64", 74.6, far),
-        ):
+        for chunk, hand, why in ((WHOLE, 850, peak), ("64", 74.6, far)):
             here, most = 1e3 * max(passes(row, chunk)), float(np.max(row["gaps"][chunk]))
+            what = "run whole" if chunk == WHOLE else f"chunks of {chunk}"
             yield kit.claim(f"longest gap of a neighbour, {what}", hand, here, most, "ms", why)
-        here, first = 1e3 * sum(passes(row, "64")), 1e3 * row.median("64")
-        what = "first token of the long prompt, chunks of 64"
-        yield kit.claim(what, 991, here, first, "ms", far)
+        here, what = 1e3 * sum(passes(row, "64")), "first token of the long prompt, chunks of 64"
+        yield kit.claim(what, 991, here, 1e3 * row.median("64"), "ms", far)
 
 
 def chart(results: Results) -> Figure:
@@ -164,7 +151,7 @@ def headline(results: Results) -> str:
     return kit.UNMEASURED
 
 
-main = partial(kit.main, STAGE, __doc__, measure, tables)
+main = partial(kit.main, "stage04_continuous", __doc__, measure, tables)
 
 if __name__ == "__main__":
     cli.run(main)

@@ -1,5 +1,4 @@
-"""What memory in blocks buys, where it buys nothing, and what it costs:
-`python -m stage05_paged.benchmark`.
+"""What memory in blocks buys: `python -m stage05_paged.benchmark`.
 
 Win: a crowd of unlike answers in the memory of 4 slots, and a prefix that is found. Null: requests
 that fill a slot each. Lose: the gather before attention. All is proved.
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import count as counting
 from itertools import zip_longest
-from operator import mul
+from statistics import mean
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -30,7 +29,6 @@ from .cache import PagedCache
 from .engine import make
 from .memory import block_bytes
 
-STAGE = "stage05_paged"
 SLOTS, PAGED = "stage 04, slots", "stage 05, blocks"
 BLOCK, MEMORY, BUDGET = 16, 4096, 256  # tokens of a block, of all keys and values, of a pass
 FULL = [(960, 64)] * 6  # each fills a slot
@@ -57,9 +55,8 @@ def capacity(bench: kit.Bench, subject: Subject, load: str, lengths: Any) -> Non
     engines = {SLOTS: slots, PAGED: make(subject.model, pool=pool, **options)}
 
     def keep(engine: Any) -> dict[str, Any]:
-        rows, queued = zip(*((step.rows, step.waiting > 0) for step in engine.steps), strict=True)
-        costs = passes.costs[-len(rows) :]
-        return {"costs": costs, "rows": rows, "queued": sum(map(mul, rows, queued)) / sum(queued)}
+        rows, queued = [s.rows for s in engine.steps], [s.rows for s in engine.steps if s.waiting]
+        return {"costs": passes.costs[-len(rows) :], "rows": rows, "queued": mean(queued)}
 
     bench.answers("capacity", subject, engines, lengths, 1, keep, load=load)
 
@@ -83,15 +80,15 @@ def gather(bench: kit.Bench, subject: Subject, rows: int, context: int) -> None:
 def prefix(bench: kit.Bench, subject: Subject) -> None:
     """Seconds to a request's first token, whose beginning another has computed or not."""
     numbers, engine = counting(), make(subject.model, 2, token_budget=SYSTEM + OWN)
+    other, own = subject.prompts([OWN, OWN], "own")
 
     def first(found: bool) -> dict[str, Any]:
         (system,) = subject.prompts([SYSTEM], f"system {next(numbers)}")  # in no cache yet
-        ends = [subject.prompts([OWN], f"own {n}")[0] for n in (1, 2)]
         if found:
-            engine.generate([system + ends[0]], kit.greedy(1))
-        ids, tokens = list[int](), engine.stream(system + ends[1], kit.greedy(2))
+            engine.generate([system + other], kit.greedy(1))
+        ids, tokens = list[int](), engine.stream(system + own, kit.greedy(2))
         seconds = watch.seconds(lambda: ids.append(next(tokens).id))
-        subject.prove([system + ends[1]], [ids + [token.id for token in tokens]])
+        subject.prove([system + own], [ids + [token.id for token in tokens]])
         return {"seconds": seconds}
 
     ways = {"computed": partial(first, False), "found": partial(first, True)}
@@ -156,7 +153,7 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
 
 def chart(results: Results) -> Figure:
     (row, *_) = results.rows("capacity", load="crowd")
-    columns = zip_longest(*(runs[-1] for runs in row["rows"].values()), fillvalue=float("nan"))
+    columns = zip_longest(*(runs[-1] for runs in row["rows"].values()), fillvalue=0)  # at its end
     series = dict(zip(row["rows"], map(list, zip(*columns, strict=True)), strict=True))
     title = "In the same memory, blocks hold many times as many sequences"
     steps = [*range(len(series[SLOTS]))]
@@ -170,7 +167,7 @@ def headline(results: Results) -> str:
     return kit.UNMEASURED
 
 
-main = partial(kit.main, STAGE, __doc__, measure, tables)
+main = partial(kit.main, "stage05_paged", __doc__, measure, tables)
 
 if __name__ == "__main__":
     cli.run(main)
