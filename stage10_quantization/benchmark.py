@@ -1,8 +1,8 @@
-"""Measures what fewer bytes buy: `python -m stage10_quantization.benchmark`.
+"""What fewer bytes buy: `python -m stage10_quantization.benchmark`.
 
-A decode step and a prompt with weights in five formats, which take turns, and with weights whose
-activations are not rounded; keys and values in two formats; what the formats cost in quality. Every
-format is proved by the slow layers of the same quantized model.
+Decode steps and a prompt with weights in five formats, and with weights whose activations are not
+rounded; keys and values in two formats; what the formats cost in quality. Every format is proved by
+the slow layers of the same quantized model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from . import quality
 from .cache import Int8KernelCache
 from .convert import Quantize
 
-STAGE, BLOCK, PROMPT, CONTEXT = "stage10_quantization", 16, 512, 256
+BLOCK, PROMPT, CONTEXT = 16, 512, 256  # tokens
 F32, BF16, INT8, GROUPS, INT4 = "float32", "bfloat16", "int8", "int8-g32", "int4"
 ONLY = "int8, weights only"  # activations are not rounded
 FORMATS = (F32, BF16, INT8, GROUPS, INT4, ONLY)
@@ -45,7 +45,7 @@ def model_of(subject: Subject, weights: str) -> Any:
 
 
 def runner_of(subject: Subject, weights: str, blocks: int, kind: str = "") -> KernelRunner:
-    """Its keys and values are of `kind`: by default float32 beside such weights, else bfloat16."""
+    """kind: of keys and values; by default float32 beside such weights, else bfloat16."""
     kind = kind or (F32 if weights == F32 else BF16)
     make = Int8KernelCache if kind == INT8 else KernelCache
     cache = make(subject.config, blocks, BLOCK, dtype=getattr(torch, kind))
@@ -78,14 +78,13 @@ def measure(bench: kit.Bench) -> None:
         blocks = 64 * -(-(CONTEXT + 1) // BLOCK)
         runners = {weights: runner_of(subject, weights, blocks) for weights in FORMATS}
         proofs = [proof_of(subject, weights, run) for weights, run in runners.items()]
-        about: dict[str, Any] = {
-            "bytes": {weights: run.program.bytes for weights, run in runners.items()}
-        }
+        read = {weights: run.program.bytes for weights, run in runners.items()}
+        about: dict[str, Any] = subject.about | {"bytes": read}
         for count in bench.sizes(1, 8, 32, 64, PROMPT) if whole else (1,):
             about |= {"rows": count, "context": 0 if count == PROMPT else CONTEXT}
             inputs = inputs_of(count, about["context"])
             ways = {weights: partial(run.run, *inputs) for weights, run in runners.items()}
-            bench.row("steps", ways, 7, 1, partial(kit.together, proofs), **subject.about, **about)
+            bench.row("steps", ways, 7, 1, partial(kit.together, proofs), **about)
         del runners
         for context in bench.sizes(64, 1000) if whole else ():
             blocks, inputs = 32 * -(-(context + 1) // BLOCK), inputs_of(32, context)
@@ -94,9 +93,6 @@ def measure(bench: kit.Bench) -> None:
             bench.row("caches", ways, 7, **subject.about, rows=32, context=context)
     if not bench.quick:
         bench.results["quality"] = [*quality.losses(8, 16)]
-
-
-# ---- tables and chart ---------------------------------------------------------------------------
 
 
 def bound(row: Row, weights: str, keys: str = "") -> float:
@@ -116,9 +112,8 @@ def bound(row: Row, weights: str, keys: str = "") -> float:
 
 
 def name_of(row: Row) -> str:
-    if not row["context"]:
-        return f"prompt of {row['rows']}"
-    return "decode, 1 row" if row["rows"] == 1 else f"decode, {row['rows']} rows"
+    decode = f"decode, {row['rows']} row{'s' if row['rows'] > 1 else ''}"
+    return decode if row["context"] else f"prompt of {row['rows']}"
 
 
 def tables(results: Results) -> kit.Tables:
@@ -142,16 +137,14 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
             yield kit.claim(what, share, share, read, "x", "counted")
     for (rows, weights), expected in by_hand.items():
         for row in results.rows("steps", model="gpt2", rows=rows):
-            here = bound(row, BF16) / bound(row, weights)
-            what = f"{weights} over bfloat16, {name_of(row)}"
-            yield kit.claim(what, expected, here, row.gain(BF16, weights))
+            here, what = bound(row, BF16) / bound(row, weights), f"{weights} over bfloat16"
+            yield kit.claim(f"{what}, {name_of(row)}", expected, here, row.gain(BF16, weights))
     for row in results.rows("steps", model="stories"):
         yield kit.claim("int8 over bfloat16, stories", 1.0, 1.0, row.gain(BF16, INT8))
     for row in results.rows("caches", model="gpt2"):
-        here = bound(row, INT8, BF16) / bound(row, INT8, INT8)
-        what = f"keys in int8 over bfloat16, 32 rows at {row['context']:,}"
-        expected = 1.78 if row["context"] == 1000 else 1.0
-        yield kit.claim(what, expected, here, row.gain(BF16, INT8))
+        here, context = bound(row, INT8, BF16) / bound(row, INT8, INT8), row["context"]
+        what = f"keys in int8 over bfloat16, 32 rows at {context:,}"
+        yield kit.claim(what, {1000: 1.78}.get(context, 1.0), here, row.gain(BF16, INT8))
     for row in results.rows("quality", rounded=INT8):
         what = f"KL of int8 in thousandths of a nat, {row['model']} (an aim)"
         yield kit.claim(what, 0.3, 0.3, 1e3 * row["kl"], "")
@@ -159,13 +152,10 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
 
 def chart(results: Results) -> Figure:
     rows = [row for row in results.rows("steps", model="gpt2") if row["context"]]
-    return charts.bars(
-        "Fewer bytes, more tokens: decode by the format of the weights",
-        "tokens a second (GPT-2 124M shape, 256 tokens of context)",
-        [name_of(row) for row in rows],
-        {w: [row["rows"] / row.median(w) for row in rows] for w in (F32, BF16, INT8, INT4)},
-        digits=0,
-    )
+    title = "Fewer bytes, more tokens: decode by the format of the weights"
+    about = "tokens a second (GPT-2 124M shape, 256 tokens of context)"
+    rates = {w: [row["rows"] / row.median(w) for row in rows] for w in (F32, BF16, INT8, INT4)}
+    return charts.bars(title, about, [*map(name_of, rows)], rates, digits=0)
 
 
 def headline(results: Results) -> str:
@@ -175,7 +165,7 @@ def headline(results: Results) -> str:
     return kit.UNMEASURED
 
 
-main = partial(kit.main, STAGE, __doc__, measure, tables)
+main = partial(kit.main, "stage10_quantization", __doc__, measure, tables)
 
 if __name__ == "__main__":
     cli.run(main)
