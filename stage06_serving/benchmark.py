@@ -1,5 +1,4 @@
-"""What HTTP costs, where it costs nothing, and where it costs most:
-`python -m stage06_serving.benchmark`.
+"""What HTTP costs: `python -m stage06_serving.benchmark`.
 
 Two ways run in turn: an engine alone in a process, and a server process (`python -m
 stage06_serving`) with clients in another one. Both have the same weights, dtype, threads, memory
@@ -12,7 +11,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -28,18 +27,14 @@ from shared.kit import Results, Row, Subject
 from shared.server import own_server
 from stage04_continuous.request import Request
 
-STAGE = "stage06_serving"
 OFFLINE, SERVER = "engine alone", "server"
 SEQUENCES, CONTEXTS = 32, 8
 HTTP, NULL, LOSE = "http", "one long request", "answers of one token"
 # Case, streams, requests, tokens of prompt and answer. A stream sends when its last one has ended.
 LOADS = ((HTTP, 1, 2, 64, 64), (HTTP, 8, 16, 64, 64), (HTTP, 32, 64, 64, 64))
 CONTROLS = ((NULL, 1, 1, 64, 256), (LOSE, 32, 200, 8, 1))
-PAIRS = (
-    ("gpt2", "float32", "kernels"),
-    ("gpt2", "float32", "paged"),
-    ("gpt2", "bfloat16", "kernels"),
-)
+PAIRS = (("float32", "kernels"), ("float32", "paged"), ("bfloat16", "kernels"))
+Lists = list[list[int]]
 END = b"0\r\n\r\n"  # of a body in chunks
 
 engine: Any  # of the process that has no server
@@ -53,7 +48,7 @@ def begin(name: str, model: str, dtype: str, threads: int) -> None:
     engine = registry.load(registry.ENGINES[name])(subject.model, CONTEXTS, **options)
 
 
-def offline(streams: int, prompts: Sequence[list[int]], answer: int) -> dict[str, Any]:
+def offline(streams: int, prompts: Lists, answer: int) -> dict[str, Any]:
     """A loop that steps, and adds a request when another has ended."""
     waiting, requests, started = iter(prompts), list[Any](), time.perf_counter()
 
@@ -71,9 +66,7 @@ def offline(streams: int, prompts: Sequence[list[int]], answer: int) -> dict[str
     return {"seconds": time.perf_counter() - started, "ids": ids}
 
 
-async def ask_all(
-    url: str, streams: int, prompts: Sequence[list[int]], answer: int
-) -> dict[str, Any]:
+async def ask_all(url: str, streams: int, prompts: Lists, answer: int) -> dict[str, Any]:
     """All requests over `streams` connections. Events are parsed once all have arrived: a library's
     client would take as long for an event as the server does, and count as the server's time."""
     place = urlsplit(url)
@@ -99,10 +92,8 @@ async def ask_all(
     await asyncio.gather(*(stream() for _ in range(streams)))
     seconds = time.perf_counter() - started
     chunks = [re.findall(rb"^data: (\{.*)$", received, re.M) for received in answers]
-    ids = [
-        [id for one in some for id in json.loads(one)["choices"][0]["token_ids"]] for some in chunks
-    ]
-    return {"seconds": seconds, "ids": ids}
+    tokens = [[json.loads(line)["choices"][0]["token_ids"] for line in some] for some in chunks]
+    return {"seconds": seconds, "ids": [sum(some, []) for some in tokens]}
 
 
 def client(*load: Any) -> dict[str, Any]:
@@ -110,22 +101,21 @@ def client(*load: Any) -> dict[str, Any]:
 
 
 def measure(bench: kit.Bench) -> None:
-    for model, dtype, name in [("stories", "float32", "paged")] if bench.quick else PAIRS:
-        subject, threads = Subject(model, dtype), torch.get_num_threads()
-        tokens = CONTEXTS * subject.config.n_positions
-        options = {"model": model, "dtype": dtype, "engine": name, "threads": threads}
-        options["kv-memory"] = tokens * subject.config.kv_bytes_per_token(subject.dtype)
-        options["max-num-seqs"] = SEQUENCES
-        words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-        words += ["--no-enable-prefix-caching"]
-        words += [] if model in EMBEDDED else ["--random-weights"]
+    model, threads = "stories" if bench.quick else "gpt2", torch.get_num_threads()
+    for dtype, name in bench.sizes(*PAIRS):
+        subject = Subject(model, dtype)
+        size = CONTEXTS * subject.config.n_positions
+        size *= subject.config.kv_bytes_per_token(subject.dtype)
+        words = f"--model {model} --dtype {dtype} --engine {name} --threads {threads}"
+        words += f" --kv-memory {size} --max-num-seqs {SEQUENCES} --no-enable-prefix-caching"
+        words += "" if model in EMBEDDED else " --random-weights"
         with ExitStack() as stack:
             worker = stack.enter_context(kit.process(begin, name, model, dtype, threads))
             worker.submit(int).result()  # one process after the other takes all processors
-            server = stack.enter_context(own_server(words, quiet=True))
+            server = stack.enter_context(own_server(words.split(), quiet=True))
             clients = stack.enter_context(kit.process())
-            first = (model, dtype, name) == PAIRS[0] or bench.quick
-            for load in bench.sizes(*LOADS, *CONTROLS) if first else (LOADS[-1], CONTROLS[-1]):
+            loads = (*LOADS, *CONTROLS) if (dtype, name) == PAIRS[0] else (LOADS[-1], CONTROLS[-1])
+            for load in bench.sizes(*loads):
                 run(bench, subject, name, load, worker, server, clients)
 
 
@@ -133,13 +123,13 @@ def run(
     bench: kit.Bench, subject: Subject, name: str, load: Any, worker: Any, server: Any, clients: Any
 ) -> None:
     case, streams, requests, prompt, answer = load
-    prompts, seen = subject.prompts([prompt] * requests), list[list[list[int]]]()
+    prompts, seen = subject.prompts([prompt] * requests), list[Lists]()
     process = psutil.Process(server.pid)
 
     def loop_seconds() -> float:
         """Processor time so far of the event loop, which runs on the main thread."""
-        threads = [thread for thread in process.threads() if thread.id == process.pid]
-        return float(sum(thread.user_time + thread.system_time for thread in threads))
+        (main,) = (thread for thread in process.threads() if thread.id == process.pid)
+        return float(main.user_time + main.system_time)
 
     def alone() -> dict[str, Any]:
         result = worker.submit(offline, streams, prompts, answer).result()
@@ -153,8 +143,7 @@ def run(
         return result | {"loop": loop_seconds() - before}
 
     def proof() -> dict[str, Any]:
-        if any(len(ids) != answer for run in seen for ids in run):
-            raise AssertionError("an answer has another length than was asked for")
+        assert {len(ids) for run in seen for ids in run} == {answer}, "an answer of another length"
         return subject.prove(prompts * len(seen), sum(seen, []))
 
     about = {**subject.about, "engine": name, "load": case, "streams": streams}
@@ -208,13 +197,10 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
 
 def chart(results: Results) -> Figure:
     rows = [row for row in results.rows("loads", load=HTTP) if row["streams"] == 32]
-    return charts.bars(
-        "What is left of the engine's throughput behind HTTP",
-        "% of the tok/s of the engine alone (GPT-2 124M shape, 32 streams)",
-        [f"{row['dtype']}, {row['engine']}" for row in rows],
-        {"share": [share(row) for row in rows]},
-        digits=0,
-    )
+    title = "What is left of the engine's throughput behind HTTP"
+    about = "% of the tok/s of the engine alone (GPT-2 124M shape, 32 streams)"
+    names, series = [f"{r['dtype']}, {r['engine']}" for r in rows], {"share": [*map(share, rows)]}
+    return charts.bars(title, about, names, series, digits=0)
 
 
 def headline(results: Results) -> str:
@@ -223,7 +209,7 @@ def headline(results: Results) -> str:
     return kit.UNMEASURED
 
 
-main = partial(kit.main, STAGE, __doc__, measure, tables)
+main = partial(kit.main, "stage06_serving", __doc__, measure, tables)
 
 if __name__ == "__main__":
     cli.run(main)
