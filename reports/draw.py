@@ -1,4 +1,4 @@
-"""Writes all tables of the texts and draws all charts, from the results: `python -m reports.draw`.
+"""Writes all tables of the texts and draws all charts and pictures: `python -m reports.draw`.
 
 No number is typed by hand. A benchmark turns its rows into tables, a chart and a headline; a table
 stands between two markers on lines of their own:
@@ -28,6 +28,8 @@ import matplotlib
 
 from shared import charts, cli, kit, paths
 from shared.kit import Results
+
+from .figures import pictures
 
 BEGIN, END = "<!-- table: ", "<!-- /table -->"
 TABLE = re.compile(rf"^({BEGIN}([\w.]+) -->)\n((?:(?!<!-- /?table).*\n)*){END}$", re.M)
@@ -76,6 +78,8 @@ class Report:
                 self._stage(name, module, Results(content))
             except (ArithmeticError, LookupError, ValueError) as error:
                 self.notes.append(f"{name}: its rows do not make all tables and charts ({error!r})")
+        for name, draw in pictures().items() if self.draws else ():
+            self.files[Path("reports/figures") / f"{name}.svg"] = charts.render(draw())
         for pattern in TEXTS:
             for path in sorted(root.glob(pattern)):
                 self._text(path)

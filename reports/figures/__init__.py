@@ -1,9 +1,9 @@
 """A kit for pictures of mechanisms, in the house style of `shared/charts.py`.
 
 A picture is a function without arguments that returns a Figure, in a module a stage, listed in its
-tuple DRAW: `stage03.static` is drawn to reports/figures/stage03_static.svg by `python -m
-reports.figures`. It is a `canvas` with boxes, cells, arrows and words on it, or a chart of
-`shared.charts`. Its title states the finding. It shows no measured number.
+tuple DRAW: `python -m reports.draw` draws `stage03.static` to reports/figures/stage03_static.svg.
+It is a `canvas` with boxes, cells, arrows and words on it, or a chart of `shared.charts`. Its title
+states the finding. It shows no measured number.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Point = tuple[float, float]
 
 def pictures() -> dict[str, Callable[[], Figure]]:
     """All pictures by name, found by module."""
-    modules = sorted(file.name for file in pkgutil.iter_modules(__path__) if file.name[0] != "_")
+    modules = sorted(file.name for file in pkgutil.iter_modules(__path__))
     drawn = {name: importlib.import_module(f"{__name__}.{name}").DRAW for name in modules}
     return {f"{name}_{draw.__name__}": draw for name, draws in drawn.items() for draw in draws}
 

@@ -1,9 +1,6 @@
-"""The seam that all stages share, and one block with its shapes."""
+"""The seam that all stages share."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -58,31 +55,4 @@ def seam() -> Figure:
     return figure
 
 
-def block() -> Figure:
-    """The residual stream as a rail: what leaves it, in which shape, and what is added to it."""
-    figure, axes = canvas("A block adds twice to the residual stream", 86, 23)
-    arrow(axes, (1, 18), (85.5, 18), colour=NAVY, width=5)
-    words(axes, 1, 21.4, "residual stream x: (T, C), C numbers for each token", ha="left")
-    words(axes, 40.6, 1.2, "the only place where tokens meet", color=ORANGE)
-    names = ("LayerNorm", "c_attn", "split", "attend", "c_proj")
-    _branch(axes, 5, names, ("(T, C)", "(T, 3C)", "3 x (T, H, D)", "(T, H, D)", "(T, C)"))
-    words(axes, 70, 1.2, "each token by itself")
-    _branch(axes, 61.5, ("LayerNorm", "MLP\n4C wide"), ("(T, C)", "(T, C)"))
-    return figure
-
-
-def _branch(axes: Any, left: float, names: Sequence[str], shapes: Sequence[str]) -> None:
-    """From the rail up, through boxes with the shapes of their outputs, and back onto it."""
-    line(axes, (left - 2, 18), (left - 2, 6), (left, 6))
-    for place, (name, shape) in enumerate(zip(names, shapes, strict=True)):
-        at = left + 10.4 * place
-        box(axes, at, 3.8, 8.8, 4.4, name, fill=ORANGE if name == "attend" else PALE)
-        words(axes, at + 4.4, 10, shape)
-        line(axes, (at + 8.8, 6), (at + 10.4, 6))
-    end = left + 10.4 * len(names)
-    arrow(axes, (end, 6), (end, 16.9))
-    look = {"boxstyle": "circle,pad=0.2", "facecolor": "white", "edgecolor": NAVY}
-    words(axes, end, 18, "+", weight="bold", bbox=look)
-
-
-DRAW = (seam, block)
+DRAW = (seam,)

@@ -37,6 +37,7 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     module = SimpleNamespace(tables=tables, headline=lambda results: "2 s")
     monkeypatch.setattr(draw, "modules", lambda: {"stage01_first": module})
+    monkeypatch.setattr(draw, "pictures", dict)
     return tmp_path
 
 

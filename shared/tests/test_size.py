@@ -13,7 +13,7 @@ from shared.tests.test_texts import tracked
 BUDGET = {  # lines of source, of tests
     "book": (400, 0),
     "exercises": (1_670, 560),
-    "reports": (2_060, 232),
+    "reports": (1_990, 232),
     "shared": (5_172, 2_244),
     "stage01": (970, 610),
     "stage02": (370, 190),
