@@ -153,7 +153,8 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
 
 def chart(results: Results) -> Figure:
     (row, *_) = results.rows("capacity", load="crowd")
-    columns = zip_longest(*(runs[-1] for runs in row["rows"].values()), fillvalue=0)  # 0: it has ended
+    # A line stays at 0 once its requests have ended, so that its name stands beside it.
+    columns = zip_longest(*(runs[-1] for runs in row["rows"].values()), fillvalue=0)
     series = dict(zip(row["rows"], map(list, zip(*columns, strict=True)), strict=True))
     title = "In the same memory, blocks hold many times as many sequences"
     steps = [*range(len(series[SLOTS]))]
