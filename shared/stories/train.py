@@ -60,7 +60,7 @@ EMBEDDING_LEARNING_RATE_SHARE = 0.4
 WARMUP_STEPS = 100
 SEED, THREADS = 0, 2  # the weights depend on both
 
-Document = tuple[list[int], list[float]]  # token ids, and the weight of each in the loss
+Document = list[tuple[int, float]]  # token ids, and the weight of each in the loss
 
 
 class Stories:
@@ -80,8 +80,7 @@ class Stories:
     @staticmethod
     def documents(tokenizer: Tokenizer, seed: int | str) -> Iterator[Document]:
         for story in grammar.stories(seed):
-            ids = [*tokenizer.encode(story.text).ids, VOCABULARY - 1]
-            yield ids, [1.0] * len(ids)
+            yield even([*tokenizer.encode(story.text).ids, VOCABULARY - 1])
 
     @staticmethod
     def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
@@ -145,21 +144,17 @@ class Chat:
         turn, end_of_turn, end = range(VOCABULARY - len(Chat.control), VOCABULARY)
         line, assistant = (tokenizer.encode(text).ids for text in ("\n", "assistant\n"))
         while True:
-            pieces: list[Document] = []
             if rng.random() < PLAIN_SHARE:
                 story = next(plain)
-                pieces += [weighted(tokenizer, story.text, story, 0), ([end], [1.0])]
-            else:
-                for exchange in next(chats):
-                    question_ids = tokenizer.encode(f"user\n{exchange.question}").ids
-                    question = [turn, *question_ids, end_of_turn, *line, turn, *assistant]
-                    pieces += [
-                        (question, [0.0] * len(question)),
-                        weighted(tokenizer, exchange.answer, exchange.story, exchange.start),
-                        ([end_of_turn, *line], [float(exchange.whole)] + [0.0] * len(line)),
-                    ]
-                pieces.append(([end], [0.0]))
-            yield [i for ids, _ in pieces for i in ids], [w for _, many in pieces for w in many]
+                yield [*weighted(tokenizer, story.text, story, 0), (end, 1.0)]
+                continue
+            document: Document = []
+            for exchange in next(chats):
+                question = tokenizer.encode(f"user\n{exchange.question}").ids
+                document += even([turn, *question, end_of_turn, *line, turn, *assistant], 0.0)
+                document += weighted(tokenizer, exchange.answer, exchange.story, exchange.start)
+                document += [(end_of_turn, float(exchange.whole)), *even(line, 0.0)]
+            yield [*document, (end, 0.0)]
 
     @staticmethod
     def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
@@ -199,16 +194,16 @@ TEMPLATE = """\
 Recipe = type[Stories] | type[Chat]
 
 
-def weighted(
-    tokenizer: Tokenizer, text: str, story: grammar.Story, start: int
-) -> tuple[list[int], list[float]]:
-    """The tokens of `text`, story.text from `start` on, and the weight of each."""
+def even(ids: list[int], weight: float = 1.0) -> Document:
+    return [(token_id, weight) for token_id in ids]
+
+
+def weighted(tokenizer: Tokenizer, text: str, story: grammar.Story, start: int) -> Document:
+    """The tokens of `text`, story.text from `start` on, where copies weigh more."""
     encoding = tokenizer.encode(text)
-    weights = [
-        COPY_WEIGHT if story.copied(start + first, start + last) else 1.0
-        for first, last in encoding.offsets
-    ]
-    return encoding.ids, weights
+    places = ((start + first, start + last) for first, last in encoding.offsets)
+    weights = [COPY_WEIGHT if story.copied(*place) else 1.0 for place in places]
+    return list(zip(encoding.ids, weights, strict=True))
 
 
 def byte_level(model: models.BPE, control: tuple[str, ...]) -> Tokenizer:
@@ -243,19 +238,17 @@ def windows(length: int, rng: random.Random, documents: Iterator[Document]) -> I
     """Windows of `length` + 1 tokens that open with a whole document; every second one without
     <|endoftext|> before it, like a user's prompt."""
     while True:
-        ids: list[int] = [] if rng.random() < 0.5 else [VOCABULARY - 1]
-        weights = [0.0] * len(ids)
-        while len(ids) <= length:
-            more, weight = next(documents)
-            ids, weights = ids + more, weights + weight
-        yield ids[: length + 1], weights[: length + 1]
+        window = [] if rng.random() < 0.5 else [(VOCABULARY - 1, 0.0)]
+        while len(window) <= length:
+            window += next(documents)
+        yield window[: length + 1]
 
 
 def repeating_windows(length: int, documents: Iterator[Document]) -> Iterator[Document]:
     """Windows of `length` + 1 tokens that have the beginning of one document three times."""
     while True:
-        beginning = [*next(documents)[0][: length // 3], VOCABULARY - 1]
-        yield (beginning * 4)[: length + 1], [1.0] * (length + 1)
+        beginning = [token_id for token_id, _ in next(documents)[: length // 3]]
+        yield even(([*beginning, VOCABULARY - 1] * 4)[: length + 1])
 
 
 def micro_batch(
@@ -267,9 +260,9 @@ def micro_batch(
     offsets = [
         0 if rng.random() < 1 / 3 else rng.randint(0, POSITIONS - length) for _ in range(rows)
     ]
-    ids, weights = zip(*(next(source) for _ in range(rows)), strict=True)
+    batch = torch.tensor([next(source) for _ in range(rows)])  # (B, length + 1, 2)
     positions = torch.tensor(offsets)[:, None] + torch.arange(length)
-    return torch.tensor(ids), torch.tensor(weights), positions
+    return batch[..., 0].long(), batch[..., 1], positions
 
 
 def build_model(recipe: Recipe, width: int, layers: int, heads: int) -> Any:

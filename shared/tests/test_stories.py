@@ -118,13 +118,10 @@ def test_entropy_is_a_sum_of_choices():
 def test_only_answers_are_learnt_and_copied_words_weigh_more():
     encoder = Encoder.from_file(str(CHAT / "tokenizer.json"))
     learnt = []
-    for ids, weights in itertools.islice(Chat.documents(encoder, "tests"), 40):
-        assert len(ids) == len(weights)
-        text = encoder.decode(
-            [i for i, w in zip(ids, weights, strict=True) if w], skip_special_tokens=False
-        )
+    for document in itertools.islice(Chat.documents(encoder, "tests"), 40):
+        text = encoder.decode([i for i, w in document if w], skip_special_tokens=False)
         assert "user" not in text and "<|im_start|>" not in text
-        copied = encoder.decode([i for i, w in zip(ids, weights, strict=True) if w == COPY_WEIGHT])
+        copied = encoder.decode([i for i, w in document if w == COPY_WEIGHT])
         learnt.append(len(copied) / len(text))
     assert 0.05 < sum(learnt) / len(learnt) < 0.4
 
@@ -142,7 +139,7 @@ def test_what_a_model_writes_keeps_to_the_grammar(name):
     if name == "stories":
         tokenizer, given = Tokenizer.from_folder(folder), {}
         prompts = [[tokenizer.eos_id]] * 8
-    loaded = models.load(name, dtype=torch.float32)
+    loaded = models.load(name)
     engine = testing.engines()["stage09_kernels"](models.load_model(loaded))
     params = testing.sampling_params()
     each = [params(max_tokens=600, temperature=0.8, seed=seed, **given) for seed in range(8)]
