@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-KV_DTYPES = ("float32", "bfloat16")  # that need no cache of a later stage
+WEIGHT_FORMATS = (AUTO, *registry.WEIGHTS)
+KV_FORMATS = (AUTO, "float32", "bfloat16", *registry.CACHES)
 ABOUT_WEIGHTS = (
     "format of the weights; auto is that of the file; a number format is also the --dtype, and "
     "computes what whole numbers in the file stand for; others round while the model loads"
@@ -183,21 +184,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     option("--seed", type=whole_number(0, 2**63 - 1), metavar="N", help=about)
 
 
-def weight_formats() -> list[str]:
-    """The values of --weights."""
-    return [AUTO, *registry.WEIGHTS]
-
-
-def kv_formats() -> list[str]:
-    """The values of --kv-dtype."""
-    return [AUTO, *KV_DTYPES, *registry.CACHES]
-
-
 def add_format_options(parser: argparse.ArgumentParser) -> None:
     """--weights and --kv-dtype: formats that later stages add."""
     group = parser.add_argument_group("formats")
-    group.add_argument("--weights", choices=weight_formats(), default=AUTO, help=ABOUT_WEIGHTS)
-    group.add_argument("--kv-dtype", choices=kv_formats(), default=AUTO, help=ABOUT_KV)
+    group.add_argument("--weights", choices=WEIGHT_FORMATS, default=AUTO, help=ABOUT_WEIGHTS)
+    group.add_argument("--kv-dtype", choices=KV_FORMATS, default=AUTO, help=ABOUT_KV)
 
 
 def add_max_tokens(parser: argparse._ActionsContainer, default: int) -> None:
@@ -226,12 +217,6 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     option("--top-p", type=number(0, 1, above=True), default=1.0, metavar="P", help=about)
 
 
-def add_prompt(parser: argparse.ArgumentParser) -> None:
-    """The positional prompt, which `read_prompt` reads."""
-    about = "the text to continue, in quotes; read from standard input if text is piped in instead"
-    parser.add_argument("prompt", nargs="?", help=about)
-
-
 def add_prompts(parser: argparse._ActionsContainer) -> None:
     """--prompts, which `read_prompts` reads."""
     about = (
@@ -249,7 +234,8 @@ def generation_parser(module: str, about: str, *examples: str) -> Parser:
     )
     lines = (f"  python -m {module} {example}" for example in (*common, *examples))
     parser = Parser(module, about, "\n".join(lines))
-    add_prompt(parser)
+    about = "the text to continue, in quotes; read from standard input if text is piped in instead"
+    parser.add_argument("prompt", nargs="?", help=about)
     add_sampling_options(parser)
     add_model_options(parser)
     return parser

@@ -243,15 +243,10 @@ def crowd(requests: int = 72) -> list[tuple[int, int]]:
 
 
 def timed(way: Callable[[], Any]) -> dict[str, Any]:
-    value: Any = None
-
-    def call() -> None:
-        nonlocal value
-        value = way()
-
-    seconds = measure.seconds(call)
+    values: list[Any] = []
+    seconds = measure.seconds(lambda: values.append(way()))
     # Outputs of models are mappings, too.
-    return {"seconds": seconds} | (value if type(value) is dict else {})
+    return {"seconds": seconds} | (values[0] if type(values[0]) is dict else {})
 
 
 def by_variant(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
@@ -424,11 +419,8 @@ def machine(results: Results) -> str:
 
 def content_of(stage: str, bench: Bench, device: str = "cpu") -> dict[str, Any]:
     commit, dirty = measure.git_state()
-    about = {
-        "schema": SCHEMA,
-        "stage": stage,
-        "command": shlex.join(["python", "-m", *sys.orig_argv[2:]]),
-    }
+    about: dict[str, Any] = {"schema": SCHEMA, "stage": stage}
+    about |= {"command": shlex.join(["python", "-m", *sys.orig_argv[2:]])}
     about |= {"commit": commit, "dirty": dirty, "machine": measure.machine(device), "seed": 0}
     about |= {"versions": measure.versions(), "threads": torch.get_num_threads()}
     about |= {"order": "rotated rounds: A B C, B C A, C A B, ...", "effort": bench.effort}
@@ -479,7 +471,6 @@ def main(
     options = parser.parse_args(argv)
     if not options.quick:
         clean_commit()
-    busy = psutil.cpu_percent(interval=0.5) > 25  # with other programs
     bench = Bench(options.quick, options.effort, device)
     run(bench)
     bench.bar.close()
@@ -487,16 +478,10 @@ def main(
     if options.quick:
         print(f"\n{machine(Results(content))}")
         for name, lines in tables(Results(content)).items():
-            print(f"\n{name}\n\n{table(without_reasons(lines))}")
-        if busy:
-            print("\nThis machine is busy with other programs: these numbers say little.")
+            # The reasons in a table's column "why" are of full runs.
+            kept = ({key: line[key] for key in line if key != "why"} for line in lines)
+            print(f"\n{name}\n\n{table(kept)}")
         return
     path = results_file(stage, device)
     save(path, content)
     print(f"Written: {paths.shown(path)}. Next: python -m reports.draw")
-
-
-def without_reasons(lines: Iterable[Mapping[str, object]]) -> Iterator[Mapping[str, object]]:
-    """A table without its column "why": those reasons are of full runs."""
-    for line in lines:
-        yield {name: cell for name, cell in line.items() if name != "why"}

@@ -22,8 +22,8 @@ ABOUT_DRAFTS = "what drafts the next tokens, which a step then verifies"
 ANYWHERE = ("0.0.0.0", "::")
 NAMES = {  # options whose values a registry or a list names
     "engine": [AUTO, *ENGINES],
-    "weights": cli.weight_formats(),
-    "kv_dtype": cli.kv_formats(),
+    "weights": cli.WEIGHT_FORMATS,
+    "kv_dtype": cli.KV_FORMATS,
     "speculate": [OFF, *registry.DRAFTS],
 }
 
