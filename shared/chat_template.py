@@ -34,15 +34,11 @@ def refuse(message: str) -> None:
 
 
 class FolderTemplate:
-    """A template, ready to render. `today`: the date that a template may print; it is fixed when
-    the template is loaded, so that prompts keep their common prefix."""
+    """A template, ready to render. The date that it may print is that of its loading, so that
+    prompts keep their common prefix."""
 
     def __init__(
-        self,
-        source: str,
-        control: Collection[str] = (),
-        tokens: Mapping[str, str] | None = None,
-        today: date | None = None,
+        self, source: str, control: Collection[str] = (), tokens: Mapping[str, str] | None = None
     ) -> None:
         """control: the control tokens. tokens: bos_token and others, for the template to print.
         Raises UserError if the template is invalid."""
@@ -52,7 +48,7 @@ class FolderTemplate:
         # As in transformers: unlike Jinja's filter, it escapes no HTML.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = refuse
-        environment.globals["strftime_now"] = (today or date.today()).strftime
+        environment.globals["strftime_now"] = date.today().strftime
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:

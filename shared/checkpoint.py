@@ -50,35 +50,22 @@ class Checkpoint:
     files: Sequence[Path] = ()
 
 
-def load(
-    name: str,
-    random_weights: bool = False,
-    seed: int = 0,
-    dtype: torch.dtype | None = None,
-    conversion: Conversion | None = None,
-) -> Checkpoint:
+def load(name: str, random_weights: bool = False, seed: int = 0) -> Checkpoint:
     """Load a model by name: an embedded one, a folder, a file in a format that `catalog` knows, or
     a hub name: "gpt2", "owner/name".
 
     The names of known shapes mean those; write "./gpt2" for a folder of that name.
     random_weights: take only the shape, from a preset or a folder's config.json; this needs no
-    weights and no network. dtype: convert all tensors; None keeps the file's. conversion: of the
-    linear layers; the tensors that it declares keep their dtype.
-    Tensors that need no conversion are mapped from the file, not copied: they stay valid while they
+    weights and no network. Tensors are mapped from the file, not copied: they stay valid while they
     are referenced, and the file must not change meanwhile.
     Raises UserError for an invalid name, folder or file, and for network errors.
     """
     if random_weights:
-        checkpoint = _random_checkpoint(name, seed, dtype)
-    else:
-        opened = _open(name, _find(name))
-        conversion = opened.conversion or conversion
-        tensors, declared = _checked(opened, conversion)
-        checkpoint = Checkpoint(opened.config, tensors, opened.folder, declared=declared)
-        checkpoint.files = opened.files
-    checkpoint.conversion = conversion
-    if dtype is not None:
-        checkpoint.tensors = {key: tensor.to(dtype) for key, tensor in checkpoint.tensors.items()}
+        return _random_checkpoint(name, seed)
+    opened = _open(name, _find(name))
+    tensors, declared = _checked(opened)
+    checkpoint = Checkpoint(opened.config, tensors, opened.folder, declared=declared)
+    checkpoint.conversion, checkpoint.files = opened.conversion, opened.files
     return checkpoint
 
 
@@ -122,11 +109,6 @@ def _find(name: str) -> Found:
     """Where the checkpoint is, downloaded first if the name is a hub name."""
     if location := catalog.find(name):
         return location
-    if name == "tiny":
-        raise UserError(
-            "The model tiny exists only with random weights: add --random-weights, or choose "
-            "another model."
-        )
     repository = f"openai-community/{name}" if name in PRESETS else catalog.checked(name)
     return Found(_download(name, repository))
 
@@ -195,15 +177,10 @@ def read_file(path: Path) -> dict[str, torch.Tensor]:
         ) from None
 
 
-def _checked(
-    opened: Opened, conversion: Conversion | None
-) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
-    """The tensors under their canonical names, in the model's order; and by layer those that
-    `conversion` declares.
-
-    Raises UserError if they are not exactly the model's and the declared ones.
-    """
-    config = opened.config
+def _checked(opened: Opened) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """The tensors under their canonical names, in the model's order; and by layer those that the
+    conversion declares. Raises UserError if they are not exactly these."""
+    config, conversion = opened.config, opened.conversion
     folder = opened.files[0].parent if opened.files else opened.folder
     names = {old: new for old in opened.tensors if (new := config.tensor_name(old)) is not None}
     tensors = {new: opened.tensors[old] for old, new in names.items()}
@@ -260,7 +237,7 @@ def _some(names: Sequence[str]) -> str:
 # ---- random weights ----
 
 
-def _random_checkpoint(name: str, seed: int, dtype: torch.dtype | None) -> Checkpoint:
+def _random_checkpoint(name: str, seed: int) -> Checkpoint:
     folder, location = None, catalog.find(name)
     if location:
         opened = _open(name, location, weights=False)
@@ -271,17 +248,12 @@ def _random_checkpoint(name: str, seed: int, dtype: torch.dtype | None) -> Check
         raise catalog.unknown(name)
     if not has_tokenizer(folder):
         folder = None
-    return Checkpoint(config, random_tensors(config, seed, dtype), folder)
+    return Checkpoint(config, random_tensors(config, seed), folder)
 
 
-def random_tensors(
-    config: Config, seed: int = 0, dtype: torch.dtype | None = None
-) -> dict[str, torch.Tensor]:
-    """Weights as at the start of GPT-2's training: normal, biases 0, norms 1. The same seed gives
-    the same weights.
-
-    They are drawn in float32 for every dtype: a float64 model has the values of the float32 one.
-    """
+def random_tensors(config: Config, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Weights as at the start of GPT-2's training, in float32: normal, biases 0, norms 1. The same
+    seed gives the same weights."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in config.shapes().items():
@@ -294,5 +266,5 @@ def random_tensors(
             if name.endswith("c_proj.weight"):  # the residual stream sums 2 n_layer outputs
                 std /= math.sqrt(2 * config.n_layer)
             tensor = torch.empty(shape).normal_(0.0, std, generator=generator)
-        tensors[name] = tensor if dtype is None else tensor.to(dtype)
+        tensors[name] = tensor
     return tensors

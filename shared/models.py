@@ -11,21 +11,13 @@ if TYPE_CHECKING:
     import torch
 
     from .checkpoint import Checkpoint
-    from .conversion import Conversion
 
 
-def load(
-    name: str,
-    random_weights: bool = False,
-    seed: int = 0,
-    dtype: torch.dtype | None = None,
-    conversion: Conversion | None = None,
-    weights: str = AUTO,
-) -> Checkpoint:
+def load(name: str, random_weights: bool = False, seed: int = 0, weights: str = AUTO) -> Checkpoint:
     """`checkpoint.load`. weights: of --weights, in place of how the checkpoint stores them."""
     from . import checkpoint
 
-    loaded = checkpoint.load(name, random_weights, seed, dtype, conversion)
+    loaded = checkpoint.load(name, random_weights, seed)
     if weights != AUTO:
         registry.load(registry.WEIGHTS[weights])(loaded, weights)
     return loaded

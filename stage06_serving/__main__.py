@@ -120,7 +120,7 @@ def make_engine(settings: Settings) -> Served:
     if speculative != OFF:
         model = None
         if drafts:
-            weights = models.load(catalog.checked(settings.speculative_model), dtype=loaded.dtype)
+            weights = models.load(catalog.checked(settings.speculative_model))
             model = models.load_model(weights, loaded.device, loaded.dtype)
         speculate = registry.load(registry.DRAFTS[speculative])
         options = speculative, settings.num_speculative_tokens, model, settings.drawn_drafts

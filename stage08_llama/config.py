@@ -148,7 +148,7 @@ def read(
         n_kv_head=kv,
         head_dim=head_dim,
         layer_norm_epsilon=options.number("rms_norm_eps", 1e-6),
-        eos_ids=end_ids(values, sizes["vocab_size"], source),
+        eos_ids=end_ids(values, sizes["vocab_size"]),
         name=name,
         rope=read_rope(options, sizes["n_positions"]),
         tied=options.flag("tie_word_embeddings"),

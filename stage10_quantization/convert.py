@@ -1,6 +1,7 @@
 """Quantize the layers of a model as they are loaded, or of a float model that is there already.
 
-checkpoint = models.load("stories", conversion=Quantize("int4"))
+checkpoint = models.load("stories")
+checkpoint.conversion = Quantize("int4")
 shared.conversion.convert(model, Quantize("int8"), {})
 """
 

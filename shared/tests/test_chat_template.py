@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from datetime import date
 from typing import Any
 
 import pytest
@@ -103,8 +102,3 @@ def test_what_a_folder_holds(tmp_path):
     assert text_of(load(tmp_path), CHAT) == "file"
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     pytest.raises(UserError, load, tmp_path).match("invalid")
-
-
-def test_the_date_is_that_of_the_start():
-    template = FolderTemplate("{{ strftime_now('%d %b %Y') }}", today=date(2024, 7, 26))
-    assert text_of(template, CHAT) == "26 Jul 2024"

@@ -60,10 +60,3 @@ def test_what_no_format_reads_is_refused_with_what_is_read(file, tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             catalog.checked(name)
-
-
-def test_a_folder_stays_a_folder(file):
-    assert catalog.find(str(catalog.STORIES)) == catalog.Found(catalog.STORIES)
-    assert catalog.find("owner/name") is None
-    assert catalog.find("gpt2") is None
-    assert list(checkpoint.load("stories").files) == [catalog.STORIES / "model.safetensors"]

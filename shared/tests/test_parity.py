@@ -4,7 +4,6 @@ float32. From stage 04 on the contract has the scenarios; a seed is tested here 
 
 from __future__ import annotations
 
-import os
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared import checkpoint, models, parity, testing
-from shared.peers import transformers_greedy
-from shared.tokenizer import load_tokenizer
+from shared import models, parity, testing
 from stage04_continuous.tests.oracle import oracle_of
 
 ENGINES, PARAMS = testing.engines(), testing.sampling_params()
@@ -107,8 +104,6 @@ def test_a_near_tie_is_counted_and_a_clear_choice_is_refused(answer):
         *((torch.float32, 20.0, 0.0011, False), (torch.bfloat16, 16.0, 0.5, False)),
         (torch.bfloat16, 31.0, 0.375, True),  # 3 steps of 1/8
         (torch.bfloat16, 15.9, 0.25, False),  # 4 steps of 1/16
-        *((torch.bfloat16, -3.0, 0.05, True), (torch.bfloat16, 3.0, 0.0625, False)),
-        *((torch.float16, 20.0, 0.06, True), (torch.float16, 20.0, 0.0625, False)),
     ):
         expected, got, proof = answer(8), answer(8), parity.Parity()
         judged = expected[0].logprobs[4]
@@ -126,18 +121,3 @@ def test_a_near_tie_is_counted_and_a_clear_choice_is_refused(answer):
             got[0].token_ids[4] = wrong
             with pytest.raises(parity.ParityError, match="sequence 0, token 4"):
                 parity.compare("tie", expected, got, dtype, parity.Parity())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("STAIRCASE_GPT2" not in os.environ, reason="STAIRCASE_GPT2 names no folder")
-@pytest.mark.parametrize("stage", list(ENGINES))
-def test_real_gpt2_gives_the_tokens_of_transformers(stage):
-    from transformers import AutoModelForCausalLM
-
-    folder = os.environ["STAIRCASE_GPT2"]
-    loaded = checkpoint.load(folder)
-    ids = load_tokenizer(loaded.folder).encode("The meaning of life is")
-    engine = ENGINES[stage](models.load_model(loaded, dtype=torch.float64))
-    (output,) = engine.generate([ids], PARAMS(max_tokens=24, ignore_eos=True))
-    theirs = AutoModelForCausalLM.from_pretrained(folder).double().eval()
-    assert output.token_ids == transformers_greedy(theirs, ids, 24)
