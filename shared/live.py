@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
@@ -47,12 +48,7 @@ class Answer:
     def __init__(self, number: int, prompt: str, loaded: cli.Loaded) -> None:
         self.number, self.urgent = number, False
         self.output: Any = None
-        self.ids: list[int] = []
-        self.refusal: UserError | None = None  # why the prompt gets no answer
-        try:
-            self.ids = loaded.tokenizer.encode(prompt)
-        except UserError as error:
-            self.refusal = error
+        self.ids: list[int] = loaded.tokenizer.encode(prompt)
         self._text = loaded.tokenizer.decode(self.ids)
         self._decoder = cli.AnswerDecoder(loaded)
         self._read = 0
@@ -60,7 +56,7 @@ class Answer:
     @property
     def error(self) -> str | None:
         """Why there is no answer, or no complete one."""
-        return str(self.refusal) if self.refusal else self.output.error if self.output else None
+        return self.output.error if self.output else None
 
     @property
     def finish_reason(self) -> str | None:
@@ -225,15 +221,13 @@ class Show:
     def arrive(self, answers: list[Answer]) -> None:
         """Pass the samples of a prompt to the engine; every third prompt is urgent."""
         self.arrived += 1
-        if answers[0].error:  # the tokenizer rejected it
-            return
         params = [self.params[answer.number - 1] for answer in answers]
         urgent = self.arrived % 3 == 0
         try:
             requests = self.add(answers, params, URGENT if urgent else NORMAL)
         except UserError as error:
             for answer in answers:
-                answer.refusal = error
+                answer.output = SimpleNamespace(token_ids=[], error=str(error))
             return
         for answer, request in zip(answers, requests, strict=True):
             answer.output = request.output

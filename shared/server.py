@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -40,14 +41,10 @@ class OwnServer:
     def wait(self) -> None:
         """Wait until the server is ready. Raises UserError with its last line if it never is."""
         deadline = time.monotonic() + STARTING
-        while time.monotonic() < deadline:
-            ended, lines = self.process.poll() is not None, self.stderr().splitlines(keepends=True)
-            for line in lines:
-                if line.startswith(READY) and line.endswith("\n"):
-                    self.url = line.split()[-1]
-                    return
-            if ended or any(line.startswith("error: ") for line in lines):
-                break
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if ready := re.search(rf"^{READY}.*?(\S+)\n", self.stderr(), re.MULTILINE):
+                self.url = ready[1]
+                return
             time.sleep(0.05)
         last = self.stderr().strip().rpartition("\n")[2].strip().removeprefix("error: ")
         raise UserError(
@@ -62,12 +59,9 @@ def own_server(
     environment: Mapping[str, str] | None = None,
     module: str | None = None,
 ) -> Iterator[OwnServer]:
-    """Our server on a free port, for as long as the block lasts.
-
-    Its standard error is shown at the end, unless it is `quiet`. environment: its variables, by
-    default those of this process. module: what to run in place of the server. Raises UserError
-    with the server's last line if it does not start.
-    """
+    """Our server on a free port, for as long as the block lasts. Its standard error is shown at the
+    end, unless it is `quiet`. module: what to run in place of the server. Raises UserError with the
+    server's last line if it does not start."""
     with python(["-m", module or MODULE, "--port", "0", *arguments], environment) as server:
         server.wait()
         try:

@@ -53,12 +53,12 @@ def answer_all(
     """Continue all `prompts`, print the texts in their order, and how much was wasted. Returns the
     exit status: 2 if a prompt was invalid."""
     answers = [live.Answer(number, prompt, loaded) for number, prompt in enumerate(prompts, 1)]
-    valid, params = [answer for answer in answers if not answer.error], []
-    for answer in valid:
+    params = []
+    for answer in answers:
         answer.output = Output(answer.ids)
         params.append(cli.sampling_of(sampling, answer.number - 1))
     unprinted = deque(answers)
-    for _ in engine.run([answer.output for answer in valid], params) if valid else ():
+    for _ in engine.run([answer.output for answer in answers], params):
         while unprinted and unprinted[0].finish_reason:
             unprinted.popleft().print()
     for answer in unprinted:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -37,13 +36,6 @@ def test_a_text_grows_by_whole_characters():
     growing.output.token_ids += ["é".encode()[0], 256]
     growing.output.finish_reason = "stop"  # half a character is shown at the end, end-of-text never
     assert growing.text() == growing.text() == "abc€\ufffd"
-
-
-def test_a_prompt_that_the_tokenizer_refuses():
-    tokenizer = ByteTokenizer()
-    tokenizer.encode = Mock(side_effect=UserError("Too long."))  # type: ignore[method-assign]
-    refused = live.Answer(3, "ab", replace(LOADED, tokenizer=tokenizer))
-    assert (refused.error, refused.finish_reason, refused.text()) == ("Too long.", "error", "")
 
 
 def test_a_line_is_harmless_and_never_wider_than_the_terminal():
