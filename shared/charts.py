@@ -43,12 +43,9 @@ STYLE: dict[str, Any] = {
     "svg.hashsalt": "staircase",  # ids inside the file would be random
     "svg.fonttype": "none",  # letters stay letters: to be searched, selected and read aloud
     "font.family": "DejaVu Sans",  # comes with matplotlib
-    "font.size": 10,
-    "axes.titlesize": 12,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.titlepad": 12,
-    "axes.labelsize": 10,
     "xtick.labelsize": 9,
     "ytick.labelsize": 9,
     "text.color": INK,
@@ -64,10 +61,7 @@ STYLE: dict[str, Any] = {
     "grid.color": FAINT,
     "grid.linewidth": 0.7,
     "lines.linewidth": 2.0,
-    "lines.markersize": 6,
     "hatch.linewidth": 0.8,
-    "figure.facecolor": "white",
-    "figure.dpi": 100,
 }
 
 # Verdana and Geneva have the widths of DejaVu Sans, for which the pictures are laid out.

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, trainers
 from tokenizers import normalizers as norms
 from tokenizers import pre_tokenizers as pre
 from tokenizers import processors as post
 
 from shared.errors import UserError
 from shared.json_tokenizer import JsonTokenizer
-from shared.tests.test_tokenizer import AWKWARD, SAMPLE, train
+from shared.tests.test_tokenizer import AWKWARD, SAMPLE
 from shared.tokenizer import IncrementalDecoder, load_tokenizer
 
 # Qwen's cut: contractions in any case, single digits, line ends with the signs before them.
@@ -23,6 +24,11 @@ CUT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def train(tokenizer: Tokenizer, **options: Any) -> None:
+    trainer = trainers.BpeTrainer(show_progress=False, **options)
+    tokenizer.train_from_iterator([SAMPLE] * 3, trainer)
 
 
 def begins_with(token: str, token_id: int) -> post.PostProcessor:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as TokenizersTokenizer
-from tokenizers import models, pre_tokenizers, trainers
+from tokenizers import pre_tokenizers
 
+from shared.catalog import STORIES
 from shared.errors import UserError
 from shared.tokenizer import (
     END_OF_TEXT,
@@ -37,11 +37,6 @@ AWKWARD = [
 ]
 
 
-def train(tokenizer: TokenizersTokenizer, **options: Any) -> None:
-    trainer = trainers.BpeTrainer(show_progress=False, **options)
-    tokenizer.train_from_iterator([SAMPLE] * 3, trainer)
-
-
 def edit(folder: Path, change: Callable[[dict[str, int]], object]) -> None:
     path = folder / "vocab.json"
     vocabulary = json.loads(path.read_text(encoding="utf-8"))
@@ -49,33 +44,22 @@ def edit(folder: Path, change: Callable[[dict[str, int]], object]) -> None:
     path.write_text(json.dumps(vocabulary), encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small vocabulary in GPT-2's format: 256 bytes, merges, the end of text last."""
-    folder = tmp_path_factory.mktemp("vocabulary")
-    trained = TokenizersTokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    train(trained, vocab_size=400, initial_alphabet=alphabet)
-    trained.model.save(str(folder))
-    edit(folder, lambda vocabulary: vocabulary.update({END_OF_TEXT: len(vocabulary)}))
-    return folder
-
-
 @pytest.fixture
-def folder(original: Path, tmp_path: Path) -> Path:
-    """A copy that a test may change."""
-    return Path(shutil.copytree(original, tmp_path / "copy"))
+def folder(tmp_path: Path) -> Path:
+    """A copy of a vocabulary in GPT-2's format, which a test may change."""
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(STORIES / name, tmp_path)
+    return tmp_path
 
 
 @pytest.fixture(scope="module")
-def ours(original: Path) -> Tokenizer:
-    return Tokenizer.from_folder(original)
+def ours() -> Tokenizer:
+    return Tokenizer.from_folder(STORIES)
 
 
 @pytest.fixture(scope="module")
-def theirs(original: Path) -> Any:
-    return theirs_of(original)
+def theirs() -> Any:
+    return theirs_of(STORIES)
 
 
 def theirs_of(folder: Path) -> Any:
