@@ -30,7 +30,7 @@ from stage01_forward.params import SamplingParams
 from .cache import SlotCache
 from .fast_sampling import choose, sample
 from .plan import AnyScheduler, Observer, Plan
-from .recorder import STEPS_KEPT, Recorder
+from .recorder import Recorder
 from .request import Request, State
 from .runner import AnyRunner, Runner
 from .scheduler import Scheduler
@@ -76,8 +76,8 @@ class Engine(Generic[SchedulerT]):
         self.runner, self.scheduler, self.config = runner, scheduler, runner.config
         self.sample_tokens = sample_tokens
         self.eos_ids = self.config.eos_ids if eos_ids is None else tuple(eos_ids)
-        self.recorder = Recorder(scheduler) if recorder is None else recorder
-        self.steps, self.observers = self.recorder.steps, [self.recorder, *observers]
+        recorder = recorder or Recorder(scheduler)
+        self.steps, self.observers = recorder.steps, [recorder, *observers]
         self.requests: dict[str, Request] = {}  # those that wait or run
         self.plan = Plan()  # of the pass being run
         self._named = 0
@@ -226,7 +226,6 @@ def make(
     scheduler: Scheduler | None = None,
     eos_ids: Sequence[int] | None = None,
     observers: Sequence[Observer] = (),
-    steps_kept: int = STEPS_KEPT,
     **options: Any,
 ) -> Engine:
     """The engine for `model` with `contexts` slots (default 8) of a whole context each.
@@ -239,5 +238,4 @@ def make(
         scheduler = Scheduler(**options)
     slots = scheduler.max_sequences
     cache = SlotCache(model.config, slots, dtype=model.dtype, device=model.device)
-    recorder = Recorder(scheduler, steps_kept)
-    return Engine(Runner(model, cache), scheduler, eos_ids, recorder, observers)
+    return Engine(Runner(model, cache), scheduler, eos_ids, None, observers)

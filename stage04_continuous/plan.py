@@ -75,22 +75,13 @@ class Observer(Protocol):
 
 
 class AnyScheduler(Protocol):
-    """What an engine needs of a scheduler. `running` is in order of admission, `waiting` of
-    arrival."""
+    """What an engine needs of a scheduler; the methods are explained in scheduler.py."""
 
-    running: list[Request]
-    waiting: list[Request]
+    running: list[Request]  # in order of admission
+    waiting: list[Request]  # in order of arrival
 
-    def check(self, prompt: int, answer: int) -> None:
-        """Raises UserError if a request of this size, in tokens, can never run."""
-
-    def add(self, request: Request) -> None:
-        """Queues the request, which `check` has accepted."""
-
+    def check(self, prompt: int, answer: int) -> None: ...
+    def add(self, request: Request) -> None: ...
     def schedule(self) -> Plan: ...
-
-    def advance(self, plan: Plan) -> None:
-        """Called when the pass of `plan` was computed."""
-
-    def finish(self, request: Request) -> None:
-        """Releases the request, waiting or running."""
+    def advance(self, plan: Plan) -> None: ...
+    def finish(self, request: Request) -> None: ...

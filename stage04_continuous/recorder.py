@@ -11,7 +11,7 @@ from shared.records import StepRecord
 
 from .plan import AnyScheduler, Plan
 
-STEPS_KEPT = 100_000
+STEPS_KEPT = 5_000  # the newest: as many take 25 MB
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ def fields(plan: Plan, scheduler: AnyScheduler) -> dict[str, Any]:
 
 
 class Recorder:
-    """Keeps the records of the last `kept` steps."""
+    """Keeps the records of the last STEPS_KEPT steps."""
 
-    def __init__(self, scheduler: AnyScheduler, kept: int = STEPS_KEPT) -> None:
+    def __init__(self, scheduler: AnyScheduler) -> None:
         self.scheduler = scheduler
-        self.steps: deque[SlotsRecord] = deque(maxlen=kept)
+        self.steps: deque[SlotsRecord] = deque(maxlen=STEPS_KEPT)
 
     def before(self, plan: Plan) -> None:
         """Nothing to note: the slots are still known after the step."""

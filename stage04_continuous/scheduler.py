@@ -77,7 +77,8 @@ class Scheduler:
         self.waiting.append(request)
 
     def check(self, prompt: int, answer: int) -> None:
-        """A slot holds a whole context, so any request can run."""
+        """Raise UserError if a request for `answer` tokens after `prompt` tokens can never run.
+        Here each can: a slot holds a whole context."""
 
     def schedule(self) -> Plan:
         """Plan the next pass: who runs, and how many tokens of each. Admits waiting requests."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -23,7 +22,7 @@ LOOKS: dict[str, Fields] = {
     "prefill": {"facecolor": charts.COLOURS[1], "hatch": charts.HATCHES[1], "edgecolor": "white"},
     "decode": {"facecolor": charts.COLOURS[4], "edgecolor": "none"},
 }
-LETTER = 0.72  # width of a letter as a share of the font size, rounded up
+LETTERS = 70  # that fit side by side into the chart's width
 
 
 @dataclass
@@ -96,26 +95,11 @@ def draw(tenants: Sequence[Bar], steps: int, title: str, slots: int | None = Non
         # A title may take the whole width above the axes, so the key is below them.
         place: Fields = {"loc": "outside lower right", "borderaxespad": 0.1}
         figure.legend(handles=keys, ncols=2, frameon=False, fontsize=9, **place)
-        _label(figure, axes, tenants)
+        style: Fields = {"ha": "center", "va": "center_baseline", "fontsize": 9}
+        for bar in tenants:  # its id, in its longest decode if it fits there; not over hatching
+            decodes = [(end - start, start) for kind, start, end in bar.pieces if kind == "decode"]
+            room, start = max(decodes, default=(0, 0))
+            name = bar.request_id.removeprefix("request-")
+            if len(name) < LETTERS * room / steps:
+                axes.text(start + room / 2, bar.slot, name, parse_math=False, **style)
     return figure
-
-
-def _label(figure: Figure, axes: Axes, tenants: Sequence[Bar]) -> None:
-    """Write each request's id into the longest decode of its bar, if it fits; not over hatching."""
-    figure.draw_without_rendering()  # lays the axes out, so that a step has a size in points
-    box = axes.get_window_extent()
-    points = 72 / figure.dpi
-    step = box.width * points / axes.get_xlim()[1]
-    height = box.height * points / abs(axes.get_ylim()[0] - axes.get_ylim()[1])
-    if height * 0.8 < 10:
-        return
-    style: Fields = {"ha": "center", "va": "center_baseline", "fontsize": 9, "parse_math": False}
-    for bar in tenants:
-        plain = [(end - start, start, end) for kind, start, end in bar.pieces if kind == "decode"]
-        if not plain:
-            continue
-        room, start, end = max(plain)
-        for name in (bar.request_id, bar.request_id.removeprefix("request-")):
-            if LETTER * 9 * len(name) + 4 <= room * step:
-                axes.text((start + end) / 2, bar.slot, name, **style)
-                break

@@ -16,7 +16,6 @@ from shared import registry
 from stage01_forward.model import Model
 from stage04_continuous.engine import Engine, Sampled, sample_tokens
 from stage04_continuous.plan import Observer
-from stage04_continuous.recorder import STEPS_KEPT
 from stage04_continuous.runner import AnyRunner, Runner
 
 from .blocks import BlockPool
@@ -46,7 +45,6 @@ def make(
     sanitize: bool = False,
     eos_ids: Sequence[int] | None = None,
     observers: Sequence[Observer] = (),
-    steps_kept: int = STEPS_KEPT,
     make_cache: Callable[..., BlockCache] | None = None,
     make_runner: Callable[..., AnyRunner] = Runner,
     sample_tokens: Callable[..., list[Sampled]] = sample_tokens,
@@ -77,5 +75,4 @@ def make(
     scheduler = Scheduler(pool, swap_pool=swap_pool, **options)
     if sanitize:
         observers = [*observers, Sanitizer(scheduler, cache.memory)]
-    recorder = Recorder(scheduler, steps_kept)
-    return Engine(runner, scheduler, eos_ids, recorder, observers, sample_tokens)
+    return Engine(runner, scheduler, eos_ids, Recorder(scheduler), observers, sample_tokens)

@@ -22,11 +22,11 @@ class BlocksRecord(SharesRecord):
 
 
 class Recorder:
-    """Keeps the records of the last `kept` steps."""
+    """Keeps the records of the last STEPS_KEPT steps."""
 
-    def __init__(self, scheduler: Scheduler, kept: int = STEPS_KEPT) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.steps: deque[BlocksRecord] = deque(maxlen=kept)
+        self.steps: deque[BlocksRecord] = deque(maxlen=STEPS_KEPT)
         self._memory: dict[str, int] = {}
 
     def before(self, plan: Plan) -> None:

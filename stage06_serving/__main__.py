@@ -33,7 +33,6 @@ if TYPE_CHECKING:  # the settings are checked, and the port is taken, before the
 
 log = logging.getLogger(__name__)
 BUDGET = 256  # tokens in a step, by default
-RECORDS = 1_000  # steps whose records the engine keeps: 100,000 take half a gigabyte
 SWITCH = 0.0002  # seconds until the engine's thread, which runs little Python, gets the lock
 BACKLOG = 1024  # connections that wait to be accepted
 CLOSE = 2  # seconds for connections to close once their answers have ended
@@ -109,7 +108,6 @@ def make_engine(settings: Settings) -> Served:
         *(loaded, "auto"),
         pool=make_pool(memory, config, dtype),
         sanitize=settings.sanitize,
-        steps_kept=RECORDS,
         max_sequences=settings.max_num_seqs,
         token_budget=settings.max_num_batched_tokens or max(BUDGET, settings.max_num_seqs),
         policy="priority",

@@ -13,7 +13,7 @@ from stage01_forward.attention import Recompute
 from stage01_forward.generation import Logprobs, Row
 from stage01_forward.model import GPT2
 from stage01_forward.params import SamplingParams
-from stage01_forward.sampling import distribution, logprobs_of
+from stage01_forward.sampling import logprobs_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -72,21 +72,6 @@ class FixedDart(Row):
 
     def dart(self) -> float:
         return self.fixed
-
-
-def edges(logits: torch.Tensor, params: SamplingParams) -> tuple[list[Row], list[int]]:
-    """Rows whose darts land just before and just after the edges between the tokens that may follow
-    logits (V,) in float64; and the tokens that they hit."""
-    probabilities = distribution(logits, params)
-    kept = probabilities.nonzero()[:, 0]
-    assert bool((probabilities[kept] > 1e-9).all())
-    ends = probabilities.cumsum(0)[kept].tolist()
-    rows: list[Row] = []
-    for dart in [end + side for end in ends for side in (-1e-11, 1e-11)][:-1]:
-        row = FixedDart(params)
-        row.fixed = dart
-        rows.append(row)
-    return rows, kept.repeat_interleave(2)[1:].tolist()
 
 
 def fresh(rows: Sequence[Row]) -> list[Row]:

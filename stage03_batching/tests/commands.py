@@ -29,13 +29,6 @@ def answers(out: str) -> dict[int, str]:
     return {int(number): text.removesuffix("\n\n") for number, text in pairs}
 
 
-def check_error(result: tuple[int, str, str], words: str) -> None:
-    """One sentence, before any text."""
-    status, out, err = result
-    assert (status, out) == (2, "") and re.fullmatch(r"error: [^\n]*\.\n", err), err
-    assert re.search(words, err), err
-
-
 class CommandContract:
     """Subclass it as `class TestCommand(CommandContract)`."""
 
@@ -94,7 +87,9 @@ class CommandContract:
 
     def test_bad_options_are_one_sentence_before_any_text(self, call):
         for options, words in self.refused.items():
-            check_error(call(["hello", "b"], *options.split()), words)
+            status, out, err = call(["hello", "b"], *options.split())
+            assert (status, out) == (2, "") and re.fullmatch(r"error: [^\n]*\.\n", err), err
+            assert re.search(words, err), err
 
     def test_without_a_prompt_the_built_in_ones_are_continued(self, monkeypatch, capsys):
         """By the embedded model, with nothing on standard input."""

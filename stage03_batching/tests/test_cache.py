@@ -123,23 +123,6 @@ def test_a_row_at_the_end_of_the_context_keeps_a_valid_position(tiny_model):
 
 
 @torch.inference_mode()
-def test_nothing_passes_from_row_to_row(tiny_model, cache, rows, alone):
-    """NaN in all of one row, padding included, stays there. Columns not yet taken are not read, and
-    padding is read with a weight of zero: it is finite, because it runs through the model."""
-    tokens = rectangle(rows)
-    cache.kv.fill_(torch.nan)
-    through_cache(tiny_model, cache, tokens[:, :WIDTH], [WIDTH])
-    for row, padding in enumerate(cache.padding.tolist()):
-        assert cache.kv[:, :, row, :, :padding].isfinite().all()
-        cache.kv[:, 0, row, :, :padding], cache.kv[:, 1, row, :, :padding] = 1e30, -1e30
-    cache.kv[:, :, 3] = torch.nan
-    hidden = through_cache(tiny_model, cache, tokens[:, WIDTH:], [1, 1, 3, 2])
-    assert hidden[3].isnan().all()
-    others = [0, 1, 2, 4, 5]
-    assert_each_as_alone(hidden[others], [alone[row][LENGTHS[row] :] for row in others])
-
-
-@torch.inference_mode()
 def test_attention_reads_the_cache_in_place(tiny_model, cache):
     """Views, not copies: what a pass reads and writes is the cache's own memory."""
     cache.extend(WIDTH)

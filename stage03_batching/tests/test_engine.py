@@ -149,23 +149,6 @@ def test_the_records_add_up(tiny_model, naive, max_batch):
     assert engine.cache_bytes == max(areas) * tiny_model.config.kv_bytes_per_token(torch.float64)
 
 
-def test_calls_have_caches_of_their_own(engine, naive):
-    """Streams read in turn, beside a call that is left early, and later calls."""
-    running = engine.run([Output([9] * 12), Output([8])], SamplingParams(max_tokens=5))
-    next(running)
-    prompts = [[1, 2], [3, 4, 5, 6], [7]]
-    params = SamplingParams(max_tokens=6, temperature=0.9, seed=3, logprobs=0)
-    outputs = [Output(prompt) for prompt in prompts]
-    for tokens in zip(*[engine.stream(prompt, params) for prompt in prompts], strict=True):
-        for output, token in zip(outputs, tokens, strict=True):
-            output.append(token)
-    running.close()
-    expected = naive.generate(prompts, params)
-    assert_same(outputs, expected)
-    assert_same(engine.generate(prompts, params), expected)
-    assert len(engine.steps) == 6  # of the last call only
-
-
 def test_calls_that_are_errors(engine, tiny_model):
     for prompts in ([], [[1]] * 2):
         with pytest.raises(UserError):
@@ -216,13 +199,3 @@ def test_scores_that_are_not_finite_end_one_row(engine, naive, tiny_model, monke
         list(engine.stream([1, 2], params))
     monkeypatch.undo()
     assert_same(outputs[:2], naive.generate([[1, 2, 3], [4]], params))
-
-
-def test_each_token_comes_with_the_place_of_its_prompt(tiny_model):
-    """In later batches, and behind an invalid prompt, too."""
-    engine, prompts = Engine(tiny_model, max_batch=2), [[1], [], [2], [3, 4], [5]]
-    outputs = [Output(prompt) for prompt in prompts]
-    several = list(engine.run(outputs, SamplingParams(max_tokens=2, ignore_eos=True)))
-    for place, output in enumerate(outputs):
-        assert output.token_ids == [token.id for index, token in several if index == place]
-    assert {place for place, _ in several} == {0, 2, 3, 4}

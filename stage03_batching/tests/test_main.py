@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stage03_batching import __main__ as stage
 
-from .commands import CommandContract, answers
+from .commands import CommandContract
 
 
 class TestCommand(CommandContract):
@@ -25,14 +25,3 @@ class TestCommand(CommandContract):
         status, _, err = call(["a" * 46, "b"], "--max-tokens", "20")
         assert status == 0 and "of all 130 tokens" in err
         assert "[wasted: 45 padded tokens in prefill and 18 idle row-steps in decode" in err
-        status, out, err = call(["a" * 48], "--max-tokens", "4")
-        assert (status, out) == (2, "") and "0 tokens in 0 steps" in err
-        assert "of all 0 tokens" in err
-
-    def test_a_seed_repeats_all_and_equal_prompts_differ(self, call):
-        options = ("--temperature", "1", "--max-tokens", "12", "--seed")
-        one, again, other = (call(["hello"] * 3, *options, seed)[1] for seed in ("5", "5", "6"))
-        assert one == again and len(set(answers(one).values())) == 3
-        # With the next seed, each prompt has that of the next one.
-        assert [answers(other)[1], answers(other)[2]] == [answers(one)[2], answers(one)[3]]
-        assert call(["hello"] * 2, *options, str(2**63 - 1))[0] == 0

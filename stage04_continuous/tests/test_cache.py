@@ -11,7 +11,6 @@ from shared.config import Config
 from stage01_forward.attention import explicit_attention
 from stage04_continuous import cache as module
 from stage04_continuous.cache import CALL, SlotCache, neighbours
-from stage04_continuous.plan import Wipe
 
 
 def config_of(group: int = 1) -> Config:
@@ -40,9 +39,7 @@ RUNS = [  # (start, count) of each share, and how many go together
     ([(9, 1), (9 + CALL, 1)], [2]),  # one of them reads CALL keys too many,
     ([(9, 1), (10 + CALL, 1)], [1, 1]),  # which is as many as a call is worth
     ([(9 + CALL, 1), (9, 1)], [2]),
-    ([(10 + CALL, 1), (9, 1)], [1, 1]),
-    ([(1, 1), (1, 1), (1 + CALL // 2, 1)], [3]),  # two of them read CALL / 2 too many
-    ([(1, 1), (1, 1), (2 + CALL // 2, 1)], [2, 1]),
+    ([(1, 1), (1, 1), (2 + CALL // 2, 1)], [2, 1]),  # two of them read CALL / 2 too many
     ([(1 + CALL, 1), (1, 1), (1, 1)], [3]),  # each joins on its own account
     ([(1, 4), (1 + CALL // 4, 4)], [2]),  # each of 4 queries reads them
     ([(1, 4), (2 + CALL // 4, 4)], [1, 1]),
@@ -182,14 +179,3 @@ def test_keys_and_values_are_read_in_place(monkeypatch):
     assert slots == [slice(0, 2), slice(3, 4), slice(4, 6)]
     memory = cache.kv.untyped_storage().data_ptr()
     assert all(part.untyped_storage().data_ptr() == memory for pair in seen for part in pair)
-
-
-def test_a_wipe_clears_one_slot_up_to_what_was_used():
-    cache = SlotCache(CONFIG, 3, 20)
-    cache.kv[:] = torch.nan
-    cache.move([Wipe(1, 12), Wipe(0, 0), Wipe(2, 5)])
-    assert bool((cache.kv[:, :, 2, :, :5] == 0).all())
-    cache.kv[:, :, 2] = torch.nan
-    assert bool((cache.kv[:, :, 1, :, :12] == 0).all())
-    assert bool(cache.kv[:, :, 1, :, 12:].isnan().all())
-    assert bool(cache.kv[:, :, [0, 2]].isnan().all())

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import product
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +11,7 @@ from hypothesis import given, settings
 from stage01_forward import sampling
 from stage01_forward.generation import Row
 from stage01_forward.params import SamplingParams
-from stage01_forward.tests.rows import batches, close, edges, fresh
+from stage01_forward.tests.rows import batches, close, fresh
 from stage04_continuous import fast_sampling
 
 
@@ -46,34 +43,6 @@ def test_rows_that_are_not_finite_have_no_token(temperature, dtype):
     logits = torch.tensor([*bad, [1.0, 90.0]], dtype=dtype)
     tokens, logprobs = fast_sampling.sample(logits, rows)
     assert tokens == [-1, -1, -1, -1, 1] and logprobs[:4] == [None] * 4
-
-
-@pytest.mark.parametrize("spread", [0.0, 0.01, 0.5, 3.0, 20.0])
-@pytest.mark.parametrize(
-    ("dtype", "top_p"),
-    [*product((np.float32, np.float64), (1e-9, 0.3, 0.95)), (np.float64, 1 - 1e-9)],
-)
-def test_the_nucleus_is_found_wherever_its_edge_lies(top_p, spread, dtype):
-    weights = np.exp(spread * np.random.default_rng(0).normal(0, 1, 9_000)).astype(dtype)
-    heaviest = np.sort(weights)[::-1].astype(np.float64)
-    heavier = np.append(0, heaviest.cumsum()[:-1])
-    edge = heaviest[(heavier < top_p * heaviest.sum()).sum() - 1]
-    assert fast_sampling._lightest_of_nucleus(weights, top_p) == edge
-
-
-FILTERS: list[dict[str, Any]] = [
-    *({"temperature": 0.7}, {"temperature": 1.3, "top_k": 20}, {"temperature": 2.0, "top_p": 0.6}),
-    *({"min_p": 0.1}, {"temperature": 1.1, "top_k": 60, "top_p": 0.9, "min_p": 0.01}),
-]
-
-
-@pytest.mark.parametrize("options", FILTERS, ids=str)
-def test_darts_just_before_and_after_every_edge(options):
-    """Temperature, filters and sums agree to eleven digits."""
-    logits = torch.randn(300, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    rows, expected = edges(logits, SamplingParams(**{"temperature": 1.0, **options}))
-    for sampler in (sampling.sample, fast_sampling.sample):
-        assert sampler(logits.repeat(len(rows), 1), rows)[0] == expected
 
 
 def drawn(logits, **options):

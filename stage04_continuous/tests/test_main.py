@@ -55,15 +55,6 @@ def show(model: Any, slots: int, prompts: list[str], most: int = 9, **settings: 
     return stage.Show(engine, loaded(model), [(prompt, most) for prompt in prompts], sampling)
 
 
-def test_urgent_prompts_go_first_under_the_policy_alone(tiny_model):
-    for policy, order in (("fcfs", "123456"), ("priority", "136245")):
-        run = show(tiny_model, 1, ["ab"] * 6, most=10, policy=policy)
-        while run.step(1):
-            pass
-        shares = [share for step in run.engine.steps for share in step.shares]
-        assert list(dict.fromkeys(share.request_id for share in shares)) == list(order)
-
-
 def test_the_view_shows_the_records(tiny_model):
     prompts = ["a" * 20, "b", "c" * 12, "d", "a", "b", "c", "d"]
     run = show(tiny_model, 4, prompts, token_budget=10, policy="priority")

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
-
-import pytest
 
 from stage01_forward.generation import Token
 from stage01_forward.params import SamplingParams
 from stage04_continuous.plan import Plan, Work
-from stage04_continuous.request import Request, State
-
-LEGAL = {
-    (State.NEW, State.WAITING),
-    (State.WAITING, State.RUNNING),
-    (State.WAITING, State.FINISHED),  # aborted before its turn came
-    (State.RUNNING, State.FINISHED),
-    (State.RUNNING, State.WAITING),
-}
+from stage04_continuous.request import Request
 
 
 def answered(prompt, answer):
@@ -26,16 +15,6 @@ def answered(prompt, answer):
     for id in answer:
         request.output.append(Token(id, None, None))
     return request
-
-
-def test_only_legal_transitions():
-    for before, after in itertools.product(State, State):
-        request = Request([1], SamplingParams(), id="a")
-        request.state, legal = before, (before, after) in LEGAL
-        words = f"a cannot go from {before.value} to {after.value}"
-        with nullcontext() if legal else pytest.raises(RuntimeError, match=words):
-            request.move(after)
-        assert request.state is (after if legal else before)
 
 
 def test_remaining_is_what_there_is_less_what_is_computed():

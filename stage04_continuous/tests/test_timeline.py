@@ -9,16 +9,10 @@ import pytest
 from shared import charts
 from stage01_forward.params import SamplingParams
 from stage04_continuous.engine import make
-from stage04_continuous.recorder import ShareRecord, SlotsRecord
 from stage04_continuous.request import Request
 from stage04_continuous.timeline import bars, gantt
 
 SLOTS = 4
-
-
-def record(*used: tuple[int, str, int, str | None]) -> SlotsRecord:
-    shares = tuple(ShareRecord(id, n, int(not n), reason) for _, id, n, reason in used)
-    return SlotsRecord(len(used), 0, 0, 1.0, shares=shares, slots=tuple(slot for slot, *_ in used))
 
 
 @pytest.fixture(scope="module")
@@ -54,19 +48,6 @@ def test_bars_hold_exactly_the_records(steps):
         assert edges == sorted(edges) and (bar.start, bar.end) == (edges[0], edges[-1])
     for one, other in itertools.pairwise(tenants):
         assert one.slot < other.slot or one.slot == other.slot and one.end <= other.start
-
-
-def test_a_step_without_a_share_is_a_gap_and_an_id_may_come_again():
-    steps = [
-        record((0, "a", 3, None)),
-        record((1, "b", 0, None)),
-        record((0, "a", 0, "stop")),
-        record((0, "a", 2, None)),
-    ]
-    first, again, other = bars(steps)
-    assert (first.start, first.end, first.pieces) == (0, 3, [("prefill", 0, 1), ("decode", 2, 3)])
-    assert (again.start, again.end, again.pieces) == (3, 4, [("prefill", 3, 4)])
-    assert (other.slot, other.pieces) == (1, [("decode", 1, 2)])
 
 
 def test_the_chart_draws_every_piece_and_names_bars_that_have_room(steps):

@@ -12,7 +12,6 @@ from shared.models import load_model
 from shared.testing import random_checkpoint, wide_norm
 from shared.tests.int8 import Int8
 from stage04_continuous.tests import oracle
-from stage04_continuous.tests.contract import Again
 from stage04_continuous.tests.lives import live
 from stage05_paged.tests import test_contract as paged
 from stage05_paged.tests.engines import engine_of
@@ -42,8 +41,9 @@ def shape(request):
             yield config
 
 
-class TestKernels(Again, paged.TestPaged):
+class TestKernels(paged.TestPaged):
     runner: Any = KernelRunner
+    every = 3
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
     def test_all_scenarios(self, dtype):

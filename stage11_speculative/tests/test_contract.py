@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from shared.errors import UserError
-from stage04_continuous.request import Request
-from stage04_continuous.tests.oracle import ask, assert_answered, finish, greedy, prompt_of
+from stage04_continuous.tests.oracle import ask, finish
 from stage05_paged.tests import test_contract as paged
 from stage05_paged.tests.engines import engine_of
 from stage11_speculative.engine import with_drafts
@@ -47,36 +45,7 @@ class TestDrafts(paged.TestPaged):
             [("c", 3, 1, "length"), ("d", 1, 0, "length")],
         ]
 
-    def test_records_are_timed_and_limited(self):
-        engine = self.engine(2, steps_kept=3)
-        engine.generate([prompt_of(length) for length in (4, 5, 6, 7, 8)], greedy(4))
-        assert len(engine.steps) == 3
-        assert all(record.seconds > 0 for record in engine.steps)
-
     @pytest.mark.parametrize("when", [1, 2, 3], ids=["chunk", "chunk 2", "prompt"])
     def test_nan_stays_with_its_request_and_goes_with_it(self, when):
         """The contract's, before the answer can have ended."""
         super().test_nan_stays_with_its_request_and_goes_with_it(when)
-
-    def test_an_id_is_taken_while_its_request_is_in_the_engine(self):
-        engine = self.engine(1)
-        first = ask(engine, 3, 12, "request-1")
-        with pytest.raises(UserError, match="already has a request 'request-1'"):
-            ask(engine, 5, 4, "request-1")
-        engine.add(Request(prompt_of(2), greedy(1)))
-        assert list(engine.requests) == ["request-1", "request-2"]
-        finish(engine)
-        again = ask(engine, 5, 4, "request-1")  # the first has gone
-        finish(engine)
-        assert_answered(first, again)
-
-    def test_a_stream_that_ends_early_leaves_no_trace(self):
-        engine = self.engine(1)
-        stream = engine.stream(prompt_of(5), greedy(30))
-        next(stream)
-        other = ask(engine, 9, 4)
-        stream.close()
-        assert list(stream) == [] and list(engine.requests.values()) == [other]
-        finish(engine)
-        assert_answered(other)
-        self.assert_idle(engine)
