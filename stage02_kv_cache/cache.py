@@ -11,7 +11,6 @@ from torch import Tensor
 
 from shared.attention import attention
 from shared.config import Config
-from shared.errors import UserError
 
 
 class KVCache:
@@ -29,11 +28,6 @@ class KVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         self.capacity = config.n_positions if capacity is None else capacity
-        if not 1 <= self.capacity <= config.n_positions:
-            raise UserError(
-                f"A cache for {config.name} must hold 1 to {config.n_positions} tokens, not "
-                f"{self.capacity}."
-            )
         shape = (config.n_layer, 2, config.n_kv_head, self.capacity, config.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
         self.length = 0

@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 
 def fork(
-    engine: Engine[Scheduler],
-    request_id: str,
-    sampling: SamplingParams | None = None,
-    fork_id: str = "",
+    engine: Engine[Scheduler], request_id: str, sampling: SamplingParams | None = None
 ) -> Request:
     """Queue a request that continues another one's prompt and answer so far on its own, with
     `sampling` or else the other one's options. They share blocks until one writes.
@@ -42,7 +39,7 @@ def fork(
             f"The request '{request_id}' has {len(answer)} tokens already: "
             "give its fork a larger max_tokens."
         )
-    child = Request(parent.output.prompt_ids, sampling, fork_id, parent.priority)
+    child = Request(parent.output.prompt_ids, sampling, priority=parent.priority)
     child.output.token_ids += answer
     child.output.tokens += parent.output.tokens
     engine.add(child)

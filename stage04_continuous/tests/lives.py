@@ -101,16 +101,6 @@ class Life(RuleBasedStateMachine):
         self.aborted.add(request)
         self.engine.abort(request.id)
 
-    @precondition(lambda self: self.engine.requests)
-    @rule()
-    def run_until_one_ends(self):
-        before = set(self.engine.requests)
-        for _ in range(ENOUGH):
-            if not before <= set(self.engine.requests):
-                return
-            self._step()
-        raise AssertionError("a live-lock")
-
     def pick(self, number: int) -> Request:
         """Those that run come first, because Hypothesis likes small numbers."""
         requests = sorted(

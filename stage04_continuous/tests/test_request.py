@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 from stage01_forward.generation import Token
 from stage01_forward.params import SamplingParams
 from stage04_continuous.plan import Plan, Work
@@ -24,18 +22,6 @@ def test_remaining_is_what_there_is_less_what_is_computed():
     for computed in range(7):
         request.computed = computed
         assert (request.remaining, request.decoding) == (6 - computed, computed >= 5)
-
-
-def test_tokens_across_the_border_of_prompt_and_answer():
-    """The prompt is a copy, and requests alike are still two."""
-    for answer in ([], [4], [4, 5, 6]):
-        prompt, whole = [1, 2, 3], [1, 2, 3, *answer]
-        request, other = answered(prompt, answer), answered(prompt, answer)
-        prompt[0] = 99
-        for start, end in itertools.combinations_with_replacement(range(len(whole) + 1), 2):
-            assert request.tokens(start, end - start) == whole[start:end]
-        assert request.output.token_ids == answer and request != other
-        assert request.row is not other.row
 
 
 def test_a_plan_is_packed_share_by_share():

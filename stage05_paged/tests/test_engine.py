@@ -81,7 +81,6 @@ def test_samples_and_forks_that_cannot_be_leave_no_trace():
         (fork, "none", "no request 'none' in the engine"),
         (fork, "parent", greedy(3), "'parent' has 3 tokens already: give its fork a larger max_t"),
         (fork, "parent", greedy(40), "takes 12 blocks of 4 tokens, but there are 8"),
-        (fork, "parent", None, "parent", "already has a request 'parent'"),
         (fork, "parent", SamplingParams(stop_token_ids=(101,)), "stop_token_ids"),
     ):
         with pytest.raises(UserError, match=message):

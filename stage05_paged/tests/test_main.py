@@ -56,9 +56,6 @@ class TestCommand(CommandContract):
         counts = numbers(err)
         assert counts["hits"] > 25 and counts["evicted"] > 5 and counts["preemptions"] > 2
 
-    def check_bad(self, err):
-        numbers(err)
-
     def test_the_first_line_has_bytes_blocks_and_whole_contexts(self, call):
         err = call(["hello"], *SMALL)[2]
         room = "room for 1 whole context of 48 tokens; at most 8 sequences at a time"
