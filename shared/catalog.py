@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from . import registry
 from .config import Config, read_config
 from .errors import UserError, advised
+from .files import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,19 +129,13 @@ def checked(name: str) -> str:
 
 
 def stored_dtype(name: str) -> str:
-    """The number format of a plain folder's first tensor as safetensors names it, such as "BF16";
-    "" for another format, or if it is not known without a download."""
-    from safetensors import SafetensorError, safe_open
-
+    """The number format that a plain folder's config.json has, such as "bfloat16"; "" for another
+    format, and where none is known without a download."""
     location = find(name)
-    plain = location is not None and location.format is None
-    for path in sorted(location.path.glob("model*.safetensors")) if location and plain else []:
-        try:
-            with safe_open(str(path), framework="np") as file:
-                return str(file.get_slice(next(iter(file.keys()))).get_dtype())
-        except (SafetensorError, OSError):  # loading says what is wrong
-            break
-    return ""
+    if location is None or location.format is not None:
+        return ""
+    fields = read_json(location.path / "config.json")
+    return str(fields.get("dtype") or fields.get("torch_dtype"))
 
 
 def unknown(name: str) -> UserError:

@@ -86,17 +86,13 @@ class Loaded:
 # ---- options ------------------------------------------------------------------------------------
 
 
-def with_default(text: str, default: object) -> str:
-    """An option's help with its default added, unless there is none, or the help names one."""
-    absent = default is None or default is False or default in ("", argparse.SUPPRESS)
-    return text if absent or "default" in text else f"{text}; default: {default}"
-
-
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Help that ends each option with its default."""
+    """Help that ends each option with its default, unless there is none, or the help names one."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        return with_default(action.help or "", action.default)
+        text, default = action.help or "", action.default
+        absent = default is None or default is False or default in ("", argparse.SUPPRESS)
+        return text if absent or "default" in text else f"{text}; default: {default}"
 
 
 class Parser(argparse.ArgumentParser):
@@ -330,7 +326,7 @@ def device_and_dtype(options: Any) -> tuple[torch.device, torch.dtype]:
     device = torch.device("cuda" if gpu else "cpu")
     if name == AUTO:
         stored = weights == AUTO and not options.random_weights
-        stored = stored and catalog.stored_dtype(options.model) == "BF16"
+        stored = stored and catalog.stored_dtype(options.model) == "bfloat16"
         name = "bfloat16" if stored and has_bfloat16(device) else "float32"
     return device, getattr(torch, name)
 

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from .conversion import Linear
 
-MODES = ("auto", "plain")
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 WIDENED_DTYPES = (torch.bfloat16, torch.float16)
 PACKED_FOR_ROWS = 32  # oneDNN's layout for 32 rows was as good as any at 1 row, the best from 2 on

@@ -47,6 +47,7 @@ class Answer:
 
     def __init__(self, number: int, prompt: str, loaded: cli.Loaded) -> None:
         self.number, self.urgent = number, False
+        self.params: Any = None  # of its sampling
         self.output: Any = None
         self.ids: list[int] = loaded.tokenizer.encode(prompt)
         self._text = loaded.tokenizer.decode(self.ids)
@@ -156,14 +157,13 @@ class Show:
     ) -> None:
         self.engine, self.loaded = engine, loaded
         self.answers: list[Answer] = []
-        self.params: list[Any] = []  # of each answer
         self.coming: deque[list[Answer]] = deque()  # the samples of a prompt arrive together
         for text, limit in prompts:
             first = len(self.answers)
             group = [Answer(first + n, text, loaded) for n in range(1, samples + 1)]
             for answer in group:
                 params = cli.sampling_of(sampling, answer.number - 1)
-                self.params.append(replace(params, max_tokens=min(limit, params.max_tokens)))
+                answer.params = replace(params, max_tokens=min(limit, params.max_tokens))
             self.answers += group
             self.coming.append(group)
         self.arrived = 0  # prompts
@@ -221,8 +221,7 @@ class Show:
     def arrive(self, answers: list[Answer]) -> None:
         """Pass the samples of a prompt to the engine; every third prompt is urgent."""
         self.arrived += 1
-        params = [self.params[answer.number - 1] for answer in answers]
-        urgent = self.arrived % 3 == 0
+        params, urgent = [answer.params for answer in answers], self.arrived % 3 == 0
         try:
             requests = self.add(answers, params, URGENT if urgent else NORMAL)
         except UserError as error:

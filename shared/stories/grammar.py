@@ -151,9 +151,7 @@ class Grammar:
         )
         self.plots: list[Plot] = []
         for name, lines in parse_headings(plots).items():
-            if lines.count("~") != 1:
-                raise ValueError(f"plot '{name}' needs one line '~', where an interlude may stand")
-            pause = lines.index("~")
+            pause = lines.index("~")  # an interlude may stand there
             before, after = map(parse_beat, lines[:pause]), map(parse_beat, lines[pause + 1 :])
             self.plots.append(Plot(name, tuple(before), tuple(after)))
 
