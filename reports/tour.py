@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 
 from shared import cli
 
@@ -38,9 +39,6 @@ def visit(loaded: cli.Loaded, options: argparse.Namespace) -> int:
     import importlib
     import time
     from dataclasses import replace
-
-    from rich.console import Console
-    from rich.table import Table
 
     from shared import parity, registry
     from shared.server import MODULE, own_server
@@ -93,14 +91,12 @@ def visit(loaded: cli.Loaded, options: argparse.Namespace) -> int:
             asyncio.run(staircase.ask_all(server.url, prompts[:1], [WARM_UP]))
             answers = asyncio.run(staircase.ask_all(server.url, prompts, counts))
         note(MODULE, answers["seconds"], answers["ids"])
-    table, console = Table(box=None, pad_edge=False), Console(highlight=False)
-    for heading in ("stage", "tok/s", "speed-up", ""):
-        table.add_column(heading, justify="left" if heading in ("stage", "") else "right")
-    block = "█" if "utf" in console.encoding.lower() else "#"
+    block = "█" if "utf" in (sys.stdout.encoding or "").lower() else "#"
+    print(f"{'stage':<18}{'tok/s':>7}  speed-up")
     for name, rate in rates.items():
         bar = block * max(1, round(BAR * rate / max(rates.values())))
-        table.add_row(name, f"{rate:,.0f}", f"{rate / next(iter(rates.values())):.1f}x", bar)
-    console.print(table)
+        gain = f"{rate / next(iter(rates.values())):.1f}x"
+        print(f"{name:<18}{rate:>7,.0f}  {gain:>8}  {bar}")
     if differ:
         print(f"\nNot the same tokens as the first stage: {', '.join(differ)}.")
         return 1

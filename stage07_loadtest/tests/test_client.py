@@ -174,13 +174,6 @@ def test_failures_of_every_kind(answer, failure, detail):
         assert record.chunks == [] and record.completion_tokens is None
 
 
-def test_what_arrived_is_kept_and_the_next_request_does_not_suffer():
-    records, server = ask_mock(4, fault="reset", fault_every=2)
-    assert [record.failure for record in records] == [None, "reset", None, "reset"]
-    assert records[1].status == 200 and records[1].chunk_tokens == [1] * 3
-    assert len(server.bodies) == 4
-
-
 METRICS = """\
 vllm:generation_tokens_total{model_name="a"} 1e+06
 vllm:request_success_total{finished_reason="stop",model_name="a"} 2.0

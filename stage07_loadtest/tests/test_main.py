@@ -69,7 +69,6 @@ def test_a_short_run_against_the_real_server(capsys, tmp_path):
         mine = [one for one in sent if one["point"] == number]
         assert [one["prompt_tokens"] for one in mine] == [len(ask.prompt) for ask in asks]
         assert [one["completion_tokens"] for one in mine] == [ask.max_tokens for ask in asks]
-        assert point["server_tokens"] == sum(ask.max_tokens for ask in asks)
         assert point["tokens_match"] is True and point["blocks_back"] is True
     assert "stories" in err and (out / results.CHART).exists() and f"Written: {out}" in printed
     status, _, err = ended(capsys, f"--url http://127.0.0.1:1 --out {out}")

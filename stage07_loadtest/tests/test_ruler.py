@@ -25,19 +25,6 @@ from . import helpers
 from .helpers import QUICK, asks
 
 
-def test_a_frozen_server_does_no_work():
-    assert Behaviour(stall=2, stall_every=10).due(21.5, 0) == 22  # nothing is sent while frozen
-    assert Behaviour(stall=1).due(2, 3) == 5
-    behaviour = Behaviour(stall=3, stall_every=7)
-    for start in range(40):
-        for work in range(1, 40):
-            now, left = start, work  # second by second
-            while left:
-                left -= not (now >= 7 and now % 7 < 3)
-                now += 1
-            assert behaviour.due(start, work) == now, (start, work)
-
-
 def paced(count, late=0.0, **behaviour):
     """(time, tokens) of every chunk of an answer that starts at 0, on a machine that is always
     `late` seconds late."""
@@ -57,6 +44,8 @@ def test_the_pace_of_an_answer():
     assert bundled == [(approx(2.0), 3), (approx(3.5), 3), (approx(4.0), 1)]
     frozen = [at for at, _ in paced(5, ttft=1, itl=1, stall=2.5, stall_every=4)]
     assert frozen == approx([1, 2, 3, 4, 7.5])
+    assert Behaviour(stall=2, stall_every=10).due(21.5, 0) == 22  # nothing is sent while frozen
+    assert Behaviour(stall=1).due(2, 3) == 5  # without --stall-every there is no freeze
 
 
 def against(*load, **options):

@@ -38,12 +38,6 @@ def test_mixed_lengths_are_lognormal_and_bounded():
         assert statistics.mean(lengths) > 1.15 * median, "no long tail to the right"
 
 
-def test_prompts_of_the_shared_workload_begin_alike_and_then_differ():
-    asks = make("shared", 60, 0, prompt=12, answer=5)
-    assert len({tuple(ask.prompt[: workload.SYSTEM]) for ask in asks}) == 1
-    assert {(len(ask.prompt), ask.max_tokens) for ask in asks} == {(workload.SYSTEM + 12, 5)}
-
-
 def test_a_workload_must_fit_in_the_context():
     for name, need in {"fixed": 58, "mixed": 624, "shared": 326}.items():
         assert len(make(name, 200, 0, longest=need)) == 200
