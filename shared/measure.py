@@ -60,9 +60,10 @@ def machine(device: Device = "cpu") -> dict[str, Any]:
     """What this machine is: processor, the widest vector instructions that PyTorch uses on it,
     cores, cpus, memory, system, and the name of `device`."""
     kind = torch.device(device).type
+    tiles = " and AMX" if torch.cpu.get_capabilities().get("amx_bf16") else ""
     return {
         "processor": processor(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "instructions": torch.backends.cpu.get_cpu_capability() + tiles,
         "cores": min(psutil.cpu_count(logical=False) or cpus(), cpus()),
         "cpus": cpus(),
         "memory_gib": round(psutil.virtual_memory().total / GIB, 1),
