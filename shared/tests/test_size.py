@@ -13,7 +13,7 @@ from shared.tests.test_texts import tracked
 BUDGET = {  # lines of source, of tests
     "book": (400, 0),
     "exercises": (1_670, 560),
-    "reports": (1_990, 232),
+    "reports": (1_980, 235),
     "shared": (5_172, 2_244),
     "stage01": (970, 610),
     "stage02": (370, 190),
@@ -21,7 +21,7 @@ BUDGET = {  # lines of source, of tests
     "stage04": (1_550, 1_660),
     "stage05": (1_830, 1_600),
     "stage06": (3_100, 2_460),
-    "stage07": (1_600, 990),
+    "stage07": (1_600, 960),
     "stage08": (980, 700),
     "stage09": (3_630, 1_430),
     "stage10": (3_260, 1_940),
