@@ -90,7 +90,10 @@ def llama_cpp(folder: Path, dtype: str, threads: int, weights: str) -> Answer:
 
     c.llama_backend_init()
     path = gguf_file(folder, dtype, weights)
-    model = c.llama_model_load_from_file(str(path).encode(), c.llama_model_default_params())
+    cpu, how = Path("/proc/cpuinfo"), c.llama_model_default_params()
+    if cpu.exists() and "amx_int8" in cpu.read_text():
+        how.use_extra_bufts = False  # its code for tiles ended with an illegal instruction
+    model = c.llama_model_load_from_file(str(path).encode(), how)
     vocabulary = c.llama_vocab_n_tokens(c.llama_model_get_vocab(model))
     batch = c.llama_batch_init(BUDGET, 0, 1)
 

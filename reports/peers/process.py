@@ -81,5 +81,5 @@ class Driver:
         self._log.seek(0)  # where libraries write much else, before and after their last error
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         errors = [line for line in lines if re.search(r"error|cannot|could not", line, re.I)]
-        last = (errors or lines or [f"it ended with status {status}"])[-1]
+        last = (errors or [f"it ended with status {status}"])[-1]  # -4: an illegal instruction
         raise UserError(last.strip()[:LONGEST])
