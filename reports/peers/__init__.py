@@ -92,7 +92,7 @@ def cell(
     about = judge.about | {"weights": weights, "what": what, "rows": rows}
     ways = {name: partial(run, name) for name in running}
     bench.row(
-        "cells", ways, 7 if rows == 1 else 3, 1, prove and (lambda: prove(tokens[OURS])),
+        "cells", ways, 5 if rows == 1 else 3, 1, prove and (lambda: prove(tokens[OURS])),
         **about, length=length, count=count,
     )  # fmt: skip
     same = {name: sum(map(list.__eq__, ids, tokens[OURS])) for name, ids in tokens.items()}
