@@ -60,8 +60,8 @@ def measure(bench: kit.Bench) -> None:
     with ExitStack() as stack:
         urls, proofs = dict[str, str](), dict[str, Any]()
         for name, rows in SERVERS.items():
-            server = own_server([*words.split(), str(rows)], quiet=True)
-            urls[name] = stack.enter_context(server).url
+            program = own_server([*words.split(), str(rows)], quiet=True)
+            urls[name] = stack.enter_context(program).url
             proofs[name] = prove(subject, urls[name])
 
         def run(case: str, server: str, plan: Any, count: int, times: int, **about: Any) -> Any:
@@ -86,8 +86,8 @@ def point(url: str, asks: list[Ask], plan: schedule.Schedule) -> dict[str, Any]:
     summary = metrics.summarize(asyncio.run(run_point(Target(url), asks, plan)), SLO)
     if summary.tokens_match is False or summary.succeeded < summary.requests:
         raise AssertionError(f"requests failed, or tokens got lost: {summary.failures}")
-    waits = {"TTFT p95": metrics.TTFT_INTENDED, "E2E p95": metrics.E2E_INTENDED}
-    waits = {key: summary.at(name, 95) for key, name in waits.items()}
+    names = {"TTFT p95": metrics.TTFT_INTENDED, "E2E p95": metrics.E2E_INTENDED}
+    waits = {key: summary.at(name, 95) for key, name in names.items()}
     rates = {"rate": summary.request_rate, "output": summary.output_rate}
     rates |= {"goodput": summary.goodput, "client_cpu": summary.client_cpu}
     return {"seconds": summary.seconds} | rates | waits

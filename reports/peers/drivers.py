@@ -157,7 +157,7 @@ def gguf_file(folder: Path, dtype: str, weights: str) -> Path:
     writer.add_layer_norm_eps(config["layer_norm_epsilon"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config["n_layer"])
     for name, tensor in load_file(folder / "model.safetensors").items():
-        new = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        new = str(names.get_name(name, try_suffixes=(".weight", ".bias")))
         values = np.ascontiguousarray(tensor.T if ".c_" in name and tensor.ndim == 2 else tensor)
         plain = dtype == "float32" or tensor.ndim == 1 or new.startswith("position_embd")
         kind = gguf.GGMLQuantizationType.F32 if plain else gguf.GGMLQuantizationType.BF16
