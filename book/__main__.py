@@ -23,7 +23,7 @@ LANGUAGES = {".py": "python", ".c": "c", ".h": "c", ".txt": "text", ".yaml": "ya
 WIDGETS = {  # the picture of a lesson that a widget replaces, in a browser with JavaScript
     "stage02_roofline": "roofline",
     "stage05_tables": "blocks",
-    "stage04_packed": "scheduler",
+    "stage04_static_continuous": "scheduler",
 }
 
 
