@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from bisect import insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shared.errors import UserError
 from stage04_continuous.plan import Plan, Work
@@ -109,7 +109,7 @@ class Scheduler:
         """Let `child`, just queued, begin with the tokens of `parent`. It waits until the parent
         has computed them, and shares its blocks: a sample of the same prompt, or a fork."""
         self.parents[child] = parent
-        self.tables[child] = BlockTable(self.pool, self.tables[parent].salt)
+        self.tables[child] = replace(self.tables[parent], blocks=[], digests=[])
 
     def check(self, prompt: int, answer: int) -> None:
         """Raise UserError if a request for `answer` tokens after `prompt` tokens can never run,
@@ -149,12 +149,16 @@ class Scheduler:
                 self._publish(work)
 
     def _publish(self, work: Work) -> None:
-        table, size, request = self.tables[work.request], self.pool.block_size, work.request
-        end = work.start + work.count
-        digested = len(table.digests) * size
-        table.digest(request.tokens(digested, max(0, end - digested)))
+        size, end = self.pool.block_size, work.start + work.count
+        blocks, digests = self.tables[work.request].blocks, self._digests(work.request, end)
         for index in range(work.start // size, end // size):
-            self.pool.publish(table.blocks[index], table.digests[index])
+            self.pool.publish(blocks[index], digests[index])
+
+    def _digests(self, request: Request, end: int) -> list[bytes]:
+        """Digests of all full blocks of the first `end` tokens; each is worked out once."""
+        table = self.tables[request]
+        digested = len(table.digests) * self.pool.block_size
+        return table.digest(request.tokens(digested, max(0, end - digested)))
 
     @property
     def unfinished(self) -> int:
@@ -252,11 +256,9 @@ class Scheduler:
         """The cached blocks with the first tokens of `request`, at most `known` of them."""
         if not self.prefix_caching:
             return []
-        table, size = self.tables[request], self.pool.block_size
-        digested = len(table.digests) * size
-        table.digest(request.tokens(digested, max(0, known - digested)))
+        digests = self._digests(request, known)
         useful = request.computed if request in self.swapped else known
-        return self.pool.match(table.digests[: useful // size])
+        return self.pool.match(digests[: useful // self.pool.block_size])
 
     def _preempt(self, plan: Plan, request: Request) -> None:
         """Take the blocks of a running request and make it wait again. It keeps its answer."""
