@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from reports import peers
+from reports.peers import install
 from reports.peers.install import ENGINES, OURS
 from reports.peers.process import Driver
 from shared import kit
@@ -26,6 +27,7 @@ def test_an_engine_that_ends_gives_its_reason_not_its_log() -> None:
 @pytest.mark.slow
 def test_ours_answers_beside_engines_that_are_absent(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(peers, "HOME", tmp_path)
+    monkeypatch.setattr(install, "HOME", tmp_path)
     few = {name: engine for name, engine in ENGINES.items() if name in (OURS, "llama.cpp")}
     monkeypatch.setattr(peers, "ENGINES", few)
     bench = kit.Bench(quick=True)
