@@ -1,14 +1,13 @@
-"""The edits of a stage: exercises/edits/stageNN.txt.
+"""The edits of a stage: exercises/edits/stageNN.txt, whose format README.md states.
 
 An edit replaces text of one file; some tests must notice. It is a planted fault, a wrong solution
 of a task, and, with a story, an exhibit of the museum. An edit that is `right` changes the shape of
-a solution and not what it does: the task's tests must pass. README.md states the format.
+a solution and not what it does: the task's tests must pass.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,34 +17,24 @@ from . import splice
 from .tasks import Task, find_stage, test_id
 
 FOLDER = Path(__file__).parent / "edits"
-_ENTRY = re.compile(r"^## (.*)\n((?:(?!## ).*\n?)*)", re.M)
-_HEADER = re.compile(r"(\S+)(?: {2,}task (\d+))?((?: {2,}(?:museum|right))?)")
-_FIELD = re.compile(r"(caught by|title|shows|hint|seen|>)(?:(?<=>)|:) (.+)")
-_SIDE = re.compile(r"([-+])(?: (.*))?")
+STORY = ("title", "shows", "hint", "seen", ">")  # fields that an exhibit has
+_HEADER = re.compile(r"(?:task (\d+))? ?(museum|right|fault|): (.+)")
+_FIELD = re.compile(r"(?:(caught by|title|shows|hint|seen): |(>) )(.+)")
 
 
 @dataclass(frozen=True)
 class Edit:
     """One entry. what: the mistake, or the shape of a right solution. tests: pytest ids, each of
     which must fail. replacements: (old, new) texts; an `old` of "" stands for the body of the
-    task's only function.
+    task's only function. fields: the lines of each field."""
 
-    fields: for the museum: title (what the user complains about), shows (the command that shows
-    it), hint, seen (the project), and ">", the story.
-    """
-
-    stage: str
     file: str
     task: int | None
-    kind: str  # "", "museum" or "right"
+    kind: str  # "", "fault", "museum" or "right"
     what: str
-    tests: tuple[str, ...]
-    replacements: tuple[tuple[str, str], ...]
-    fields: dict[str, str]
-
-    @property
-    def name(self) -> str:
-        return f"{self.file}: {self.what}"
+    tests: list[str]
+    replacements: list[tuple[str, str]]
+    fields: dict[str, list[str]]
 
     def applied(self, source: str, task: Task | None = None) -> str:
         """`source` with this edit. task: needed where a whole body is replaced.
@@ -53,72 +42,62 @@ class Edit:
         Raises LookupError if a text to replace does not occur exactly once.
         """
         for old, new in self.replacements:
-            if not old:
-                if task is None or len(task.functions) != 1:
-                    raise LookupError("only a task with one function takes a whole body")
+            if not old and task:
                 source = splice.with_body(source, task.functions[0], new)
-                continue
-            if (count := source.count(old)) != 1:
-                raise LookupError(f"{old.strip().splitlines()[0]!r} occurs {count} times")
-            source = source.replace(old, new)
+            elif not old or (count := source.count(old)) != 1:
+                raise LookupError(f"{old!r} occurs {count if old else 'no'} times")
+            else:
+                source = source.replace(old, new)
         if self.file.endswith(".py"):
             splice.parse(source)
         return source
 
 
 def exhibits() -> list[Edit]:
-    """The museum: all edits with a story, in reading order. Exhibit 1 is the first."""
-    return [edit for stage in stages() for edit in read(stage) if edit.kind == "museum"]
-
-
-def stages() -> list[str]:
-    """The stages that have edits."""
-    return [find_stage(path.stem) for path in sorted(FOLDER.glob("*.txt"))]
+    """The museum, in reading order. Exhibit 1 is the first."""
+    stages = [find_stage(path.stem) for path in sorted(FOLDER.glob("*.txt"))]
+    return [edit for stage in stages for edit in read(stage) if edit.kind == "museum"]
 
 
 def read(stage: str) -> list[Edit]:
-    """The edits of a stage; none if it has no file."""
-    path = FOLDER / f"{stage[:7]}.txt"
-    return list(parse(path.read_text(encoding="utf-8"), stage)) if path.is_file() else []
+    """The edits of a stage. Raises UserError for an entry that is not as README.md says."""
+    text = (FOLDER / f"{stage[:7]}.txt").read_text(encoding="utf-8")
+    found = []
+    for section in re.split(r"^# ", re.sub(r"\n {2,}", " ", text), flags=re.M)[1:]:
+        file, *entries = re.split(r"\n## ", section)
+        for header, *lines in (entry.split("\n") for entry in entries):
+            try:
+                found.append(_parsed(stage, file.strip(), header, lines))
+            except ValueError as error:
+                raise UserError(f"{stage[:7]}.txt, '## {header}': {error}.") from None
+    return found
 
 
-def parse(text: str, stage: str) -> Iterator[Edit]:
-    """Raises UserError, with the line of its header, for an entry that is not as README.md says."""
-    for entry in _ENTRY.finditer(text):
-        where = f"{stage[:7]}.txt, line {text.count(chr(10), 0, entry.start()) + 1}"
-        header = _HEADER.fullmatch(entry[1].rstrip())
-        if header is None:
-            raise UserError(f"{where}: a header is '## FILE', then task N, then right or museum.")
-        file, number, kind = header[1], header[2], header[3].strip()
-        what: list[str] = []
-        fields: dict[str, list[str]] = {}
-        pairs: list[dict[str, list[str]]] = []
-        before = ""
-        for line in re.sub(r"\n {2,}", " ", entry[2]).splitlines():
-            side, field = _SIDE.fullmatch(line), _FIELD.fullmatch(line)
-            if side:
-                if not pairs or side[1] == "-" != before:
-                    pairs.append({"-": [], "+": []})
-                pairs[-1][side[1]].append(side[2] or "")
-            elif field:
-                fields.setdefault(field[1], []).append(field[2])
-            elif line.strip():
-                what.append(line)
-            before = side[1] if side else before
-        if len(what) != 1 or not pairs or not all(pair["+"] for pair in pairs):
-            raise UserError(f"{where}: an entry has one line that names it, and a + for each -.")
-        tests = ", ".join(fields.pop("caught by", [])).split(", ")
-        if (kind == "right") == any(tests):
-            raise UserError(f"{where}: all but a right edit have 'caught by:'.")
-        if kind == "museum" and (absent := {"title", "shows", "hint", "seen", ">"} - {*fields}):
-            raise UserError(f"{where}: an exhibit of the museum needs {', '.join(sorted(absent))}.")
-        yield Edit(
-            stage,
-            file,
-            int(number) if number else None,
-            kind,
-            what[0],
-            tuple(test_id(stage, test) for test in tests if test),
-            tuple(("\n".join(pair["-"]), "\n".join(pair["+"])) for pair in pairs),
-            {name: ("\n" if name == "shows" else " ").join(x) for name, x in fields.items()},
-        )
+def _parsed(stage: str, file: str, header: str, lines: list[str]) -> Edit:
+    pairs: list[tuple[list[str], list[str]]] = []
+    fields: dict[str, list[str]] = {}
+    before = ""
+    for line in lines:
+        if line[:1] in ("-", "+"):
+            if not pairs or (line[0] == "-" and before != "-"):
+                pairs.append(([], []))
+            pairs[-1][line[0] == "+"].append(line[2:])
+        elif field := _FIELD.fullmatch(line):
+            fields.setdefault(field[1] or field[2], []).append(field[3])
+        elif line:
+            raise ValueError(f"what is '{line}'?")
+        before = line[:1]
+    head, tests = _HEADER.fullmatch(header), fields.pop("caught by", [])
+    if not head or not pairs or not all(new for _, new in pairs):
+        raise ValueError("a header such as 'task 2 museum: what is wrong', and a + for each -")
+    if (head[2] == "right") == bool(tests) or (head[2] == "museum" and {*STORY} - {*fields}):
+        raise ValueError(f"all but a right edit have 'caught by:', an exhibit {', '.join(STORY)}")
+    return Edit(
+        f"{stage}/{file}",
+        int(head[1]) if head[1] else None,
+        head[2],
+        head[3],
+        [test_id(stage, test) for test in tests],
+        [("\n".join(old), "\n".join(new)) for old, new in pairs],
+        fields,
+    )

@@ -1,4 +1,4 @@
-"""Grade what a class has handed in: folders, zip files and patches, one command for all.
+"""Grade what a class has handed in: patches of `git diff main`, one command for all.
 
 Each task is judged by the bodies of its functions in a clean tree of `shared` and the stages up to
 its own: full marks need exactly the tests of the reference's run, each with the same outcome; and
@@ -20,11 +20,11 @@ import secrets
 import shutil
 import subprocess
 import tempfile
+import textwrap
 import threading
-import zipfile
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -33,13 +33,11 @@ from shared.errors import UserError
 
 from . import running, tasks
 from .running import Run
-from .splice import Refused, segment, splice
+from .splice import Refused, splice
 from .tasks import Task
 
 LEFT_OUT = shutil.ignore_patterns(*(".*", "__pycache__", "*.md", "*.ipynb", "*.svg", "*.png"))
 LEAST, PATIENCE = 60.0, 5.0  # seconds of a run, and times those of the reference
-MOST_BYTES = 2**20  # of a file with functions
-PACKED = (".zip", ".patch", ".diff")
 UNUSUAL = re.compile(r"\b(?:sys|os|pytest|inspect|gc|open|eval|exec|importlib)\b|\b__(?!init__)")
 
 
@@ -53,12 +51,10 @@ def build(tree: Path, stage: str) -> None:
 
 
 class Judge:
-    """Judges tasks, within `home`, an empty folder. Raises UserError if nothing can contain what it
-    runs."""
+    """Judges tasks, within `home`, an empty folder. container: of `running`."""
 
-    def __init__(self, home: Path, confined: bool = True) -> None:
-        self.container = running.container(confined)
-        self.home, self.cache = home, home / "cache"
+    def __init__(self, home: Path, container: str) -> None:
+        self.container, self.home, self.cache = container, home, home / "cache"
         self.cache.mkdir()
         home.chmod(0o755)
         self.cache.chmod(0o777)  # the reference's runs write here, and no hand-in's
@@ -70,12 +66,9 @@ class Judge:
         """Why a task has not passed, "" if it has; and what a reader should know."""
         reference = tasks.source(task.file)
         try:
-            same = [segment(reference, f) == segment(submitted, f) for f in task.functions]
             source, notes = splice(reference, submitted, task.functions, task.others())
         except Refused as error:
             return str(error), []
-        if all(same):
-            return "not done: its functions are the project's, to the letter", []
         left, right = (set(UNUSUAL.findall(text)) for text in (reference, submitted))
         if right - left:
             notes.append(f"to read: it uses {', '.join(sorted(right - left))}")
@@ -98,9 +91,8 @@ class Judge:
             if outcome != expected.get(test) and test != must_fail and not run.ended:
                 return f"{test.rpartition('::')[2]}: {why or outcome}"
         outcomes = {test: outcome for test, (outcome, _) in run.outcomes.items()}
-        if run.ended or outcomes == expected:
-            return run.ended
-        return "its results are not those of the tests"
+        same = run.ended or outcomes == expected
+        return run.ended if same else "its results are not those of the tests"
 
     def _run(self, task: Task, source: str, seconds: float, keep: bool = False) -> tuple[Run, str]:
         """Run the suite of the task's stage in a fresh tree, the task's own tests first, to the
@@ -108,132 +100,96 @@ class Judge:
         place = Path(tempfile.mkdtemp(dir=self.home))
         place.chmod(0o755)
         tree, name = place / "tree", secrets.token_hex(6)
-        test = f"{task.stage}/tests/test_{name}.py"
+        file = f"{task.stage}/tests/test_{name}.py"
+        test = f"{file}::test_{name}"
+        job = {"tests": [f"{task.stage}/tests"], "seed": self.seed, "first": task.tests}
+        job |= {"last": test, "options": ["-x"]}
         try:
             build(tree, task.stage)
             (tree / task.file).write_text(source, encoding="utf-8")
-            (tree / test).write_text(f"def test_{name}():\n    assert '{name}' == ''\n")
-            job = {"tests": [f"{task.stage}/tests"], "seed": self.seed, "first": task.tests}
-            job |= {"last": f"{test}::test_{name}", "options": ["-x", "-m", "not slow and not gpu"]}
+            (tree / file).write_text(f"def test_{name}():\n    assert '{name}' == ''\n")
             run = running.contained(self.container, job, tree, self.cache, seconds, keep)
-            return run, f"{test}::test_{name}"
+            return run, test
         finally:
             shutil.rmtree(place, ignore_errors=True)
 
 
 def main(options: argparse.Namespace) -> int:
-    stages = [tasks.find_stage(stage) for stage in options.stage] or tasks.stages()
+    container = "" if options.unconfined else running.container()
+    stages = [tasks.find_stage(stage) for stage in options.stage] or paths.discover()
     chosen = [task for stage in stages for task in tasks.read(stage)]
+    patches = [file for name in options.patches for file in find(Path(name))]
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
-    sources = list(find(options.hand_ins))
-    results = {}
-    with tempfile.TemporaryDirectory(prefix="staircase-", ignore_cleanup_errors=True) as home:
-        judge = Judge(Path(home), not options.unconfined)
-        pool = ThreadPoolExecutor(options.jobs)
-        grades = [pool.submit(grade, judge, chosen, source, out) for source in sources]
-        try:
-            for done in tqdm(as_completed(grades), total=len(grades), unit="hand-in", disable=None):
-                name, tests = done.result()
-                results[name] = tests
-                points = sum(test["score"] for test in tests)
-                tqdm.write(f"{points:4} of {sum(task.points for task in chosen)}  {name}")
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-    for test in tests if len(results) == 1 else []:
+    rows = []
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
+        judge = Judge(Path(home), container)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            grades = pool.map(lambda patch: grade(judge, chosen, patch, out), patches)
+            progress = tqdm(grades, total=len(patches), disable=None)
+            for patch, tests in zip(patches, progress, strict=True):
+                scores = [test["score"] for test in tests]
+                rows.append([patch.stem, sum(scores), *scores])
+                tqdm.write(f"{sum(scores):4} of {sum(x.points for x in chosen)}  {patch.stem}")
+    for test in tests if len(patches) == 1 else []:
         print(f"  {test['score']:3} of {test['max_score']}  {test['name']}")
-        print(end="".join(f"        {line}\n" for line in test["output"].splitlines()))
+        print(textwrap.indent(test["output"], " " * 8))
     with (out / "grades.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["name", "points", *(task.name for task in chosen)])
-        for name, tests in sorted(results.items()):
-            scores = [test["score"] for test in tests]
-            writer.writerow([name, sum(scores), *scores])
+        head = ["name", "points", *(task.name for task in chosen)]
+        csv.writer(file).writerows([head, *sorted(rows)])
     return 0
 
 
-def find(names: list[str]) -> Iterator[Path]:
-    """The hand-ins among the arguments: each a folder with stages in it, a zip file or a patch; or
-    a folder that holds them. Raises UserError for what is none."""
-    for path in map(Path, names):
-        if not path.is_dir() and not (path.is_file() and path.suffix in PACKED):
-            raise UserError(f"{path} is no hand-in: give a folder, a .zip, a .patch or a .diff.")
-        inner = sorted(path.iterdir()) if path.is_dir() else []
-        inner = [p for p in inner if p.suffix in PACKED or p.is_dir() and p.name[0] != "."]
-        yield from inner if inner and not _has_stages(path) else [path]
+def find(path: Path) -> list[Path]:
+    """The patches that an argument names: a file, or all in a folder. Raises UserError if none."""
+    patches = [path] if path.is_file() else sorted(path.glob("*.patch"))
+    if not patches:
+        raise UserError(f"There is no patch in {path}: a hand-in is what git diff main writes.")
+    return patches
 
 
-def _has_stages(folder: Path) -> bool:
-    return any((folder / stage).is_dir() for stage in paths.discover())
-
-
-def grade(judge: Judge, chosen: list[Task], source: Path, out: Path) -> tuple[str, list[dict]]:
-    """The name of a hand-in and its results, which are also written to `out`."""
-    name = source.name if source.is_dir() else source.stem
-    path = out / f"{name}.json"
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            root = _opened(source, Path(folder), {task.file for task in chosen})
-            texts = {task.file: _read(root / task.file) for task in chosen}
-        except (OSError, UserError, zipfile.BadZipFile, RuntimeError) as error:
-            texts = {
-                task.file: UserError(f"{source.name} cannot be read: {error}") for task in chosen
-            }
-    ours = [tasks.source(file) for file in texts]
-    digest = hashlib.sha256(repr((chosen, texts, ours)).encode()).hexdigest()
+def grade(judge: Judge, chosen: list[Task], patch: Path, out: Path) -> list[dict[str, Any]]:
+    """The results of a hand-in, which are also written to `out`."""
+    path, texts, broken = out / f"{patch.stem}.json", {}, ""
+    try:
+        texts = patched(patch, {task.file for task in chosen})
+    except (OSError, ValueError) as error:
+        broken = f"it does not fit this version: {error}"
+    parts = [patch.read_bytes(), chosen, *(tasks.source(task.file) for task in chosen)]
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()
     if path.is_file():
         old = json.loads(path.read_text(encoding="utf-8"))
         if old["extra_data"]["digest"] == digest:
-            return name, old["tests"]
+            return old["tests"]
     tests = []
     for task in chosen:
-        text = texts[task.file]
-        why, notes = (str(text), []) if isinstance(text, UserError) else judge.judge(task, text)
+        why, notes = (broken, []) if broken else judge.judge(task, texts[task.file])
         tests.append(
             {
                 "name": f"{task.name}: {task.title}",
                 "score": 0 if why else task.points,
                 "max_score": task.points,
                 "status": "failed" if why else "passed",
-                "output": "\n".join([*([why] if why else []), *notes]),
+                "output": "\n".join(filter(None, [why, *notes])),
             }
         )
     result = {"tests": tests, "extra_data": {"digest": digest, "seed": judge.seed}}
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return name, tests
+    return tests
 
 
-def _opened(source: Path, folder: Path, files: set[str]) -> Path:
-    """The folder of a hand-in in which its stages are. folder: to unpack it in. files: of tasks."""
-    if source.suffix == ".zip":
-        with zipfile.ZipFile(source) as archive:
-            for entry in archive.infolist():
-                if entry.filename.endswith(tuple(files)) and entry.file_size <= MOST_BYTES:
-                    archive.extract(entry, folder)
-    elif source.is_file():
-        # Files that the patch does not change are the project's: not done.
+def patched(patch: Path, files: set[str]) -> dict[str, str]:
+    """The files of the tasks with a patch; those that it does not change are the project's. Raises
+    OSError and ValueError."""
+    with tempfile.TemporaryDirectory() as folder:
         for file in files:
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(paths.ROOT / file, folder / file)
+            (Path(folder) / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(paths.ROOT / file, Path(folder) / file)
         only = [f"--include={file}" for file in files]
-        words = ["git", "apply", "--whitespace=nowarn", *only, str(source.resolve())]
-        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+        words = ["git", "apply", "--whitespace=nowarn", *only, str(patch.resolve())]
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
         if done.returncode:
-            raise UserError(f"it does not fit this version: {done.stderr.strip()}")
-    else:
-        folder = source
-    inner = [folder, *(path for path in sorted(folder.iterdir()) if path.is_dir())]
-    return next(filter(_has_stages, inner), folder)
-
-
-def _read(path: Path) -> str | UserError:
-    """A file of a hand-in as text, or why there is none."""
-    file = f"{path.parent.name}/{path.name}"
-    if not path.is_file() or path.is_symlink():
-        return UserError(f"{file} is not in the hand-in")
-    if path.stat().st_size > MOST_BYTES:
-        return UserError(f"{file} has more than {MOST_BYTES >> 20} MiB")
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        return UserError(f"{file} is not UTF-8")
+            raise ValueError(done.stderr.strip())
+        if any((Path(folder) / file).is_symlink() for file in files):
+            raise ValueError("it has symbolic links")
+        return {file: (Path(folder) / file).read_text(encoding="utf-8") for file in files}

@@ -7,11 +7,13 @@ exhibit's `shows:` before and after: what a user would see.
 from __future__ import annotations
 
 import shlex
-import shutil
 import subprocess
 import sys
 import textwrap
-from itertools import zip_longest
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from shared import paths
 from shared.errors import UserError
@@ -30,7 +32,7 @@ def main(action: str, number: int | None) -> int:
     known, state = edits.exhibits(), State()
     if action == "list":
         for place, exhibit in enumerate(known, 1):
-            print(f"{place:3}  {exhibit.stage[:7]}  {exhibit.fields['title']}")
+            print(f"{place:3}  {exhibit.file[:7]}  {exhibit.fields['title'][0]}")
     elif action == "plant":
         if number is None or not 1 <= number <= len(known):
             raise UserError(
@@ -43,9 +45,12 @@ def main(action: str, number: int | None) -> int:
         number, commit = state["planted"]
         exhibit = known[number - 1]
         if action == "hint":
-            print(textwrap.fill(exhibit.fields["hint"], WIDTH))
+            print(textwrap.fill(exhibit.fields["hint"][0], WIDTH))
         elif action == "check":
-            return check(exhibit)
+            passed = running.here(exhibit.tests).passed
+            tell = "Mended: the tests that this bug failed pass. `museum reveal` tells its story."
+            print(tell if passed else "Not yet: the bug is still there, or there is another one.")
+            return 0 if passed else 1
         elif action == "reveal":
             reveal(exhibit)
         else:
@@ -71,29 +76,30 @@ def plant(exhibit: Edit, number: int, state: State) -> None:
             f"Your {exhibit.file} is not the project's where this bug goes: plant it on a branch "
             "without your work, `git switch -c museum main`."
         ) from None
-    print(f"Exhibit {number}: {exhibit.fields['title']}\n")
-    print(textwrap.indent(exhibit.fields["shows"], "    ") + "\n")
+    print(f"Exhibit {number}: {exhibit.fields['title'][0]}\n")
+    shows = "\n".join(exhibit.fields["shows"])
+    print(textwrap.indent(shows, "    ") + "\n")
     print("running it before and after: this loads the stage twice", flush=True)
-    before = symptom(exhibit)
+    before = symptom(shows)
     state["planted"] = [number, git("rev-parse", "HEAD").strip()]
     state.save()
     (paths.ROOT / exhibit.file).write_text(planted, encoding="utf-8")
-    print(beside(before, symptom(exhibit)))
+    table = Table("before", "with the bug")
+    table.add_row(Text(before), Text(symptom(shows)))
+    Console().print(table)
     print(
-        f"\nThe bug is somewhere in {exhibit.stage}/, in your working tree (git would show it: do "
-        "not look).\nMend it, and then: python -m exercises museum check. There are hint, reveal "
-        "and clear."
+        f"\nThe bug is somewhere in {exhibit.file.partition('/')[0]}/, in your working tree (git "
+        "would show it: do not look).\nMend it, and then: python -m exercises museum check. There "
+        "are hint, reveal and clear."
     )
 
 
-def symptom(exhibit: Edit) -> str:
-    """What the exhibit's command or program prints; how it ended, if not well."""
-    shows = exhibit.fields["shows"]
+def symptom(shows: str) -> str:
+    """What a command or a program prints, and how it ended, if not well."""
     words = shlex.split(shows)[1:] if shows.startswith("python ") else ["-c", shows]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": -1, "stderr": subprocess.STDOUT}
     try:
-        command = [sys.executable, *words]
-        done = subprocess.run(command, cwd=paths.ROOT, timeout=PATIENCE, check=False, **pipes)
+        done = subprocess.run([sys.executable, *words], cwd=paths.ROOT, timeout=PATIENCE, **pipes)
         text, ended = done.stdout, f"[exit status {done.returncode}]" if done.returncode else ""
     except subprocess.TimeoutExpired as error:
         text, ended = error.stdout or b"", f"[no end after {PATIENCE} s]"
@@ -103,30 +109,9 @@ def symptom(exhibit: Edit) -> str:
     return "\n".join([*lines, ended])
 
 
-def beside(left: str, right: str) -> str:
-    """Two texts in two columns."""
-    width = (min(WIDTH + 40, shutil.get_terminal_size((WIDTH, 24)).columns) - 3) // 2
-    columns = [[f"-- {name} ".ljust(width, "-")] for name in ("before", "with the bug")]
-    for column, text in zip(columns, (left, right), strict=True):
-        for line in text.splitlines():
-            column += textwrap.wrap(line, width, drop_whitespace=False) or [""]
-    rows = zip_longest(*columns, fillvalue="")
-    return "\n".join(f"{a.ljust(width)} | {b}".rstrip() for a, b in rows)
-
-
-def check(exhibit: Edit) -> int:
-    """Whether the tests that catch the bug pass again."""
-    passed = running.here(exhibit.tests, paths.ROOT).passed
-    if passed:
-        print("Mended: the tests that this bug failed pass. `museum reveal` tells its story.")
-    else:
-        print("Not yet: the bug is still there, or there is another one.")
-    return 0 if passed else 1
-
-
 def reveal(exhibit: Edit) -> None:
-    print(textwrap.fill(exhibit.name, WIDTH) + "\n")
+    print(textwrap.fill(f"{exhibit.file}: {exhibit.what}", WIDTH) + "\n")
     for old, new in exhibit.replacements:
         print(textwrap.indent(old, "- ") + "\n" + textwrap.indent(new, "+ ") + "\n")
-    print(textwrap.fill(exhibit.fields[">"], WIDTH) + f"\n\nSeen in: {exhibit.fields['seen']}")
-    print("Caught by: " + ", ".join(exhibit.tests))
+    print(textwrap.fill(" ".join(exhibit.fields[">"]), WIDTH))
+    print(f"\nSeen in: {exhibit.fields['seen'][0]}\nCaught by: {', '.join(exhibit.tests)}")

@@ -1,4 +1,4 @@
-"""What programs under `shows:` share: the embedded model, any engine by its name, and answers."""
+"""What programs under `shows:` share: the embedded model in any engine, and what it answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from shared import models, registry
+from shared import models
+from shared.registry import ENGINES, SAMPLING, load
 from shared.tokenizer import load_tokenizer
 
 ONCE = "Once upon a time"
@@ -16,7 +17,6 @@ CROWD = (
     "There was once a merry boy named",
     ONCE,
 )
-load = registry.load
 
 
 @functools.cache
@@ -26,36 +26,36 @@ def stories() -> tuple[Any, Any]:
     return models.load_model(weights), load_tokenizer(weights.folder)
 
 
-def engine(name: str, contexts: int | None = None, **options: Any) -> Any:
-    """An engine of shared/registry.py for the embedded model."""
-    return load(registry.ENGINES[name])(stories()[0], contexts, **options)
+def engine(name: str, blocks: int = 0, **options: Any) -> Any:
+    """An engine by its name in shared/registry.py; a paged one with so many blocks of 16 tokens."""
+    if blocks:
+        options["pool"] = load("stage05_paged.blocks:BlockPool")(blocks, 16)
+        options["max_sequences"] = blocks
+    return load(ENGINES[name])(stories()[0], **options)
 
 
 def encode(text: str) -> list[int]:
-    """Its token ids."""
     return list(stories()[1].encode(text))
 
 
 def decode(ids: Sequence[int]) -> str:
-    """Their text."""
     return str(stories()[1].decode(list(ids))).strip()
 
 
 def params(count: int, **options: Any) -> Any:
     """SamplingParams for `count` tokens, greedy by default."""
-    return load("stage01_forward.params:SamplingParams")(max_tokens=count, **options)
+    return load(SAMPLING)(max_tokens=count, **options)
 
 
-def request(prompt: str | list[int], count: int, id: str = "", **options: Any) -> Any:
+def request(prompt: str, count: int, id: str = "", **options: Any) -> Any:
     """A request of stage 04 and later."""
-    ids = encode(prompt) if isinstance(prompt, str) else prompt
-    return load("stage04_continuous.request:Request")(ids, params(count, **options), id)
+    make = load("stage04_continuous.request:Request")
+    return make(encode(prompt), params(count, **options), id)
 
 
-def tell(engine: Any, prompts: Sequence[str], count: int = 40, **options: Any) -> None:
+def tell(engine: Any, prompts: Sequence[str], count: int = 40) -> None:
     """Answer prompts together, and print each with its answer."""
-    outputs = engine.generate([encode(prompt) for prompt in prompts], params(count, **options))
+    outputs = engine.generate([encode(prompt) for prompt in prompts], params(count))
     for prompt, output in zip(prompts, outputs, strict=True):
         print(textwrap.fill(f"{prompt} / {decode(output.token_ids)}", 96))
-        reason = output.error or f"{len(output.token_ids)} tokens, {output.finish_reason}"
-        print(f"    [{reason}]", flush=True)
+        print(f"    [{output.error or output.finish_reason}]")

@@ -4,7 +4,7 @@ Signatures, decorators and all other code stay the reference's. What a hand-in a
 that the reference lacks comes along: functions, classes, constants and imports of the module,
 methods and attributes of the same class. All else is left behind, and named.
 
-Python is moved as a syntax tree and written again, so indentation, line ends and tabs of a hand-in
+Code is moved as a syntax tree and written again, so indentation, line ends and tabs of a hand-in
 do not matter.
 """
 
@@ -16,6 +16,7 @@ import textwrap
 from collections.abc import Collection, Iterator, Sequence
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Import = ast.Import | ast.ImportFrom
 ALLOWED = {*sys.stdlib_module_names, "torch", "numpy", "triton"}  # what a hand-in may import
 
 
@@ -27,28 +28,18 @@ def parse(source: str) -> ast.Module:
     """Raises Refused, with the line, for what is not Python."""
     try:
         return ast.parse(source.replace("\r\n", "\n").removeprefix("\ufeff"))
-    except SyntaxError as error:
-        raise Refused(f"line {error.lineno}: not Python ({error.msg})") from None
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise Refused(f"not Python ({type(error).__name__})") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise Refused(f"line {getattr(error, 'lineno', 1)}: not Python ({error})") from None
 
 
 def find(tree: ast.Module, name: str) -> Function | None:
     """A function by its qualified name, "Plan.tokens"; of a property the getter."""
-    body = tree.body
     *classes, last = name.split(".")
+    body = tree.body
     for part in classes:
         owners = (node for node in body if isinstance(node, ast.ClassDef) and node.name == part)
         body = next((owner.body for owner in owners), [])
-    functions = [node for node in body if isinstance(node, Function) and node.name == last]
-    return functions[0] if functions else None
-
-
-def segment(source: str, name: str) -> str | None:
-    """The source of one function; None if it is not there."""
-    node = find(parse(source), name)
-    lines = source.replace("\r\n", "\n").split("\n")
-    return None if node is None else "\n".join(lines[node.lineno - 1 : node.end_lineno])
+    return next((n for n in body if isinstance(n, Function) and n.name == last), None)
 
 
 def with_body(source: str, name: str, body: str) -> str:
@@ -56,14 +47,10 @@ def with_body(source: str, name: str, body: str) -> str:
     node, lines = find(parse(source), name), source.split("\n")
     if node is None:
         raise Refused(f"{name} is missing")
-    first = node.body[0]
-    if first.lineno == node.lineno:
-        raise Refused(f"{name} is written on one line: give its body lines of its own")
-    documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-    decorators = getattr(first, "decorator_list", [])
-    start = first.end_lineno if documented else min(x.lineno for x in [first, *decorators]) - 1
-    written = textwrap.indent(body, " " * (node.col_offset + 4))
-    lines[start : node.end_lineno] = written.split("\n")
+    start = node.body[0].lineno - 1
+    if ast.get_docstring(node) is not None:
+        start = node.body[0].end_lineno or 0
+    lines[start : node.end_lineno] = textwrap.indent(body, " " * (node.col_offset + 4)).split("\n")
     return "\n".join(lines)
 
 
@@ -73,10 +60,11 @@ def splice(
     """The reference with the bodies of `functions` from `submitted`, and what was left behind.
     others: functions of other tasks, which are judged there. Raises Refused."""
     ours, theirs = parse(reference), parse(submitted)
+    changed = False
     for name in functions:
         new, old = find(theirs, name), find(ours, name)
-        if old is None:
-            raise LookupError(f"{name} is not in the reference")
+        assert old, f"{name} is not in the reference"
+        changed |= new is None or ast.dump(new) != ast.dump(old)
         if new is not None:
             if _parameters(new) != _parameters(old):
                 raise Refused(f"line {new.lineno}: the signature of {name} is another one")
@@ -86,6 +74,8 @@ def splice(
             old.body = parse("raise NotImplementedError('not handed in')").body
         else:
             raise Refused(f"{name} is missing")
+    if not changed:
+        raise Refused("not done: its functions are the project's")
     notes = list(_add_new(ours, theirs, {*functions, *others}))
     try:
         return ast.unparse(ast.fix_missing_locations(ours)) + "\n", notes
@@ -109,51 +99,38 @@ def _add_new(
 ) -> Iterator[str]:
     """Add to a module or a class the names that it lacks; yields what is not taken."""
     classes = {node.name: node for node in ours.body if isinstance(node, ast.ClassDef)}
-    names = {name for node in ours.body for name in _binds(node)}
+    names = {name for node in ours.body for name in _bound(node)}
     known = {ast.dump(node) for node in ours.body}
-    start = 0  # new imports go behind a docstring and what is imported from __future__
-    while start < len(ours.body) and (
-        isinstance(ours.body[start], ast.Expr)
-        or getattr(ours.body[start], "module", "") == "__future__"
-    ):
-        start += 1
-    for node in (single for statement in theirs.body for single in _single_imports(statement)):
-        bound = _binds(node)
-        text = ", ".join(sorted(bound))
+    # New imports go behind a docstring and what is imported from __future__.
+    future = [getattr(node, "module", "") == "__future__" for node in ours.body]
+    start = future.index(True) + 1 if True in future else 1
+    for node in theirs.body:
         if isinstance(node, ast.ClassDef) and node.name in classes:
-            inner = f"{prefix}{node.name}."
-            yield from _add_new(classes[node.name], node, judged, inner)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            if not bound <= names:
-                module = getattr(node, "module", None) or node.names[0].name
-                if getattr(node, "level", 0) or module.partition(".")[0] not in ALLOWED:
-                    yield f"line {node.lineno}: not taken: {ast.unparse(node)}"
-                else:
-                    ours.body.insert(start, node)
-        elif bound and not bound & names:
+            yield from _add_new(classes[node.name], node, judged, f"{prefix}{node.name}.")
+        elif isinstance(node, Import):
+            new = [x for x in node.names if (x.asname or x.name.partition(".")[0]) not in names]
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules = modules or [alias.name for alias in new]
+            if new and (
+                getattr(node, "level", 0) or {m.partition(".")[0] for m in modules} - ALLOWED
+            ):
+                yield f"line {node.lineno}: not taken: {ast.unparse(node)}"
+            elif new:
+                node.names = new
+                ours.body.insert(start, node)
+        elif (bound := _bound(node)) and not bound & names:
             ours.body.append(node)
-        elif bound and ast.dump(node) not in known and f"{prefix}{text}" not in judged:
-            yield f"line {node.lineno}: your change of {prefix}{text} is not taken"
+        elif bound and ast.dump(node) not in known:
+            name = prefix + ", ".join(sorted(bound))
+            if name not in judged:
+                yield f"line {node.lineno}: your change of {name} is not taken"
 
 
-def _binds(node: ast.stmt) -> set[str]:
+def _bound(node: ast.stmt) -> set[str]:
     """The names that a statement of a module or a class binds."""
-    if isinstance(node, ast.Import | ast.ImportFrom):
+    if isinstance(node, Import):
         return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
     if isinstance(node, Function | ast.ClassDef):
         return {node.name}
-    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-        names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
-        return {inner.id for inner in names if isinstance(inner.ctx, ast.Store)}
-    return set()
-
-
-def _single_imports(node: ast.stmt) -> Iterator[ast.stmt]:
-    """An import of several names as several imports; any other statement as it is."""
-    if isinstance(node, ast.Import):
-        yield from (ast.copy_location(ast.Import([alias]), node) for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-        for alias in node.names:
-            yield ast.copy_location(ast.ImportFrom(node.module, [alias], node.level), node)
-    else:
-        yield node
+    names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
+    return {inner.id for inner in names if isinstance(inner.ctx, ast.Store)}

@@ -10,7 +10,6 @@ import hashlib
 import json
 import subprocess
 import textwrap
-from pathlib import Path
 from typing import Any
 
 from shared import paths
@@ -23,9 +22,7 @@ from .tasks import Task
 def git(*words: str) -> str:
     """What a git command prints. Raises UserError if it fails."""
     try:
-        done = subprocess.run(
-            ["git", *words], cwd=paths.ROOT, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(["git", *words], cwd=paths.ROOT, capture_output=True, text=True)
     except FileNotFoundError:
         raise UserError("The exercises need git, which is not installed: install it.") from None
     if done.returncode:
@@ -39,13 +36,12 @@ class State(dict[str, Any]):
 
     def __init__(self) -> None:
         try:
-            place = git("rev-parse", "--git-path", "exercises.json").strip()
+            self.path = paths.ROOT / git("rev-parse", "--git-path", "exercises.json").strip()
         except UserError:
             raise UserError(
                 "The exercises keep your work in git, and this folder is no git repository: work "
                 "in a clone of it, or run `git init -b main && git add . && git commit -m start`."
             ) from None
-        self.path = paths.ROOT / place
         super().__init__(task=None, results={}, hints={}, planted=None)
         if self.path.is_file():
             self.update(json.loads(self.path.read_text(encoding="utf-8")))
@@ -67,9 +63,9 @@ def need_clean(file: str, what: str) -> None:
         )
 
 
-def start(stage: str, number: int) -> None:
+def start(task: Task) -> None:
     """Empty the functions of one task in the working tree."""
-    task, state = tasks.find(stage, number), State()
+    state = State()
     if state["planted"]:
         raise UserError("A bug of the museum is planted: `python -m exercises museum clear` first.")
     need_clean(task.file, "an emptied task")
@@ -78,8 +74,8 @@ def start(stage: str, number: int) -> None:
     except splice.Refused as error:
         raise UserError(f"{task.file}: {error}. `git log -- {task.file}` has older ones.") from None
     (paths.ROOT / task.file).write_text(source, encoding="utf-8")
-    state["task"] = [stage, number]
-    state["results"][task.name] = ["started", _digest(task)]
+    state["task"] = [task.stage, task.number]
+    state["results"][task.name] = ["started", ""]
     state.save()
     show(task)
     print(f"\nEmpty now, in {task.file}: {', '.join(task.functions)}. Write them, then run")
@@ -113,17 +109,17 @@ def chosen(stage: str | None, number: int | None) -> Task:
 
 def check(task: Task) -> int:
     """Run a task's tests on the working tree, and say of each that fails how."""
-    state, source = State(), tasks.source(task.file)
-    notes = []
+    state, notes = State(), []
     try:
         reference = git("show", f"main:{task.file}")
+        source = tasks.source(task.file)
         notes = splice.splice(reference, source, task.functions, task.others())[1]
     except splice.Refused as error:
         notes = [f"{error}: grading refuses it"]
     except UserError:
         pass  # this repository has no branch main
     print(f"{task.name}: {task.title}", flush=True)
-    run = running.here(task.tests, paths.ROOT)
+    run = running.here(task.tests)
     for note in notes:
         print(f"Note: {task.file}, {note}")
     count = len(run.outcomes)
@@ -149,30 +145,25 @@ def hint(task: Task) -> None:
     state.save()
     show(task)
     for number, text in enumerate(task.hints[:count], 1):
-        words = " ".join(text.split())
-        print("\n" + textwrap.fill(f"Hint {number} of {len(task.hints)}: {words}", 100))
+        print("\n" + textwrap.fill(f"Hint {number} of {len(task.hints)}: {text}", 100))
 
 
 def status() -> None:
-    """Where the student stands, in all stages that have been begun."""
+    """Where the student stands, in all tasks that have been started."""
     results, points = State()["results"], 0
-    for stage in tasks.stages():
-        known = tasks.read(stage)
-        for task in known if any(task.name in results for task in known) else []:
-            word, digest = results.get(task.name, ("not started", ""))
-            if word == "passed" and digest != _digest(task):
-                word = "passed before your last edit"
-            points += task.points * (word == "passed")
+    for task in (task for stage in paths.discover() for task in tasks.read(stage)):
+        word, digest = results.get(task.name, ("", ""))
+        if word == "passed" and digest != _digest(task):
+            word = "passed before your last edit"
+        points += task.points * (word == "passed")
+        if word:
             print(f"{task.name}  {task.points:3} points  {word:28}  {task.title}")
-    if results:
-        print(f"{points} points by your own checks. To hand in: git diff main > mine.patch")
-    else:
-        print("No task is started: see `python -m exercises list`.")
+    print(f"{points} points by your own checks. To hand in: git diff main > mine.patch")
 
 
 def listed(stage: str | None) -> None:
     """The tasks of one stage, or of all."""
-    for name in [tasks.find_stage(stage)] if stage else tasks.stages():
-        print(f"{name}: {sum(task.points for task in tasks.read(name))} points")
+    for name in [tasks.find_stage(stage)] if stage else paths.discover():
+        print(name)
         for task in tasks.read(name):
-            print(f"  {task.number}  {task.points:3} points  {task.title} ({Path(task.file).name})")
+            print(f"  {task.number}  {task.points:3} points  {task.title} ({task.file})")

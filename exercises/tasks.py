@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shared import paths
 from shared.errors import UserError
 
 NAME = "EXERCISES.md"
-_TASK = re.compile(r"^## Task (\d+): (.+)\n", re.M)
-_HEAD = re.compile(r"\s*```toml\n(.*?)^```\n", re.M | re.S)
+_TASK = re.compile(r"^## Task (\d+): (.+)\n\s*```toml\n([^`]*)```\n", re.M)
 _HINT = re.compile(r"<details>\s*<summary>.*?</summary>(.*?)</details>", re.S)
 
 
@@ -35,10 +33,10 @@ class Task:
     title: str
     points: int
     file: str
-    functions: tuple[str, ...]
-    tests: tuple[str, ...]
+    functions: list[str]
+    tests: list[str]
     text: str
-    hints: tuple[str, ...]
+    hints: list[str]
 
     @property
     def name(self) -> str:
@@ -69,47 +67,31 @@ def find(stage: str, number: int) -> Task:
     """Raises UserError if the stage has no such task."""
     known = {task.number: task for task in read(stage)}
     if number not in known:
-        numbers = ", ".join(map(str, known)) or "none"
+        numbers = ", ".join(map(str, known))
         raise UserError(f"There is no task {number} in {stage}: it has {numbers}.")
     return known[number]
 
 
-def stages() -> list[str]:
-    """The stages that have tasks, in reading order."""
-    return [stage for stage in paths.discover() if (paths.ROOT / stage / NAME).is_file()]
-
-
 def read(stage: str) -> list[Task]:
-    """The tasks of a stage, in order; none if it has no EXERCISES.md."""
-    return list(parse(source(f"{stage}/{NAME}"), stage)) if stage in stages() else []
-
-
-def parse(text: str, stage: str) -> Iterator[Task]:
-    """Raises UserError, with the task's number, for a head that is not as README.md says."""
-    parts = iter(_TASK.split(text)[1:])
-    for number, title, section in zip(parts, parts, parts, strict=True):
-        head = _HEAD.match(section)
-        try:
-            fields = tomllib.loads(head[1] if head else "")
-            points, file, functions, tests = (
-                fields[name] for name in ("points", "file", "functions", "tests")
+    """The tasks of a stage, in order."""
+    tasks = []
+    parts = iter(_TASK.split(source(f"{stage}/{NAME}"))[1:])
+    for number, title, head, rest in zip(parts, parts, parts, parts, strict=True):
+        fields, text = tomllib.loads(head), rest.partition("\n## ")[0]
+        tasks.append(
+            Task(
+                stage,
+                int(number),
+                title.strip(),
+                fields["points"],
+                f"{stage}/{fields['file']}",
+                fields["functions"],
+                [test_id(stage, test) for test in fields["tests"]],
+                text.partition("<details>")[0].strip(),
+                [" ".join(hint.split()) for hint in _HINT.findall(text)],
             )
-        except (tomllib.TOMLDecodeError, KeyError) as error:
-            raise UserError(
-                f"{stage}/{NAME}, task {number}: after the heading comes a fence with points, "
-                f"file, functions and tests in TOML ({error})."
-            ) from None
-        yield Task(
-            stage,
-            int(number),
-            title.strip(),
-            points,
-            f"{stage}/{file}",
-            tuple(functions),
-            tuple(test_id(stage, test) for test in tests),
-            section[head.end() if head else 0 :].partition("<details>")[0].strip(),
-            tuple(hint.strip() for hint in _HINT.findall(section)),
         )
+    return tasks
 
 
 def test_id(stage: str, name: str) -> str:

@@ -85,8 +85,9 @@ def test_rows():
 def test_skipped():
     pass
 """
-EDITS = """## stage01_toy/toy.py   task 2   museum
-a row has one number too many
+EDITS = """# toy.py
+
+## task 2 museum: a row has one number too many
 caught by: test_toy.py::test_rows
 - [0] * count
 + [0] * (count + 1)
@@ -99,8 +100,7 @@ seen: nowhere
 > It was
 > long ago.
 
-## stage01_toy/toy.py   task 2   right
-a loop
+## task 2 right: a loop
 + made = []
 + while len(made) < count:
 +     made.append([0 for _ in range(count)])
@@ -134,9 +134,9 @@ def project(tmp_path, monkeypatch) -> Path:
         (root / name).write_text(text, encoding="utf-8")
     monkeypatch.setattr(paths, "ROOT", root)
     monkeypatch.setattr(edits, "FOLDER", root / "exercises/edits")
-    for key in ("GIT_AUTHOR_NAME", "GIT_COMMITTER_NAME", "GIT_AUTHOR_EMAIL", "GIT_COMMITTER_EMAIL"):
-        monkeypatch.setenv(key, "ada")
     git(root, "init", "-q", "-b", "main")
+    git(root, "config", "user.name", "ada")
+    git(root, "config", "user.email", "ada@example.org")
     git(root, "add", ".")
     git(root, "commit", "-qm", "start")
     git(root, "switch", "-qc", "mine")

@@ -8,11 +8,11 @@ import re
 import pytest
 
 from exercises import edits, prove, splice, tasks
+from exercises.__main__ import main
 from shared import paths
 from shared.errors import UserError
 
-STAGES = tasks.stages()
-everywhere = pytest.mark.parametrize("stage", STAGES)
+everywhere = pytest.mark.parametrize("stage", paths.discover())
 
 
 @everywhere
@@ -22,7 +22,7 @@ def test_functions_and_tests_of_tasks_exist_and_edits_fit(stage):
     for task in known:
         source = tasks.source(task.file)
         for function in task.functions:
-            assert splice.segment(source, function), f"{task.name}: {function}"
+            assert splice.find(splice.parse(source), function), f"{task.name}: {function}"
     written = {
         path: path.read_text(encoding="utf-8")
         for path in paths.ROOT.glob("stage*/tests/**/*.py")  # a contract's tests are elsewhere
@@ -54,13 +54,9 @@ def test_a_task_has_edits_and_hints_and_its_tests_pin_no_words_of_its_errors(sta
 
 def test_edits_are_read(project):
     planted, right = edits.read("stage01_toy")
-    assert (planted.task, planted.kind) == (2, "museum")
-    assert (
-        planted.fields["title"] == "a row is too long" and planted.fields[">"] == "It was long ago."
-    )
-    assert planted.fields["shows"].count("\n") == 1 and planted.tests == (
-        "stage01_toy/tests/test_toy.py::test_rows",
-    )
+    assert (planted.task, planted.kind) == (2, "museum") and edits.exhibits() == [planted]
+    assert planted.fields["title"] == ["a row is too long"] and len(planted.fields["shows"]) == 2
+    assert planted.tests == ["stage01_toy/tests/test_toy.py::test_rows"]
     source = tasks.source("stage01_toy/toy.py")
     assert "[0] * (count + 1)" in planted.applied(source)
     with pytest.raises(LookupError):
@@ -69,21 +65,28 @@ def test_edits_are_read(project):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("old", "new", "words"),
     [
-        ("## a.py task 1\nx\n- a\n+ b", "a header is"),
-        ("## a.py   task 1\n- a\n+ b\ncaught by: t", "one line that names it"),
-        ("## a.py   task 1\nx\n- a\ncaught by: t", r"a \+ for each -"),
-        ("## a.py\nx\n- a\n+ b", "have 'caught by:'"),
-        ("## a.py   museum\nx\n- a\n+ b\ncaught by: t\ntitle: t", "needs >, hint, seen, shows"),
+        ("## task 2 museum:", "## task 2 exhibit:", "a header such as"),
+        ("+ [0] * (count + 1)\n", "", r"a \+ for each -"),
+        ("caught by: test_toy.py::test_rows\n", "", "have 'caught by:'"),
+        ("hint: Count.\n", "", "an exhibit title, shows, hint"),
+        ("hint: Count.", "hnt: Count.", "what is 'hnt: Count.'"),
     ],
 )
-def test_an_edit_that_is_wrong_is_named_by_its_line(text, words):
-    with pytest.raises(UserError, match=f"stage01.txt, line 1: .*{words}"):
-        list(edits.parse(text, "stage01_forward"))
+def test_an_edit_that_is_wrong_is_named(project, old, new, words):
+    path = project / "exercises/edits/stage01.txt"
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(UserError, match=f"stage01.txt, '## task 2 .*{words}"):
+        edits.read("stage01_toy")
 
 
-@pytest.mark.parametrize("head", ["points = 1", "points ="])
-def test_a_task_that_is_wrong_is_named(head):
-    with pytest.raises(UserError, match="task 3: .*points, file"):
-        list(tasks.parse(f"## Task 3: it\n\n```toml\n{head}\n```\n", "stage01_forward"))
+def test_proof_tells_good_from_bad(project, capsys):
+    with (project / "exercises/edits/stage01.txt").open("a") as file:
+        file.write(
+            "\n## fault: none\ncaught by: test_toy.py::test_sums\n- [0] * count\n+ count * [0]\n"
+        )
+    assert main(["prove", "1"]) == 1
+    out = capsys.readouterr().out
+    assert "toy.py: none: stage01_toy/tests/test_toy.py::test_sums passed" in out
+    assert "6 runs, 1 problems" in out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 
 import pytest
 
@@ -25,7 +24,7 @@ def impatient(monkeypatch):
 def graded(folder, tmp_path):
     """For each hand-in the points of both tasks, and what is said of the first."""
     try:
-        words = ["--jobs", "2"] if running.container(True) else []
+        words = ["--jobs", "2"] if running.container() else []
     except UserError:
         words = ["--unconfined"]
     out = tmp_path / "out"
@@ -37,14 +36,16 @@ def graded(folder, tmp_path):
     return results
 
 
-def hand_in(folder, name, body):
-    """A folder whose first task has `body` in place of the reference's first line, and whose second
-    is solved in another way."""
-    path = folder / name / "stage01_toy"
-    path.mkdir(parents=True)
+def hand_in(project, folder, name, body, **others):
+    """A patch whose first task has `body` in place of the reference's first line, and whose second
+    is solved in another way. others: texts of other files."""
     text = TOY.replace(LOOP, body).replace("[0] * count for", "[0 for _ in range(count)] for")
-    (path / "toy.py").write_text(text)
-    return folder / name
+    (project / "stage01_toy/toy.py").write_text(text)
+    for file, other in others.items():
+        (project / file).write_text(other)
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.patch").write_text(git(project, "diff", "main"))
+    git(project, "restore", ".")
 
 
 HOSTILE = {
@@ -67,32 +68,21 @@ HOSTILE = {
 def test_a_class(project, tmp_path):
     folder = tmp_path / "class"
     for name, (body, _) in HOSTILE.items():
-        hand_in(folder, name, body)
-    hand_in(folder, "right", "sums = list()\n")
-    wrong = hand_in(folder, "wrong", "sums = [0]\n")
-    (wrong / "conftest.py").write_text("raise SystemExit(0)\n")
-    (wrong / "stage01_toy/tests").mkdir()
-    (wrong / "stage01_toy/tests/test_toy.py").write_text("")
-    (folder / "nothing").mkdir()
-    (hand_in(folder, "typo", "") / "stage01_toy/toy.py").write_text("def x(:\n")
-    hand_in(folder, "undone", LOOP)
-    with zipfile.ZipFile(folder / "zipped.zip", "w") as archive:
-        archive.write(
-            hand_in(tmp_path, "z", "sums = list()\n") / "stage01_toy/toy.py", "z/stage01_toy/toy.py"
-        )
-    toy = project / "stage01_toy/toy.py"
-    toy.write_text(TOY.replace(LOOP, "sums = list()\n"))
-    (folder / "patched.patch").write_text(git(project, "diff", "main"))
-    toy.write_text(TOY)
+        hand_in(project, folder, name, body)
+    hand_in(project, folder, "right", "sums = list()\n")
+    tests = {"conftest.py": "raise SystemExit(0)\n", "stage01_toy/tests/test_toy.py": ""}
+    hand_in(project, folder, "wrong", "sums = [0]\n", **tests)
+    (folder / "nothing.patch").write_text("")
+    hand_in(project, folder, "typo", "sums = [\n")
+    hand_in(project, folder, "undone", LOOP)
     results = graded(folder, tmp_path)
     for name, (_, why) in HOSTILE.items():
         points, output = results[name]
         assert (points, why in output) == ([0, 40], True), (name, points, output)
-    assert results["right"][0] == results["zipped"][0] == [60, 40]
-    assert results["patched"][0] == [60, 0]  # its second task is the project's
-    assert results["wrong"][0] == [0, 40] and "item 0 is 0, not 2" in results["wrong"][1]
-    assert results["nothing"][0] == [0, 0] and "not in the hand-in" in results["nothing"][1]
-    assert results["typo"][0] == [0, 0] and "line 1: not Python" in results["typo"][1]
+    assert results["right"][0] == [60, 40]
+    assert results["wrong"][0] == [0, 40] and "[0] is 0, not 2" in results["wrong"][1]
+    assert results["nothing"][0] == [0, 0] and "does not fit" in results["nothing"][1]
+    assert results["typo"][0] == [0, 0] and "not Python" in results["typo"][1]
     assert results["undone"][0] == [0, 40] and "not done" in results["undone"][1]
     assert "to read: it uses os" in results["exits"][1]
     lines = (tmp_path / "out/grades.csv").read_text().splitlines()
@@ -100,13 +90,15 @@ def test_a_class(project, tmp_path):
 
 
 def test_what_was_graded_is_not_judged_again(project, tmp_path, monkeypatch):
-    path = hand_in(tmp_path, "right", "sums = list()\n")
-    assert graded(path, tmp_path)["right"][0] == [60, 40]
+    hand_in(project, tmp_path, "right", "sums = list()\n")
+    assert graded(tmp_path / "right.patch", tmp_path)["right"][0] == [60, 40]
     monkeypatch.setattr(grade.Judge, "judge", lambda *_: pytest.fail("judged again"))
-    assert graded(path, tmp_path)["right"][0] == [60, 40]
+    assert graded(tmp_path, tmp_path)["right"][0] == [60, 40]
 
 
-def test_without_a_container_nothing_runs(project, tmp_path, monkeypatch, capsys):
+def test_without_a_container_or_a_patch_nothing_runs(project, tmp_path, monkeypatch, capsys):
+    words = ["grade", str(project), "--out", str(tmp_path / "out")]
+    assert main([*words, "--unconfined"]) == 2
+    assert "no patch" in capsys.readouterr().err
     monkeypatch.setattr(running.shutil, "which", lambda name: None)
-    assert main(["grade", str(project), "--out", str(tmp_path / "out")]) == 2
-    assert "install bubblewrap" in capsys.readouterr().err
+    assert main(words) == 2 and "install bubblewrap" in capsys.readouterr().err
