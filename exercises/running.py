@@ -115,9 +115,9 @@ def contained(
     the cache."""
     name = f"staircase-{secrets.token_hex(8)}"
     python = "python" if program in ("docker", "podman") else sys.executable
-    command, inside, scratch, compiled = [], str(INSIDE), str(tree.parent), str(cache)
+    command, file, scratch, compiled = [], str(INSIDE), str(tree.parent), str(cache)
     if program:
-        inside, scratch, compiled = "/inside.py", "/tmp", "/cache"
+        file, scratch, compiled = "/inside.py", "/tmp", "/cache"
         command = prefix(program, name, tree, cache, keep)
     variables = {"HOME": scratch, "TMPDIR": scratch, "LANG": "C.UTF-8", "MPLBACKEND": "agg"}
     variables |= {"XDG_CACHE_HOME": compiled if keep else f"{scratch}/cache"}
@@ -125,7 +125,7 @@ def contained(
     variables |= {"PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "1"}
     variables |= {"OMP_NUM_THREADS": "2"}
     job = {**job, "memory": MEMORY, "cache": "" if keep else compiled}
-    command += ["env", "-i", *map("=".join, variables.items()), *inside(job, python, inside)]
+    command += ["env", "-i", *map("=".join, variables.items()), *inside(job, python, file)]
     try:
         return start(command, tree, seconds, None if keep else subprocess.DEVNULL)
     finally:
