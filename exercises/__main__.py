@@ -8,7 +8,7 @@ import sys
 from shared import cli
 from shared.errors import UserError
 
-from . import museum, student
+from . import grade, museum, prove, student
 
 EXAMPLES = """examples:
   git switch -c mine
@@ -58,30 +58,18 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("museum", lambda o: museum.main(o.action, o.number), "find bugs that were real")
     sub.add_argument("action", choices=museum.ACTIONS)
     sub.add_argument("number", nargs="?", type=int)
-    sub = command("grade", _grade, "grade what was handed in")
+    sub = command("grade", grade.main, "grade what was handed in")
     sub.add_argument("patches", nargs="+", metavar="PATCH", help="or a folder that holds patches")
     sub.add_argument("--stage", nargs="+", default=[], help="default: all")
     sub.add_argument("--out", default="grades", help="folder for the results (default: grades)")
     sub.add_argument("--jobs", type=int, default=1, help="hand-ins side by side (default: 1)")
     about = "without a container: for code that you trust, or in a container of your own"
     sub.add_argument("--unconfined", action="store_true", help=about)
-    sub = command("prove", _prove, "for authors: are all tasks and edits good? takes minutes")
+    sub = command("prove", prove.main, "for authors: are all tasks and edits good? takes minutes")
     sub.add_argument("stage", nargs="*", help="default: all")
     sub.add_argument("--jobs", type=int, default=2, help="processes side by side (default: 2)")
     sub.add_argument("--only", default="", metavar="TEXT", help="entries whose name has this text")
     return parser
-
-
-def _grade(options: argparse.Namespace) -> int:
-    from . import grade
-
-    return grade.main(options)
-
-
-def _prove(options: argparse.Namespace) -> int:
-    from . import prove  # forks processes, which Windows has not
-
-    return prove.main(options)
 
 
 if __name__ == "__main__":

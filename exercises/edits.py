@@ -44,10 +44,9 @@ class Edit:
         for old, new in self.replacements:
             if not old and task:
                 source = splice.with_body(source, task.functions[0], new)
-            elif not old or (count := source.count(old)) != 1:
-                raise LookupError(f"{old!r} occurs {count if old else 'no'} times")
-            else:
-                source = source.replace(old, new)
+            elif source.count(old) != 1:
+                raise LookupError(f"{old!r} occurs {source.count(old)} times")
+            source = source.replace(old, new) if old else source
         if self.file.endswith(".py"):
             splice.parse(source)
         return source

@@ -43,7 +43,7 @@ UNUSUAL = re.compile(r"\b(?:sys|os|pytest|inspect|gc|open|eval|exec|importlib)\b
 
 def build(tree: Path, stage: str) -> None:
     """A clean tree: `shared` and the stages up to this one, with nothing that shows a solution."""
-    tree.mkdir()
+    tree.mkdir(parents=True)
     for name in ("conftest.py", "pyproject.toml"):
         shutil.copy2(paths.ROOT / name, tree / name)
     for name in ("shared", *(s for s in paths.discover() if s <= stage)):
@@ -85,21 +85,21 @@ class Judge:
                 self._references[task.stage] = run
             reference = self._references[task.stage]
         run, must_fail = self._run(task, source, max(LEAST, PATIENCE * reference.seconds))
+        if run.ended:
+            return run.ended
         expected = {test: outcome for test, (outcome, _) in reference.outcomes.items()}
         expected[must_fail] = "failed"
-        for test, (outcome, why) in run.outcomes.items():
-            if outcome != expected.get(test) and test != must_fail and not run.ended:
-                return f"{test.rpartition('::')[2]}: {why or outcome}"
         outcomes = {test: outcome for test, (outcome, _) in run.outcomes.items()}
-        same = run.ended or outcomes == expected
-        return run.ended if same else "its results are not those of the tests"
+        for test, outcome in outcomes.items():
+            if outcome != expected.get(test) and test != must_fail:
+                return f"{test.rpartition('::')[2]}: {run.outcomes[test][1] or outcome}"
+        return "" if outcomes == expected else "its results are not those of the tests"
 
     def _run(self, task: Task, source: str, seconds: float, keep: bool = False) -> tuple[Run, str]:
         """Run the suite of the task's stage in a fresh tree, the task's own tests first, to the
         first that fails. Also returns the id of the test that must fail, which is the last."""
-        place = Path(tempfile.mkdtemp(dir=self.home))
-        place.chmod(0o755)
-        tree, name = place / "tree", secrets.token_hex(6)
+        name = secrets.token_hex(6)
+        tree = self.home / name / "tree"
         file = f"{task.stage}/tests/test_{name}.py"
         test = f"{file}::test_{name}"
         job = {"tests": [f"{task.stage}/tests"], "seed": self.seed, "first": task.tests}
@@ -111,7 +111,7 @@ class Judge:
             run = running.contained(self.container, job, tree, self.cache, seconds, keep)
             return run, test
         finally:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(tree.parent, ignore_errors=True)
 
 
 def main(options: argparse.Namespace) -> int:

@@ -34,10 +34,8 @@ def main(action: str, number: int | None) -> int:
         for place, exhibit in enumerate(known, 1):
             print(f"{place:3}  {exhibit.file[:7]}  {exhibit.fields['title'][0]}")
     elif action == "plant":
-        if number is None or not 1 <= number <= len(known):
-            raise UserError(
-                f"Which exhibit, 1 to {len(known)}? `python -m exercises museum list` shows them."
-            )
+        if not 1 <= (number or 0) <= len(known):
+            raise UserError(f"Which exhibit, 1 to {len(known)}? `museum list` shows them.")
         plant(known[number - 1], number, state)
     elif not state["planted"]:
         raise UserError("No bug is planted: `python -m exercises museum plant 1` plants the first.")
