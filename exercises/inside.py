@@ -120,11 +120,12 @@ class Reporter:
         if isinstance(error, AssertionError):
             compared = any(sign in str(error) for sign in ("==", "equal", "allclose"))
             return (compared and self.difference) or text or "an assertion failed"
-        ours = (e for e in excinfo.traceback if Path(e.path).is_relative_to(Path.cwd()))
-        lines = [
-            f"{e.path.name}, line {e.lineno + 1}" for e in ours if "/tests/" not in str(e.path)
+        entries = [(Path(entry.path), entry.lineno + 1) for entry in excinfo.traceback]
+        ours = [
+            e for e in entries if e[0].is_relative_to(Path.cwd()) and e[0].parent.name != "tests"
         ]
-        return f"{type(error).__name__}: {text}" + f" ({lines[-1]})" * bool(lines)
+        line = f" ({ours[-1][0].name}, line {ours[-1][1]})" if ours else ""
+        return f"{type(error).__name__}: {text}{line}"
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
