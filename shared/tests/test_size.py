@@ -12,7 +12,7 @@ from shared.tests.test_texts import tracked
 
 BUDGET = {  # lines of source, of tests
     "book": (400, 0),
-    "exercises": (1_360, 555),
+    "exercises": (1_355, 550),
     "reports": (1_980, 235),
     "shared": (5_172, 2_244),
     "stage01": (960, 540),
