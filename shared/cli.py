@@ -256,8 +256,8 @@ def read_prompts(options: argparse.Namespace) -> str | list[str] | None:
     """The lines of --prompts, or one prompt as `read_prompt` takes it, or None for built-in ones.
 
     A newline at the end of the file begins no prompt; an empty line among others is an empty
-    prompt, which engines refuse. Raises UserError for a file that cannot be read as text or has no
-    prompt, for --prompts together with a prompt, and when `_given` does.
+    prompt, which engines refuse. Raises UserError for a file that cannot be read as text, and for
+    --prompts together with a prompt.
     """
     name = options.prompts
     if name is None:
@@ -265,31 +265,22 @@ def read_prompts(options: argparse.Namespace) -> str | list[str] | None:
     if options.prompt is not None:
         raise UserError("Found both a prompt and --prompts: give one of them.")
     try:
-        lines = read_text(Path(name)).removesuffix("\n").split("\n")
+        return read_text(Path(name)).removesuffix("\n").split("\n")
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a name with a null character
         raise UserError(
             f"--prompts {name} cannot be read ({error}): name a UTF-8 text file, one prompt a line."
         ) from None
-    if not any(lines):
-        raise UserError(f"--prompts {name} is empty: write one prompt a line.")
-    return lines
 
 
 def _given(options: argparse.Namespace) -> str | None:
-    """The prompt of the command line, or the text that is piped in; None without either. The
-    newline that `echo` adds is dropped. Raises UserError if the prompt is empty or not UTF-8."""
-    text: str | None = options.prompt
-    if text is None and not sys.stdin.isatty():
-        data = sys.stdin.buffer.read()  # bytes: the text layer of some systems is not UTF-8
-        try:
-            text = data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r") if data else None
-        except UnicodeDecodeError:
-            raise UserError(
-                "The prompt on standard input is not UTF-8 text: save or convert it as UTF-8."
-            ) from None
-    if text == "":
-        raise UserError(f'The prompt is empty: give some text, such as "{PROMPT}".')
-    return text
+    """The prompt of the command line, or the UTF-8 text that is piped in, without the newline that
+    `echo` adds; None without either."""
+    if options.prompt is not None or sys.stdin.isatty():
+        prompt: str | None = options.prompt
+        return prompt
+    data = sys.stdin.buffer.read()  # bytes: the text layer of some systems is not UTF-8
+    text = data.decode("utf-8-sig", "replace").removesuffix("\n").removesuffix("\r")
+    return text if data else None
 
 
 def sampling_of(sampling: Any, index: int) -> Any:

@@ -75,28 +75,24 @@ def held_out(model: Any, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def sampled(model: Any, tokenizer: Any, top_p: float, batch: int = 50) -> dict[str, Any]:
+def sampled(model: Any, tokenizer: Any, top_p: float) -> dict[str, Any]:
     """Sample stories, and count those that the grammar can read."""
     torch.manual_seed(0)
-    end = end_of_text(tokenizer)
-    texts: list[str] = []
-    for _ in tqdm(range(SAMPLED // batch), unit="batch", desc="sampling"):
-        prompt = torch.full((batch, 1), end)
-        rows = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=True,
-            temperature=TEMPERATURE,
-            top_k=0,
-            top_p=top_p,
-            max_new_tokens=LONGEST_STORY,
-            eos_token_id=end,
-            pad_token_id=end,
-        )
-        texts += [tokenizer.decode(row[1:], skip_special_tokens=True) for row in rows]
+    end, options = end_of_text(tokenizer), {"temperature": TEMPERATURE, "top_p": top_p, "top_k": 0}
+    rows = model.generate(
+        torch.tensor([[end]]),
+        attention_mask=torch.tensor([[1]]),
+        num_return_sequences=SAMPLED,
+        do_sample=True,
+        max_new_tokens=LONGEST_STORY,
+        eos_token_id=end,
+        pad_token_id=end,
+        **options,
+    )
+    texts = [tokenizer.decode(row[1:], skip_special_tokens=True) for row in rows]
     straight = sum(bool(grammar.load().read(text)) for text in texts)
     return {
-        "stories": len(texts),
+        "stories": SAMPLED,
         "temperature": TEMPERATURE,
         "top_p": top_p,
         "straight": straight,
@@ -116,7 +112,6 @@ def entropy_facts(tokenizer: Any) -> dict[str, Any]:
         "stories": ENTROPY,
         "nats": nats,
         "standard_error": error,
-        "tokens_per_story": tokens,
         "nats_per_token": nats / tokens,
     }
 

@@ -17,6 +17,10 @@ Even so, how far copying gets varies from run to run: a run of 6,500 steps on on
 not learnt to carry a trait or a number across a whole story. stories-chat took 14,000. Judge a
 model before it is used: `python -m shared.stories.evaluate`.
 
+In a model's folder, tokenizer_config.json and chat_template.jinja are written by hand; all else is
+made here and by evaluate.py. The template leaves out what the model was not trained on, such as
+system prompts.
+
 Deterministic: the same thread count and kind of processor give the same weights.
 """
 
@@ -89,8 +93,6 @@ class Stories:
         ordered = dict(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
         text = json.dumps(ordered, ensure_ascii=False)
         (folder / "vocab.json").write_text(text, encoding="utf-8")
-        names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
-        write_settings(folder, {"tokenizer_class": "GPT2Tokenizer", **names})
 
     @staticmethod
     def config(width: int, layers: int, heads: int) -> transformers.PretrainedConfig:
@@ -159,9 +161,6 @@ class Chat:
     @staticmethod
     def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-        names = {"eos_token": END_OF_TURN, "pad_token": END_OF_TEXT}
-        write_settings(folder, {"tokenizer_class": "PreTrainedTokenizerFast", **names})
-        (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
 
     @staticmethod
     def config(width: int, layers: int, heads: int) -> transformers.PretrainedConfig:
@@ -180,16 +179,6 @@ class Chat:
             pad_token_id=None,
         )
 
-
-# What the model was not trained on is left out: other roles than these two.
-TEMPLATE = """\
-{%- for message in messages if message.role in ('user', 'assistant') %}
-{{- '<|im_start|>' + message.role + '\n' + message.content | trim + '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\n' }}
-{%- endif %}
-"""
 
 Recipe = type[Stories] | type[Chat]
 
@@ -226,12 +215,6 @@ def train_tokenizer(recipe: Recipe, count: int = 20_000) -> Tokenizer:
     tokenizer.train_from_iterator(itertools.islice(recipe.texts("tokenizer"), count), trainer)
     tokenizer.add_special_tokens(list(recipe.control))
     return tokenizer
-
-
-def write_settings(folder: Path, settings: dict[str, Any]) -> None:
-    fields = {"model_max_length": POSITIONS, "add_prefix_space": False, **settings}
-    text = json.dumps(fields, indent=2) + "\n"
-    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
 def windows(length: int, rng: random.Random, documents: Iterator[Document]) -> Iterator[Document]:

@@ -90,7 +90,8 @@ def test_a_prompt_a_line(tmp_path):
         (b"one\ntwo\n", ["one", "two"]),
         (b"one\r\n\n two \n\n", ["one", "", " two ", ""]),
         ("\ufeffcafé 😀\x0c\u2028x\n".encode(), ["café 😀\x0c\u2028x"]),  # only \n ends a line
-        *((b"", "is empty"), (b"\n\n", "is empty"), (b"caf\xe9\n", "cannot be read")),
+        (b"", [""]),  # which engines refuse
+        (b"caf\xe9\n", "cannot be read"),
     ):
         file.write_bytes(data)
         if isinstance(expected, list):
