@@ -27,7 +27,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,7 @@ def may_use_tiles() -> bool:
     reason = "only Linux is asked for them"
     if sys.platform == "linux":
         try:
-            answer = _first_loaded(PERMISSION, [*FLAGS, *TILES.split()]).permission()
+            answer = _loaded(PERMISSION, [*FLAGS, *TILES.split()]).permission()
             reason = ("", "the processor has a flag and no tiles", "the system refuses")[answer]
         except NoKernels as error:
             reason = str(error)
@@ -90,14 +89,11 @@ def may_use_tiles() -> bool:
     return not reason
 
 
-def compilers() -> list[list[str]]:
-    """The compiler commands to try: only $CC if it is set."""
+def compiler() -> list[str]:
+    """The compiler's command: that in $CC, or the first that is installed; empty without one."""
     if os.environ.get("CC"):
-        return [shlex.split(os.environ["CC"], posix=os.name == "posix")]
-    commands = [[path] for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
-    if find_spec("ziglang"):  # a package that brings a whole compiler
-        commands.append([sys.executable, "-m", "ziglang", "cc"])
-    return commands
+        return shlex.split(os.environ["CC"], posix=os.name == "posix")
+    return [path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))][:1]
 
 
 @cache
@@ -109,24 +105,22 @@ def load(source: Path, defines: tuple[str, ...] = (), level: str = "") -> ctypes
     level = level or levels()[0]
     if level not in levels():
         raise NoKernels(f"This processor does not support {level}: choose {' or '.join(levels())}.")
-    return _first_loaded(
+    return _loaded(
         source, [*FLAGS, *LEVELS[level][0].split(), *(f"-D{define}" for define in defines)]
     )
 
 
-def _first_loaded(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
-    """The library made by the first compiler that can. Raises NoKernels if none can."""
-    if not compilers():
+def _loaded(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
+    command = compiler()
+    if not command:
         raise NoKernels(
             "No C compiler was found (cc, gcc, clang): install one, or set CC to its command."
         )
-    reasons = []
-    for compiler in compilers():
-        try:
-            return _loaded(source, flags, compiler)
-        except (OSError, subprocess.SubprocessError) as error:
-            reasons.append(f"{shlex.join(compiler)}: {_reason(error)}")
-    raise NoKernels(f"{source.name} cannot be compiled ({'; '.join(reasons)}).")
+    try:
+        return ctypes.CDLL(str(_built(source, flags, command)))
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = f"{shlex.join(command)}: {_reason(error)}"
+        raise NoKernels(f"{source.name} cannot be compiled ({reason}).") from None
 
 
 def _reason(error: Exception) -> str:
@@ -141,17 +135,6 @@ def _reason(error: Exception) -> str:
     return str(error)
 
 
-def _loaded(source: Path, flags: Sequence[str], compiler: Sequence[str]) -> ctypes.CDLL:
-    """The library, compiled anew if the cached file is damaged. Raises OSError or
-    SubprocessError."""
-    path = _built(source, flags, compiler)
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError:
-        path.unlink()
-        return ctypes.CDLL(str(_built(source, flags, compiler)))
-
-
 def _built(source: Path, flags: Sequence[str], compiler: Sequence[str]) -> Path:
     """The compiled file. Raises OSError or SubprocessError."""
     can = sorted(name for name, has in capabilities().items() if has is True)
@@ -159,7 +142,8 @@ def _built(source: Path, flags: Sequence[str], compiler: Sequence[str]) -> Path:
     parts = [source.name, *texts, *flags, *compiler, _version(tuple(compiler)), *can]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     suffix = ".dll" if sys.platform == "win32" else ".so"
-    folder = _writable(cache_folder() / "kernels")
+    folder = cache_folder() / "kernels"
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{source.stem}-{key}{suffix}"
     if not path.exists():
         handle, name = tempfile.mkstemp(suffix=suffix, prefix="building-", dir=folder)
@@ -181,16 +165,6 @@ def _included(file: Path, texts: dict[Path, str]) -> dict[Path, str]:
         for name in re.findall(r'^#include "(.+)"', texts[file], re.MULTILINE):
             _included((file.parent / name).resolve(), texts)
     return texts
-
-
-def _writable(folder: Path) -> Path:
-    """`folder`, or a temporary one for this process if `folder` is not writable."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="staircase-kernels-"))
 
 
 @cache

@@ -99,25 +99,6 @@ def side_by_side(layers: Sequence[Any]) -> Tensor | None:
     return torch.cat([part.detach() for part in parts])
 
 
-class PanelLinear(nn.Module):
-    """A linear layer whose weight is kept in `panels`, with its outputs in their `columns`."""
-
-    def __init__(self, layer: Any, panels: Tensor, columns: Tensor) -> None:
-        super().__init__()
-        self.panels, self.columns, self.bias = panels, columns, layer.bias
-        self.out_features, self.in_features = layer.weight.shape
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight (outputs, inputs), put together again: a copy."""
-        paired = self.panels.ndim == 4
-        panels = self.panels.transpose(2, 3).flatten(1, 2) if paired else self.panels
-        return panels[self.columns // PANEL, : self.in_features, self.columns % PANEL]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight, self.bias)
-
-
 class Product(Protocol):
     """A product with weights in the format of another stage. A layer offers it as
     `product(layers, epilogue, cache, dtype)`, for itself and those beside it; None if C cannot
@@ -139,8 +120,7 @@ class Product(Protocol):
 class Program:
     """The operations of a model over the keys and values in `cache`.
 
-    release: the model drops its own copy of the weights that are laid out. It still computes, but
-    slowly, because it must put each weight together again.
+    release: the model drops its own copy of the weights that are laid out, and computes no more.
     """
 
     def __init__(self, model: Any, cache: KernelCache, release: bool = False) -> None:
@@ -155,8 +135,6 @@ class Program:
             )
         self.library = cache.library(self.dtype)
         self.kept: list[Tensor] = []  # tensors that operations point to
-        named = model.named_modules() if release else ()
-        self.names = {layer: name for name, layer in named if type(layer) is nn.Linear}
         self.release = release
         self.formats: list[Product] = []
         self.operations: list[Operation] = []
@@ -283,21 +261,16 @@ class Program:
         weights = [layer.weight.detach() for layer in layers]
         bias = side_by_side(layers)
         outputs = sum(map(len, weights))
-        columns = torch.arange(outputs)
         if epilogue == SILU_MUL:
-            half, outputs = PANEL // 2, len(weights[0])
-            gates = columns[:outputs] // half * PANEL + columns[:outputs] % half
-            columns = torch.cat((gates, gates + half))
+            outputs = len(weights[0])
             weights = [interleave(*weights)]
             bias = None if bias is None else interleave(*bias.chunk(2))
         if bias is not None:
             bias = nn.functional.pad(bias, (0, -len(bias) % PANEL))
         packed = self.keep(lay_out(weights, self.dtype))
-        sizes = [len(layer.weight) for layer in layers]
-        for layer, layer_columns in zip(layers, columns.split(sizes), strict=True):
-            if layer in self.names:
-                panels = PanelLinear(layer, self.kept[-1], layer_columns)
-                self.model.set_submodule(self.names.pop(layer), panels)
+        for layer in layers:
+            if self.release and type(layer) is nn.Linear:
+                layer.weight = nn.Parameter(layer.weight.to("meta"), requires_grad=False)
         inputs = weights[0].shape[1]
         return Linear(weights=packed, inputs=inputs, outputs=outputs, epilogue=epilogue), bias
 

@@ -15,6 +15,7 @@ from stage01_forward.sampling import MIN_TEMPERATURE
 from stage04_continuous import engine
 
 from . import library
+from .operations import fields
 
 SOURCE = ROOT / "stage09_kernels" / "fast" / "sample.c"
 NUMBERS = "temperatures", "min_ps", "top_ps", "darts", "top_ks", "ids"  # of each row
@@ -23,10 +24,7 @@ NUMBERS = "temperatures", "min_ps", "top_ps", "darts", "top_ks", "ids"  # of eac
 class Draw(ctypes.Structure):
     """`struct draw` of sample.c."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("scores", *NUMBERS)),
-        *((name, ctypes.c_int64) for name in ("count", "stride")),
-    ]
+    _fields_ = fields("scores " + " ".join(NUMBERS), "count stride")
 
 
 def choose(scores: Tensor, rows: Sequence[Row]) -> list[int]:

@@ -82,15 +82,6 @@ def test_attention_reads_blocks_in_place(heads, kv_heads, width, block, dtype):
     agree(heads, kv_heads, width, block, dtype, borders if block > 2 else [1, 5, 60, 33])
 
 
-def test_large_scores_and_strided_queries():
-    oracle, kernel = caches(2, 2, 64, 16, torch.float32)
-    packed = 100 * torch.randn(40, 3 * 2 * 64)  # scores of +-1e4
-    inputs = [part.unflatten(1, (2, 64)) for part in packed.chunk(3, 1)]
-    shares = [([3, 1, 7], 0, 40)]
-    output = kernel.extend(shares).attend(0, *inputs)
-    compare(output, oracle.extend(shares), 0, *inputs, tolerances={torch.float32: 1e-3})
-
-
 def in_all_ways(make_cache, kv_heads, dtype=torch.float32):
     """The outputs for a sequence of 300 tokens, and the caches: alone and whole, in pieces beside
     others, by one thread and by more threads than there are items."""

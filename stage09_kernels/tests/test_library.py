@@ -29,7 +29,6 @@ from stage09_kernels import library
 from stage09_kernels.backend import NoKernels
 from stage09_kernels.cache import FAST, KernelCache
 from stage09_kernels.engine import make
-from stage09_kernels.program import PanelLinear
 from stage09_kernels.runner import KernelRunner
 
 SMALL = Config(11, 64, 32, 1, 2)
@@ -92,25 +91,13 @@ def test_layers_that_were_packed_before_are_unpacked():
 
 
 @pytest.mark.parametrize("config", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_released_model_has_its_weights_in_panels_alone(config, dtype):
-    model = load_model(Checkpoint(config, random_tensors(config)), dtype=dtype)
-    linears = {name for name, layer in model.named_modules() if type(layer) is nn.Linear}
-    before = {name: model.get_submodule(name).weight.clone() for name in linears}
-    caches = [KernelCache(config, 4, dtype=dtype)] * 2
-    first, second = (KernelRunner(model, cache, release=True).run(*PASS) for cache in caches)
-    assert torch.equal(first, second) and linears
-    for name in linears:
-        assert type(model.get_submodule(name)) is PanelLinear
-        assert torch.equal(model.get_submodule(name).weight, before[name])
-
-
-def test_large_pages_hold_the_same_numbers():
-    numbers = torch.randn(3, 1, 5)
-    for tensor in (numbers, numbers[:, :, 1], numbers.expand(3, 2**18, 5), numbers[:0]):
-        copy = library.large_pages(tensor)
-        assert torch.equal(copy, tensor) and copy.is_contiguous()
-        assert copy.untyped_storage().nbytes() == tensor.numel() * 4
+def test_a_released_model_has_no_second_copy_of_its_weights(config):
+    tensors = random_tensors(config)
+    first, second = (load_model(Checkpoint(config, tensors), dtype=torch.bfloat16) for _ in "12")
+    cache = KernelCache(config, 4, dtype=torch.bfloat16)
+    before = KernelRunner(first, cache).run(*PASS).clone()
+    assert torch.equal(before, KernelRunner(second, cache, release=True).run(*PASS))
+    assert all(m.weight.is_meta for m in second.modules() if type(m) is nn.Linear)
 
 
 def one(folder: Path, number: str = "1", before: str = "") -> Path:
@@ -144,7 +131,6 @@ def fake(folder: Path, does: str) -> str:
     ("does", "words"),
     [
         ("", r"cannot be compiled \(no-such-compiler: .*no-such-compiler"),
-        ("open(out, 'w').write('x'); os.kill(os.getpid(), 9)", "it ended with status -?9"),
         ("print('a note', file=sys.stderr); sys.exit('error: no space left')", "error: no space"),
         ("import time; time.sleep(60)", "it took longer than 2 s"),
     ],
@@ -154,14 +140,12 @@ def test_a_compiler_that_fails_is_named_with_its_reason(does, words, fresh, tmp_
     monkeypatch.setattr(library, "SECONDS", 2)
     with pytest.raises(NoKernels, match=words) as caught:
         library.load(FAST, DEFINES)
-    assert "\n" not in str(caught.value) and str(caught.value).endswith(").")
-    assert not list(fresh.glob("building-*"))
+    assert "\n" not in str(caught.value) and not list(fresh.glob("building-*"))
 
 
 def test_without_any_compiler(fresh, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(library, "find_spec", lambda _: None)
     with pytest.raises(NoKernels, match="No C compiler was found .* install one"):
         library.load(FAST, DEFINES)
 
@@ -175,7 +159,7 @@ def test_tiles_that_the_system_refuses_are_one_line_and_the_next_level(fresh, mo
     monkeypatch.setattr(library, "LEVELS", {"amx": ("", tuple(flags)), "plain": ("", ())})
     for answer, words in ((2, "the system refuses"), (1, "a flag and no tiles"), (0, "")):
         allowed = SimpleNamespace(permission=lambda answer=answer: answer)
-        monkeypatch.setattr(library, "_first_loaded", lambda *_, allowed=allowed: allowed)
+        monkeypatch.setattr(library, "_loaded", lambda *_, allowed=allowed: allowed)
         library.may_use_tiles.cache_clear()
         caplog.clear()
         assert library.levels() == library.levels() == ["amx"] * (answer == 0) + ["plain"]
@@ -183,19 +167,11 @@ def test_tiles_that_the_system_refuses_are_one_line_and_the_next_level(fresh, mo
     library.may_use_tiles.cache_clear()
 
 
-def test_a_cache_folder_that_cannot_be_written(fresh, tmp_path):
-    fresh.parent.mkdir(parents=True)
-    fresh.write_text("a file, where the folder should be")
-    assert library.load(one(tmp_path)).one() == 1
-
-
-def test_two_that_compile_at_once_and_a_damaged_library(fresh, tmp_path):
-    inputs = one(tmp_path), library.FLAGS, library.compilers()[0]
+def test_two_that_compile_at_once(fresh, tmp_path):
+    inputs = one(tmp_path), library.FLAGS, library.compiler()
     with ThreadPoolExecutor(2) as both:
         first, second = both.map(lambda _: library._built(*inputs), range(2))
     assert first == second and list(fresh.iterdir()) == [first]
-    first.write_bytes(first.read_bytes()[:100])  # as after a power cut
-    assert library._loaded(*inputs).one() == 1
 
 
 def test_a_blank_cache_takes_no_memory_before_it_is_written():

@@ -13,7 +13,6 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,14 +24,12 @@ from stage08_llama.config import LlamaConfig
 from stage09_kernels import library
 from stage09_kernels.cache import FAST, NAIVE, KernelCache
 from stage09_kernels.operations import (
-    EMBED,
     GELU,
     LINEAR,
     NORM,
     PANEL,
     PLAIN,
     SILU_MUL,
-    Embed,
     Linear,
     Norm,
     Operation,
@@ -289,32 +286,6 @@ def test_a_row_of_a_product_does_not_depend_on_the_others():
         return linear(FAST, "", (F32, F32), shape, PLAIN, F32, rows, [weight], None, None, None)
 
     assert torch.equal(product_of(x), torch.cat([product_of(row[None]) for row in x]))
-
-
-@every_level
-def test_embeddings_have_the_bits_of_the_model(level, weights, cached):
-    torch.manual_seed(3)
-    ids = np.array([6, 0, 6, 3, 5, 1], np.int64)
-    shares = np.array([(0, 2, 4, 0), (0, 0, 1, 4), (0, 7, 1, 5)], np.int64)
-    places = torch.tensor([2, 3, 4, 5, 0, 7])  # of the tokens of these shares
-    for width, source in product((*range(1, 40), 768), SOURCES):
-        torch.set_num_threads(width % 4 + 1)
-        table, positions = (torch.randn(8, width).to(weights) for _ in range(2))
-        positions[3, 0] = torch.nan
-        for rows in (None, positions):
-            room = torch.full((len(ids) + 1, width + 3), 7.0, dtype=real_of(cached))
-            operation = Operation(EMBED, 0)
-            operation.of.embed = Embed(
-                table=table.data_ptr(), positions=None if rows is None else rows.data_ptr(),
-                out=room.data_ptr(), out_stride=room.stride(0), width=width,
-            )  # fmt: skip
-            pointers = {"ids": ids.ctypes.data, "shares": shares.ctypes.data}
-            run(source, level, (weights, cached), operation, n_rows=len(ids), **pointers)
-            expected = table[ids] if rows is None else table[ids] + rows[places]
-            torch.testing.assert_close(
-                room[:-1, :width], expected.to(room.dtype), rtol=0, atol=0, equal_nan=True
-            )
-            assert (room[-1] == 7).all() and (room[:, width:] == 7).all()
 
 
 @every_level

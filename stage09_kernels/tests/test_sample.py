@@ -82,17 +82,6 @@ def test_darts_at_either_end_hit_a_token_that_is_kept(options, dtype):
                 assert ids == expected
 
 
-@DTYPES
-def test_the_first_of_equal_scores_wins_in_whatever_lane(dtype):
-    """The best scores stand at all pairs of places; lanes are up to 16 numbers wide."""
-    places = [(a, b) for a in range(0, 70, 3) for b in range(a + 1, 70)]
-    logits = torch.zeros(len(places), 70, dtype=dtype)
-    for scores, (a, b) in zip(logits, places, strict=True):
-        scores[a] = scores[b] = 1.0
-    rows = [Row(SamplingParams())] * len(places)
-    assert choose(logits, rows) == [a for a, _ in places]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_row_that_is_not_finite_fails_alone(dtype):
     """Wherever in the row the number stands; and a greedy row fails like a drawn one."""
@@ -116,12 +105,3 @@ def test_a_token_depends_on_no_other_row_and_no_thread():
     torch.set_num_threads(before)
     alone = [choose(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows_of(30))]
     assert together == [alone, alone]
-
-
-def test_rows_may_be_apart_in_memory():
-    """Their distance is not their length: what lies between is not read."""
-    torch.manual_seed(0)
-    wide = torch.full((7, 120), math.nan)
-    wide[:, :101] = 3 * torch.randn(7, 101)
-    expected = choose(wide[:, :101].clone(), rows_of(7))
-    assert choose(wide[:, :101], rows_of(7)) == expected and bool(wide[:, 101:].isnan().all())

@@ -34,7 +34,7 @@ def environment(tmp_path_factory):
     """Of a process for code with the sanitizers."""
     if not sys.platform.startswith("linux"):
         pytest.skip("only Linux loads a sanitizer before a program that has none")
-    compiler = library.compilers()[0]
+    compiler = library.compiler()
     query = [*compiler, "-print-file-name=libasan.so"]
     sanitizer = subprocess.run(query, capture_output=True, text=True).stdout.strip()
     if not os.path.isabs(sanitizer):

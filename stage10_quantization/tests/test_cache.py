@@ -20,7 +20,7 @@ from stage09_kernels.tests.test_naive import EMULATED, at_every_level, attention
 from stage10_quantization.cache import FAST, NAIVE, SCALE, Int8Cache, Int8KernelCache, quantize
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
-compiled = pytest.mark.skipif(not library.compilers(), reason="no C compiler (cc, gcc, clang)")
+compiled = pytest.mark.skipif(not library.compiler(), reason="no C compiler (cc, gcc, clang)")
 TYPES = ((F32, F32), (BF16, F32), (F64, F64))
 LEVELS = [level for level in at_every_level(TYPES) if EMULATED not in level.values]
 every_level = pytest.mark.parametrize(("level", "weights", "real"), LEVELS)

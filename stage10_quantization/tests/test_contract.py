@@ -40,7 +40,7 @@ GPT2 = Config(101, 64, 64, 2, 2, name="wide", layer_norm_epsilon=3e-5)
 WIDTHS: Any = {"n_embd": 64, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_inner": 96}
 LLAMA = replace(GROUPED, **WIDTHS, layer_norm_epsilon=3e-5)
 INT8: dict[str, Any] = {"dtype": torch.int8}
-needs_kernels = pytest.mark.skipif(not library.compilers(), reason="no C compiler")
+needs_kernels = pytest.mark.skipif(not library.compiler(), reason="no C compiler")
 
 
 class Rounded:

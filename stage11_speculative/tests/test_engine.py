@@ -192,7 +192,7 @@ def life(engine: Any) -> tuple[list[list[int]], list[int], list[tuple[Request, i
     return [request.output.token_ids for request in requests], gone.output.token_ids, forks
 
 
-@pytest.mark.skipif(not library.compilers(), reason="no C compiler (cc, gcc, clang)")
+@pytest.mark.skipif(not library.compiler(), reason="no C compiler (cc, gcc, clang)")
 @pytest.mark.parametrize("format", FORMATS)
 def test_with_the_kernels_tokens_are_equal_in_every_format(format):
     """Not only up to near ties: the kernels' bits do not depend on the number of rows."""
