@@ -186,6 +186,7 @@ static void linear(int64_t first, int64_t last, void *context) { /* panels */
     const struct linear *l = &o->of.linear;
     const int64_t rows = rows_of(o), steps = (l->inputs + K_STEP - 1) / K_STEP;
     const int64_t panel_size = padded_inputs(l->inputs) * PANEL;
+    const int many = FORWARDS && rows > MC; /* bound by arithmetic: pieces would cost 1.2x */
     sums_of sums[MC];
     for (int64_t row = 0; row < rows; row += MC)
         for (int64_t panel = first; panel < last; panel++) {
@@ -194,8 +195,9 @@ static void linear(int64_t first, int64_t last, void *context) { /* panels */
             for (int64_t i = 0; i < count; i++)
                 if (l->bias) memcpy(sums[i], l->bias + panel * PANEL, sizeof(sums_of));
                 else memset(sums[i], 0, sizeof(sums_of));
-            const int prefetch = LINEAR_PREFETCH && count >= (FORWARDS ? 2 * MR : 2);
+            const int prefetch = LINEAR_PREFETCH && !many && count >= (FORWARDS ? 2 * MR : 2);
             int64_t block = FORWARDS || count < 2 || count > 16 ? KC : count > 8 ? 16 : 8;
+            if (many) block = steps;
             if (WIDEN && block > WIDE_STEPS) block = WIDE_STEPS;
             for (int64_t k = 0, end; k < steps; k = end) {
                 end = k + block < steps ? k + block : steps;
