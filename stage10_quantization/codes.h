@@ -7,7 +7,7 @@
 
 #pragma once
 
-#include "../stage09_kernels/operations.h"
+#include "../stage09_kernels/number.h"
 
 /* The scales of a head's keys; those of its values follow, `padded(a->block)` further on. */
 static inline uint16_t *scales_of(const struct attention *a, const cached *keys) {
@@ -18,18 +18,9 @@ static inline uint16_t *scales_of(const struct attention *a, const cached *keys)
 /* The scale of a vector whose largest size is this, rounded to bfloat16, ties to even. NaN for what
    is not finite, so that it shows. */
 static inline uint16_t scale_for(real largest) {
-    union {
-        float number;
-        uint32_t bits;
-    } scale = {(float)(largest / 127)};
-    uint32_t rounded = (scale.bits + 0x7fff + (scale.bits >> 16 & 1)) >> 16;
-    return scale.number < INFINITY && rounded < 0x7f80 ? rounded : 0x7fc0;
+    uint32_t bits = (union word){(float)(largest / 127)}.bits;
+    bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return bits < 0x7f80 ? bits : 0x7fc0;
 }
 
-static inline real scale_from(uint16_t scale) {
-    union {
-        uint32_t bits;
-        float number;
-    } wide = {(uint32_t)scale << 16};
-    return wide.number;
-}
+static inline real scale_from(uint16_t scale) { return load(&scale, 0, 2); }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -47,10 +46,12 @@ class Panels:
     """
 
     def __init__(self, matrices: Sequence[QuantizedMatrix], numbers: Tensor) -> None:
-        whole = joined([m.rows(torch.arange(m.shape[0])) for m in matrices])
-        sides = [whole.scale] if whole.minimum is None else [whole.scale, whole.minimum]
-        (self.rows, self.inputs), self.count = whole.shape, whole.scale.shape[1]
-        self.group, self.bits, self.minimum = whole.group, whole.bits, len(sides) == 2
+        parts = [m.rows(torch.arange(m.shape[0])) for m in matrices]
+        minima = [m.minimum for m in parts if m.minimum is not None]
+        whole, sides = torch.cat([m.codes for m in parts]), [torch.cat([m.scale for m in parts])]
+        sides += [torch.cat(minima)] if minima else []
+        (self.rows, self.inputs), self.count = whole.shape, sides[0].shape[1]
+        self.group, self.bits, self.minimum = parts[0].group, parts[0].bits, len(minima) > 0
         self.stored_bits = 4 if self.bits == 4 else 8
         self.offset = 0 if self.minimum else 1 << (self.stored_bits - 1)
         exact = all(torch.equal(side.half().float(), side) for side in sides)
@@ -63,7 +64,7 @@ class Panels:
             rows = numbers[start * PANEL : (start + step) * PANEL]
             exists, index = rows.gt(0)[:, None], rows.sub(1).clamp(min=0)
             scales = torch.stack([side[index] for side in sides]) * exists
-            codes, stored = whole.codes[index] * exists, scales.to(self.scale_dtype)
+            codes, stored = whole[index] * exists, scales.to(self.scale_dtype)
             self.bytes[start : start + step] = self._laid_out(codes, stored)
 
     def _laid_out(self, codes: Tensor, scales: Tensor) -> Tensor:
@@ -85,18 +86,15 @@ class Panels:
         panel, place = rows // PANEL, rows % PANEL
         width = PANEL * self.scale_dtype.itemsize
         count = 2 if self.minimum else 1
-        scales = [
-            self.bytes[..., i * width : (i + 1) * width].view(self.scale_dtype)[panel, :, place]
-            for i in range(count)
-        ]  # (R, G)
-        minimum = scales[1].float() if self.minimum else None
+        sides = self.bytes[..., : count * width].view(self.scale_dtype).unflatten(2, (count, PANEL))
+        scale, *minima = sides[panel, :, :, place].float().unbind(2)  # (R, G)
         codes = self.bytes[..., count * width :].unflatten(2, (-1, PANEL, 4))
         codes = codes[panel, :, :, place]  # (R, G, steps, 4)
         if self.stored_bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), 3)
         codes = codes.flatten(2)[..., : self.group].flatten(1)
         signed = (codes.int() - self.offset).to(torch.int8)
-        return QuantizedMatrix(signed, scales[0].float(), minimum, self.bits)
+        return QuantizedMatrix(signed, scale, minima[0] if minima else None, self.bits)
 
 
 class PanelMatrix:
@@ -134,8 +132,11 @@ class PanelProduct:
         self.read_row = read_row
         self.matrices = [layer.matrix for layer in layers]
         counts = [layer.out_features for layer in layers]
-        side = partial(_side_by_side, gated=epilogue == SILU_MUL)
-        numbers = side([torch.arange(1, n + 1) + sum(counts[:i]) for i, n in enumerate(counts)])
+
+        def side(parts: Sequence[Tensor]) -> Tensor:
+            return interleave(*parts) if epilogue == SILU_MUL else torch.cat(list(parts))
+
+        numbers = side(torch.arange(1, sum(counts) + 1).split(counts))
         numbers = nn.functional.pad(numbers, (0, -len(numbers) % PANEL))
         self.places = numbers.argsort(stable=True)[numbers.eq(0).sum() :].split(counts)
         self.panels = p = Panels(self.matrices, numbers)
@@ -185,17 +186,6 @@ class PanelProduct:
                 if getattr(module, "matrix", None) is matrix:
                     module.matrix = PanelMatrix(self.panels, places)
         self.matrices = []
-
-
-def joined(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
-    """The rows of matrices of one format, one after the other."""
-    minima = [part.minimum for part in parts if part.minimum is not None]
-    codes, scale = (torch.cat([getattr(p, name) for p in parts]) for name in ("codes", "scale"))
-    return QuantizedMatrix(codes, scale, torch.cat(minima) if minima else None, parts[0].bits)
-
-
-def _side_by_side(parts: Sequence[Tensor], gated: bool) -> Tensor:
-    return interleave(*parts) if gated else torch.cat(list(parts))
 
 
 def product_of(

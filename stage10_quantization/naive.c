@@ -4,7 +4,6 @@
    same numbers, to the last bit: sums of whole numbers are exact in any order, and what follows
    them has one order. */
 
-#include "../stage09_kernels/number.h"
 #include "quantized.h"
 
 /* x as it is stored: the compiler must not add the product before it is rounded (FMA). */

@@ -7,9 +7,7 @@
 
 #pragma once
 
-#include "../stage09_kernels/operations.h"
-
-#include <math.h>
+#include "../stage09_kernels/number.h"
 
 #define SMALLEST 0x1p-119f /* a group of x with smaller numbers alone has codes of 0 */
 
@@ -54,12 +52,8 @@ static inline const uint8_t *codes_of(const struct quantized *q, const uint8_t *
 static inline float load_scale(const struct quantized *q, const uint8_t *p, int64_t i) {
     if (q->scale_bytes == 4) return ((const float *)p)[i];
     uint32_t half = ((const uint16_t *)p)[i];
-    union {
-        uint32_t bits;
-        float number;
-    } size = {(half & 0x7fff) << 13};
-    size.number *= 0x1p112f;
-    return half >> 15 ? -size.number : size.number;
+    float size = (union word){.bits = (half & 0x7fff) << 13}.number * 0x1p112f;
+    return half >> 15 ? -size : size;
 }
 
 /* The code of output n for input k of a group. */

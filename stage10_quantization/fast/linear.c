@@ -61,13 +61,6 @@ static inline words madd_codes(words sum, words w, int32_t x) {
 #endif
 }
 
-static inline floats as_floats(words x) {
-#if BYTES == 64
-    return (floats)_mm512_cvtepi32_ps((__m512i)x);
-#endif
-    return __builtin_convertvector(x, floats);
-}
-
 /* F_LANES scales or minimums at p, float32 or float16. */
 static inline floats load_scales(const struct quantized *q, const uint8_t *p, int64_t i) {
     if (q->scale_bytes == 4) return *(const floats *)(p + 4 * i);
@@ -87,37 +80,25 @@ static inline floats load_scales(const struct quantized *q, const uint8_t *p, in
 
 /* Numbers k to k + F_LANES of a row of x, of which `left` exist; then zeros. */
 static inline floats load_x(const struct linear *l, int64_t row, int64_t k, int64_t left) {
+    const int size = l->x_is_operand ? WEIGHT : REAL;
+    const char *x = (const char *)l->x + (row * l->x_stride + k) * size;
 #if REAL == 4
-    if (!l->x_is_operand || WEIGHT == 4)
-        return load_partial((const real *)l->x + row * l->x_stride + k, left, 0);
-    uint16_t narrow[F_LANES] = {0};
-    memcpy(narrow, (const uint16_t *)l->x + row * l->x_stride + k,
-           (left < F_LANES ? left : F_LANES) * sizeof(uint16_t));
-    return (floats)(load_low(narrow) << 16);
-#else
-    floats x = {0};
-    for (int i = 0; i < F_LANES && i < left; i++)
-        x[i] = (float)((const real *)l->x)[row * l->x_stride + k + i];
-    return x;
+    if (left >= F_LANES)
+        return size == 2 ? (floats)(load_low((const void *)x) << 16) : *(const floats *)x;
 #endif
+    floats y = {0};
+    for (int i = 0; i < F_LANES && i < left; i++) y[i] = (float)load(x, i, size);
+    return y;
 }
 
-static inline int32_t most(words x) {
+/* The largest of x, or its sum. */
+static inline int32_t reduce(words x, const int largest) {
 #if BYTES == 64
-    return _mm512_reduce_max_epi32((__m512i)x);
+    return largest ? _mm512_reduce_max_epi32((__m512i)x) : _mm512_reduce_add_epi32((__m512i)x);
 #endif
-    int32_t max = x[0];
-    for (int i = 1; i < F_LANES; i++) max = x[i] > max ? x[i] : max;
-    return max;
-}
-
-static inline int32_t total_of(words x) {
-#if BYTES == 64
-    return _mm512_reduce_add_epi32((__m512i)x);
-#endif
-    int32_t sum = 0;
-    for (int i = 0; i < F_LANES; i++) sum += x[i];
-    return sum;
+    int32_t y = x[0];
+    for (int i = 1; i < F_LANES; i++) y = !largest ? y + x[i] : x[i] > y ? x[i] : y;
+    return y;
 }
 
 /* Round a group of x, from number `first` of its row on. Without their sign, the bits of larger
@@ -128,15 +109,13 @@ static void round_group(const struct linear *l, int64_t row, int64_t first, int8
     words top = {0}, sums = {0};
     for (int64_t k = 0; k < q->group; k += F_LANES) {
         words x = (words)load_x(l, row, first + k, q->group - k) & 0x7fffffff;
-#if BYTES == 64
+#if BYTES == 64 /* as below, which gcc 12 splits into many instructions */
         top = (words)_mm512_max_epi32((__m512i)top, (__m512i)x);
 #else
         top = (x & (x > top)) | (top & ~(x > top));
 #endif
     }
-    int32_t bits = most(top);
-    float largest;
-    memcpy(&largest, &bits, sizeof largest);
+    const float largest = (union word){.bits = reduce(top, 1)}.number;
     if (!(largest >= SMALLEST && largest < INFINITY)) {
         float scale = largest < SMALLEST ? 0 : NAN; /* shows infinity and NaN */
         memset(codes, 0, steps_of(q) * 4);
@@ -152,7 +131,7 @@ static void round_group(const struct linear *l, int64_t row, int64_t first, int8
         *(codes_vec *)(codes + k) = __builtin_convertvector(code, codes_vec);
     }
     group->scale = largest / 127;
-    group->sum = total_of(sums);
+    group->sum = reduce(sums, 0);
     group->total = (float)group->sum * group->scale;
 }
 
@@ -189,7 +168,8 @@ static inline floats code_of(const struct quantized *q, words w, int b, const in
     if (bits == 4) return (floats)_mm512_permutexvar_ps((__m512i)((bits32)w >> shift), (__m512)all);
 #endif
     (void)all;
-    return as_floats((words)((bits32)w >> shift & (bits == 8 ? 255 : 15)) - (int32_t)q->offset);
+    words code = (words)((bits32)w >> shift & (bits == 8 ? 255 : 15)) - (int32_t)q->offset;
+    return __builtin_convertvector(code, floats);
 }
 
 /* With AVX2 and less a tile is narrower than a panel, and reads it in rounds, with gaps, so that
@@ -294,7 +274,8 @@ add_group(const struct quantized *q, const uint8_t *group, const struct group *c
     for (int j = 0; j < wide; j++) {
         floats scale = load_scales(q, group, (first + j) * F_LANES);
         for (int i = 0; i < rows; i++) {
-            floats sum = as_it_is ? (floats)sums[i][j] : as_floats(sums[i][j]);
+            floats sum = (floats)sums[i][j];
+            if (!as_it_is) sum = __builtin_convertvector(sums[i][j], floats);
             y[i][j] += rounded(sum * rounded(scale * x[i]->scale));
         }
         if (!q->minimum) continue;
@@ -307,77 +288,62 @@ add_group(const struct quantized *q, const uint8_t *group, const struct group *c
    is rounded, or `as_it_is`. */
 static inline __attribute__((always_inline)) void
 multiply(const struct linear *l, int64_t panel, int64_t row, float (*out)[PANEL],
-         const int rows, const int bits, const int wide, const int as_it_is) {
+         const int rows, const int bits, const int as_it_is) {
+    /* As in stage 09. Gain with AVX2: 2.2x, one row. */
+    const int most = rows == 1 ? 4 * NR : rows <= 3 ? 2 * NR : NR;
+    const int wide = most < F_VECTORS ? most : F_VECTORS;
     const struct quantized *q = l->format;
     const int64_t steps = steps_of(q), chunk = ROUNDS && rows > 1 && row == 0 ? CHUNK : steps;
-    const int span = ROUNDS ? F_VECTORS : wide; /* vectors of outputs that take turns */
-    for (int begin = 0; begin < F_VECTORS; begin += span) {
-        const struct group *of_x[MR];
-        const int32_t *x[MR];
-        words sums[F_VECTORS][MR][F_VECTORS];
-        floats y[F_VECTORS][MR][F_VECTORS];
-        for (int i = 0; i < rows; i++) {
-            x[i] = (const int32_t *)x_codes(l, row + i);
-            of_x[i] = x_groups(l, row + i);
-            for (int j = 0; j < span; j++) y[j / wide][i][j % wide] = (floats){0};
-        }
-        for (int64_t g = 0; g < q->count; g++) {
-            const uint8_t *group = group_of(q, panel, g), *codes = codes_of(q, group);
-            prefetch(group, codes - group, rows);
-            for (int64_t k = 0, end; k < steps; k = end) {
-                end = steps - k < chunk ? steps : k + chunk;
-                const int64_t loads = (end - k) * bits / 8;
-                for (int first = 0; first < span; first += wide) {
-                    words tile[MR][F_VECTORS], (*before)[F_VECTORS] = sums[first / wide];
-                    for (int i = 0; i < rows; i++)
-                        for (int j = 0; j < wide; j++)
-                            tile[i][j] = k ? before[i][j]
-                                           : (words){0} - of_x[i]->sum * (int32_t)q->offset;
-                    const uint8_t *w = codes + (begin + first) * BYTES;
-                    const uint8_t *line = codes + loads * first * BYTES;
-                    if (as_it_is) madd_floats(q, tile, w, x, end - k, line, rows, bits, wide);
-                    else madd_steps(tile, w, x, end - k, line, rows, bits, wide);
-                    if (end == steps)
-                        add_group(q, group, of_x, begin + first, tile, y[first / wide], rows, wide,
-                                  as_it_is);
-                    else
-                        for (int i = 0; i < rows; i++)
-                            for (int j = 0; j < wide; j++) before[i][j] = tile[i][j];
-                }
-                codes += loads * PANEL * 4;
-                for (int i = 0; i < rows; i++) x[i] += (end - k) * (as_it_is ? 4 : 1);
-            }
-            for (int i = 0; i < rows; i++) of_x[i]++;
-        }
-        for (int i = 0; i < rows; i++)
-            for (int j = 0; j < span; j++)
-                *(floats *)(out[i] + (begin + j) * F_LANES) = y[j / wide][i][j % wide];
+    const struct group *of_x[MR];
+    const int32_t *x[MR];
+    words sums[F_VECTORS][MR][F_VECTORS];
+    floats y[F_VECTORS][MR][F_VECTORS];
+    for (int i = 0; i < rows; i++) {
+        x[i] = (const int32_t *)x_codes(l, row + i);
+        of_x[i] = x_groups(l, row + i);
+        for (int j = 0; j < F_VECTORS; j++) y[j / wide][i][j % wide] = (floats){0};
     }
+    for (int64_t g = 0; g < q->count; g++) {
+        const uint8_t *group = group_of(q, panel, g), *codes = codes_of(q, group);
+        prefetch(group, codes - group, rows);
+        for (int64_t k = 0, end; k < steps; k = end) {
+            end = steps - k < chunk ? steps : k + chunk;
+            const int64_t loads = (end - k) * bits / 8;
+            for (int first = 0; first < F_VECTORS; first += wide) {
+                words tile[MR][F_VECTORS], (*before)[F_VECTORS] = sums[first / wide];
+                for (int i = 0; i < rows; i++)
+                    for (int j = 0; j < wide; j++)
+                        tile[i][j] = k ? before[i][j]
+                                       : (words){0} - of_x[i]->sum * (int32_t)q->offset;
+                const uint8_t *w = codes + first * BYTES, *line = codes + loads * first * BYTES;
+                if (as_it_is) madd_floats(q, tile, w, x, end - k, line, rows, bits, wide);
+                else madd_steps(tile, w, x, end - k, line, rows, bits, wide);
+                if (end == steps)
+                    add_group(q, group, of_x, first, tile, y[first / wide], rows, wide, as_it_is);
+                else
+                    for (int i = 0; i < rows; i++)
+                        for (int j = 0; j < wide; j++) before[i][j] = tile[i][j];
+            }
+            codes += loads * PANEL * 4;
+            for (int i = 0; i < rows; i++) x[i] += (end - k) * (as_it_is ? 4 : 1);
+        }
+        for (int i = 0; i < rows; i++) of_x[i]++;
+    }
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < F_VECTORS; j++)
+            *(floats *)(out[i] + j * F_LANES) = y[j / wide][i][j % wide];
 }
-
-/* Vectors at a time, as in stage 09. Sums of a group and of all groups take twice the registers,
-   unless the latter stay in memory for all rounds. Gain with AVX2: 2.2x, one row. */
-#define MOST(ROWS, GROUPS) \
-    (ROWS == 1 ? 4 * NR : ROWS <= 3 ? 2 * NR : GROUPS ? NR / 2 : NR)
-#define WIDE(ROWS, GROUPS) (MOST(ROWS, GROUPS) < F_VECTORS ? MOST(ROWS, GROUPS) : F_VECTORS)
 
 /* Constants keep the sums in registers. */
 static void multiply_rows(const struct linear *l, int64_t panel, int64_t row, int64_t rows,
                           float (*out)[PANEL]) {
     const struct quantized *q = l->format;
-    const int kind = (q->bits == 4) + 2 * (q->floats != 0) + 4 * (!ROUNDS && q->count > 1);
-#define KIND(ROWS, NUMBER) \
-    case NUMBER: \
-        if (NUMBER < 4 || !ROUNDS) \
-            multiply(l, panel, row, out, ROWS, NUMBER % 2 ? 4 : 8, WIDE(ROWS, NUMBER / 4), \
-                     NUMBER / 2 % 2); \
-        break;
 #define CASE(ROWS) \
     case ROWS: \
-        switch (kind) { \
-            KIND(ROWS, 0) KIND(ROWS, 1) KIND(ROWS, 2) KIND(ROWS, 3) \
-            KIND(ROWS, 4) KIND(ROWS, 5) KIND(ROWS, 6) KIND(ROWS, 7) \
-        } \
+        if (q->bits == 8 && q->floats) multiply(l, panel, row, out, ROWS, 8, 1); \
+        else if (q->bits == 8) multiply(l, panel, row, out, ROWS, 8, 0); \
+        else if (q->floats) multiply(l, panel, row, out, ROWS, 4, 1); \
+        else multiply(l, panel, row, out, ROWS, 4, 0); \
         break;
     switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 }

@@ -28,11 +28,9 @@ from stage05_paged.tests.engines import engine_of
 from stage08_llama.model import RMSNorm
 from stage08_llama.tests.test_contract import GROUPED
 from stage09_kernels import library
-from stage09_kernels.cache import KernelCache
 from stage09_kernels.engine import make as make_kernels
-from stage09_kernels.runner import KernelRunner
 from stage09_kernels.tests import test_contract as kernels
-from stage10_quantization.cache import Int8Cache, Int8KernelCache, quantize
+from stage10_quantization.cache import Int8KernelCache, quantize
 from stage10_quantization.convert import FORMATS, Quantize
 
 # Widths that groups of 32 divide, and an epsilon that no other test has.
@@ -106,32 +104,6 @@ def test_quantized_weights_with_keys_and_values_in_int8(config, weights, monkeyp
     assert counts.swapped_in and counts.hit_tokens
 
 
-@needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("weights", FORMATS)
-def test_bits_do_not_depend_on_neighbours_or_chunks(weights, dtype):
-    model = model_of(LLAMA, (weights, "int8"), dtype)
-    ids = random_prompt(54, LLAMA, "bits")
-    shares = [([3, 0], 0, 21), ([5], 0, 3), ([2, 7], 0, 30)]
-
-    def runner() -> Any:
-        return KernelRunner(model, KernelCache(LLAMA, 8, 16, dtype=dtype))
-
-    together = runner().run(ids, shares, list(range(54))).clone()
-    alone, chunks, start = [], [], 0
-    for table, _, length in shares:
-        part = ids[start : start + length]
-        alone.append(runner().run(part, [(table, 0, length)], list(range(length))).clone())
-        piecewise = runner()
-        for first in range(0, length, 7):
-            chunk = part[first : first + 7]
-            share = [(table, first, len(chunk))]
-            chunks.append(piecewise.run(chunk, share, list(range(len(chunk)))).clone())
-        start += length
-    assert together.isfinite().all()
-    assert torch.equal(torch.cat(alone), together) and torch.equal(torch.cat(chunks), together)
-
-
 # ---- keys and values in int8: the contract of engines, of stage 05 -------------------------------
 
 
@@ -158,14 +130,3 @@ class TestInt8Kernels(kernels.TestKernels):
         real = options["model"].dtype if "model" in options else torch.float64
         make_cache = partial(Int8KernelCache, real=real)
         return engine_of(*args, **(kernels.KERNELS | INT8 | {"make_cache": make_cache} | options))
-
-
-@needs_kernels
-@pytest.mark.usefixtures("rounding")
-def test_the_dtype_of_the_cache_selects_it():
-    """In the engines of stages 05 and 09, by the option that selects bfloat16."""
-    engine: Any = make_kernels(oracle.the_model(), 2, insist=True, **INT8)
-    assert type(engine.runner.cache) is Int8KernelCache
-    assert engine.runner.cache.real == torch.float64
-    slow: Any = engine_of(**INT8)
-    assert type(slow.runner.cache) is Int8Cache
