@@ -101,6 +101,12 @@ def make_engine(settings: Settings) -> Served:
     changed = {"seed": 0, "linear": choice.linear("auto"), "threads": settings.threads or None}
     loaded = cli.load_model_from(argparse.Namespace(**settings.model_dump() | changed))
     config, dtype, free = loaded.config, loaded.kv_dtype, free_memory(device)
+    if loaded.tokenizer.eos_id not in (None, *config.eos_ids):
+        log.warning(
+            "Answers end at the ids %s, as the model's files say, and not at the tokenizer's %d: "
+            "clients can add it as stop_token_ids.",
+            *(config.eos_ids, loaded.tokenizer.eos_id),
+        )
     memory = default_memory(config, dtype, settings.max_num_seqs, free)
     if settings.kv_memory:
         memory = parse_memory(settings.kv_memory, free)

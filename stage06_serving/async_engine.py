@@ -83,7 +83,6 @@ class Ticket:
     arrived: float
     news: Callable[[], object] = lambda: None  # called when there is something to read
     fresh: list[Token] = field(default_factory=list)
-    generated: int = 0  # tokens
     ended: bool = False  # the engine has released it
     reason: str | None = None  # "stop", "length", "abort" or "error"
     error: str | None = None  # the failure that ended it
@@ -318,7 +317,6 @@ class AsyncEngine:
         for name, token in step.tokens:
             if ticket := self.in_flight.get(name):
                 ticket.fresh.append(token)
-                ticket.generated += 1
                 emitted[ticket] = None
         ended = [self.in_flight[name] for name, *_ in step.ended if name in self.in_flight]
         for name, reason, error in step.ended:

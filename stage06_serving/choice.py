@@ -10,7 +10,7 @@ import torch
 from shared import cli, linear, registry
 from shared.errors import UserError
 
-from .settings import AUTO, ENGINES, PAGED
+from .settings import AUTO, KERNELS, PAGED
 
 
 @dataclass
@@ -24,18 +24,17 @@ class Choice:
     def linear(self, wanted: str) -> str:
         """The --linear of this engine, where `wanted` was given: kernels lay the weights out
         themselves."""
-        return "plain" if self.name in registry.TRIALS else wanted
+        return "plain" if self.name == KERNELS else wanted
 
     def make(self, loaded: cli.Loaded, wanted: str, **options: Any) -> Any:
         """The engine for the model, which no other may use. If it does not support the model and
         was chosen automatically, stage 05's, with the linear layers of --linear `wanted`."""
-        tried = self.name in registry.TRIALS
         try:
-            kernels = {"insist": True, "release": True} if tried else {}
+            kernels = {"insist": True, "release": True} if self.name == KERNELS else {}
             make = registry.load(registry.ENGINES[self.name])
             return make(loaded.model, **kernels, **options)
         except UserError as error:
-            if not (self.automatic and tried):
+            if not (self.automatic and self.name == KERNELS):
                 raise
             self.name, self.reason = PAGED, str(error)
         linear.optimize(loaded.model, wanted)
@@ -43,15 +42,11 @@ class Choice:
 
 
 def choose(name: str, dtype: torch.dtype, device: torch.device) -> Choice:
-    """The engine for --engine `name`; AUTO is the newest with a trial that this machine passes.
+    """The engine for --engine `name`; AUTO takes the kernels where they run correctly.
     Raises UserError for one that cannot run here."""
-    reason = ""
-    for newest in reversed(ENGINES):
-        if newest in registry.TRIALS and name in (newest, AUTO):
-            why = registry.load(registry.TRIALS[newest])(dtype, device)
-            if not why:
-                return Choice(newest, name == AUTO, reason)
-            if name == newest:
-                raise UserError(f"{why} Use --engine {AUTO} to get one that runs here.")
-            reason = reason or why
-    return Choice(PAGED if name == AUTO else name, name == AUTO, reason)
+    if name == PAGED:
+        return Choice(PAGED)
+    why = registry.load(registry.TRIALS[KERNELS])(dtype, device)
+    if why and name == KERNELS:
+        raise UserError(f"{why} Use --engine {AUTO} to get one that runs here.")
+    return Choice(PAGED if why else KERNELS, name == AUTO, why)

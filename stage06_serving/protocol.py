@@ -49,20 +49,19 @@ for names, reason in (
     ("reasoning_effort thinking verbosity web_search_options num_beams", UNSUPPORTED),
 ):
     REFUSED |= dict.fromkeys(names.split(), reason)
-# The values, beside null and empty ones, that ask for nothing more than this server does.
+# The values that ask for nothing more than this server does.
+NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("best_of", "num_beams", "repeat_penalty", "length_penalty"), (1,)),
-    **dict.fromkeys(("typical_p", "tfs_z"), (1,)),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
+    **dict.fromkeys(("best_of", "num_beams", "repeat_penalty", "length_penalty"), (*NOTHING, 1)),
+    **dict.fromkeys(("typical_p", "tfs_z"), (*NOTHING, 1)),
+    **dict.fromkeys(("tool_choice", "function_call"), (*NOTHING, "none", "auto")),
+    **dict.fromkeys(("add_generation_prompt", "add_special_tokens", "do_sample"), (None, True)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (None, True)),
+    "modalities": (*NOTHING, ["text"]),
+    "response_format": (*NOTHING, {"type": "text"}),
+    "reasoning_effort": (*NOTHING, "none"),
+    "verbosity": (*NOTHING, "medium"),
 }
-# Here false, too, would change the answer, and true is what this server does.
-TRUE = {"add_generation_prompt", "add_special_tokens", "skip_special_tokens", "do_sample"}
-TRUE |= {"spaces_between_special_tokens"}
 # Fields that the engine takes as they are.
 SAME = (
     *("temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos"),
@@ -99,11 +98,9 @@ class Body(BaseModel):
     @classmethod
     def _refuse(cls, data: Any) -> Any:
         for name in data if isinstance(data, dict) and not cls._read_later(data) else ():
-            if name in REFUSED and name not in cls.model_fields:  # a later stage may have it
-                value = data[name]
-                empty = value is None or not value and name not in TRUE
-                if not (empty or name in TRUE and value is True or value in HARMLESS.get(name, ())):
-                    raise WrongField(name, REFUSED[name])
+            own = name in cls.model_fields  # a later stage may have it
+            if name in REFUSED and not own and data[name] not in HARMLESS.get(name, NOTHING):
+                raise WrongField(name, REFUSED[name])
         return data
 
     @classmethod

@@ -14,14 +14,13 @@ from shared.cli import MOST_TOKENS
 from shared.errors import UserError, advised
 
 PREFIX = "STAIRCASE_"
-PAGED = "paged"  # runs everywhere
-ENGINES = PAGED, "kernels"  # for --engine, the newest last; names in registry.ENGINES
+PAGED, KERNELS = "paged", "kernels"  # engines, by their names in registry.ENGINES
 OFF = "off"  # no drafts
 ABOUT_ENGINE = "auto is the newest that runs correctly on this machine"
 ABOUT_DRAFTS = "what drafts the next tokens, which a step then verifies"
 ANYWHERE = ("0.0.0.0", "::")
 NAMES = {  # options whose values a registry or a list names
-    "engine": [AUTO, *ENGINES],
+    "engine": [AUTO, PAGED, KERNELS],
     "weights": cli.WEIGHT_FORMATS,
     "kv_dtype": cli.KV_FORMATS,
     "speculate": [OFF, *registry.DRAFTS],

@@ -67,7 +67,7 @@ async def test_a_slow_reader_delays_no_other(engine, expected):
         for _ in range(3):  # others come and go
             assert await said(running, submit(running, quick, 15)) == expected(quick, 15)
         await soon(lambda: stalled.ended)
-        assert len(stalled.fresh) == 40 == stalled.generated
+        assert len(stalled.fresh) == 40
         parts = [[token.id for token in tokens] async for _, tokens in reading(running, stalled)]
         assert parts == [expected(slow, 40)]  # all of it at once
 

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from fastapi import Request
 
+from stage06_serving import service
 from stage06_serving.app import unless_gone
 from stage06_serving.errors import ApiError
 
@@ -159,6 +160,17 @@ async def test_an_answer_streams_while_it_is_computed():
         assert whole["text"] == "".join(texts)
 
 
+async def test_tokens_that_come_fast_share_an_event(monkeypatch):
+    """Or a fast model and many streams would take the processor that computes: see PACE."""
+    monkeypatch.setattr(service, "PACE", 0.5)
+    async with busy() as here:
+        answer = here.ask(**LONG | {"max_tokens": 10, "stream": True})
+        for _ in range(10):
+            here.gate.allow(1)
+            await asyncio.sleep(0.02)
+        assert 1 < len(events((await answer).text)) < 5
+
+
 async def test_the_loop_answers_while_the_engine_computes():
     """/health answers, and refusals go out: a prompt being scored takes up a place, too."""
     async with busy("--max-num-seqs", "2", "--max-queue", "3") as here:
@@ -230,11 +242,10 @@ async def test_draining_and_hurrying():
 
 async def leave(port: int, phase: str, streams: bool, chance: random.Random) -> None:
     """Connect, go as far as `phase`, and leave: with an orderly close, or with a reset."""
-    body = {"prompt": "abcd", "messages": [{"role": "user", "content": "abcd"}], "ignore_eos": True}
-    body |= {"max_tokens": 8 if phase == "last" else 200, "stop": ["never"], "stream": streams}
+    body = {"prompt": "abcd", "ignore_eos": True, "stop": ["never"], "stream": streams}
+    body["max_tokens"] = 8 if phase == "last" else 200
     content = httpx2.Request("POST", "http://a", json=body).content
-    path = chance.choice((PATH, "/v1/chat/completions", "/generate"))
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     data = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     cut = {"connected": 0, "header": len(head) // 2, "body": len(data) - 5}

@@ -28,7 +28,6 @@ class Expected:
     def __init__(self, server: Any, folder: Any) -> None:
         self.server, self.tokenizer = server, Tokenizer.from_folder(folder)
         self.model = load_model(load(str(folder)), dtype=torch.float64)
-        self.ids = {self.bytes_of(id): id for id in range(300)}
 
     def bytes_of(self, id: int) -> bytes:
         return self.tokenizer.decode_bytes([id])
@@ -108,35 +107,34 @@ def test_logprobs_of_completions(expected, top, more):
             assert sum(parts, []) == choice["logprobs"][name]
 
 
-@pytest.mark.parametrize("top", [None, 0, 20])
-def test_logprobs_of_a_chat(expected, top):
-    body = {"messages": [{"role": "user", "content": "é"}], "max_tokens": 40, "ignore_eos": True}
-    body |= {**DRAWN, "logprobs": True} | ({} if top is None else {"top_logprobs": top})
-    prompt = expected.server.post("/tokenize", json={"messages": body["messages"]}).json()["tokens"]
+@pytest.mark.parametrize("top", [None, 20])
+def test_logprobs_of_a_chat_are_those_of_the_completion(expected, top):
+    def asked(path, **fields):
+        return expected.server.post(
+            path, json=DRAWN | {"max_tokens": 40, "ignore_eos": True} | fields
+        )
 
-    def asked(**fields):
-        return expected.server.post("/v1/chat/completions", json=body | fields)
-
-    def shown(id, logprob):
-        token = {"token": expected.name(id), "bytes": [*expected.bytes_of(id)]}
-        return token | {"logprob": approx(logprob, **CLOSE)}
-
-    choice = asked().json()["choices"][0]
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "é"}], "logprobs": True}
+    chat |= {} if top is None else {"top_logprobs": top}
+    prompt = asked("/tokenize", messages=chat["messages"]).json()["tokens"]
+    choice = asked("/v1/chat/completions", **chat).json()["choices"][0]
     content = choice["logprobs"]["content"]
-    answer = [expected.ids[bytes(one["bytes"])] for one in content]
-    scores = prompt_logprobs(expected.model, prompt + answer, top or 0)[len(prompt) :]
-    assert len(answer) == 40 and content == [
-        shown(id, score.token) | {"top_logprobs": [shown(*pair) for pair in score.top]}
-        for id, score in zip(answer, scores, strict=True)
-        if score is not None
+    table = asked("/v1/completions", prompt=prompt, logprobs=top or 0).json()["choices"][0][
+        "logprobs"
     ]
-    data = b"".join(expected.bytes_of(id) for id in answer if id != EOS)
+    assert [one["token"] for one in content] == table["tokens"] and len(content) == 40
+    assert [one["logprob"] for one in content] == approx(table["token_logprobs"], **CLOSE)
+    for one, others in zip(content, table["top_logprobs"], strict=True):
+        found = {each["token"]: each["logprob"] for each in one["top_logprobs"]}
+        assert len(found) == (top or 0) and others == approx(others | found, **CLOSE)
+    data = b"".join(bytes(one["bytes"]) for one in content if one["token"] != expected.name(EOS))
     assert data.decode(errors="replace") == choice["message"]["content"]
-    assert any(one["token"].startswith("bytes:") for one in content)
-    chunks = [chunk["choices"][0] for chunk in events(asked(stream=True).text)]
+    chunks = [
+        part["choices"][0]
+        for part in events(asked("/v1/chat/completions", **chat, stream=True).text)
+    ]
     tokens = [one["token"] for chunk in chunks for one in chunk["logprobs"]["content"]]
-    assert tokens == [one["token"] for one in content]
-    assert asked(logprobs=False, top_logprobs=0).json()["choices"][0]["logprobs"] is None
+    assert tokens == table["tokens"]
 
 
 def test_the_echo_of_one_token_has_no_score(client):
@@ -150,8 +148,7 @@ def test_the_echo_of_one_token_has_no_score(client):
 def test_an_echo_needs_no_logprobs_and_one_body_has_a_bounded_number(client):
     """More of them get an error, but a stream may have them."""
     two = complete(client, [PROMPT, OTHER], echo=True, max_tokens=0).choices
-    texts = [(each.index, each.text, each.logprobs) for each in two]
-    assert texts == [(0, PROMPT, None), (1, OTHER, None)]
+    assert [(each.text, each.logprobs) for each in two] == [(PROMPT, None), (OTHER, None)]
     many: dict[str, Any] = {"prompt": [PROMPT] * 3, "logprobs": 20}
     many["logit_bias"] = {str(TOKENIZER.eos_id): 100}
     assert len(list(complete(client, **many, max_tokens=900, stream=True))) == 3
