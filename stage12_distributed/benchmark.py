@@ -1,6 +1,6 @@
 """What several processes buy and cost: `python -m stage12_distributed.benchmark`.
 
-In simulated time, with passes as long as this machine's: policies, and bounds of the load.
+In simulated time, with passes as long as this machine's: policies, and chats at several loads.
 In real time: two ranks. All answers of real engines are proved.
 """
 
@@ -21,7 +21,7 @@ from stage05_paged.engine import make
 
 from .passes import PassTime, calibrate
 from .routing import BLOCK_SIZE
-from .simulator import Cell, bounds, policies
+from .simulator import Cell, chats, policies
 from .tensor import group
 
 STAGE = "stage12_distributed"
@@ -38,9 +38,9 @@ def measure(bench: kit.Bench) -> None:
         cell = Cell(4 if bench.quick else 10, blocks=blocks)
         fleets = policies(cell, times, 200 if bench.quick else 800)
         bench.results["fleets"] = [subject.about | case for case in fleets]
-        few = ((0.4,), (2,)) if bench.quick else ()
-        limited = bounds(cell, times, 50 if bench.quick else 150, *few)
-        bench.results["bounded"] = [subject.about | case for case in limited]
+        few = [((2, 0.4),)] if bench.quick else []
+        cases = chats(cell, times, 50 if bench.quick else 150, *few)
+        bench.results["bounded"] = [subject.about | case for case in cases]
         ranks(bench, subject)
 
 
@@ -92,12 +92,12 @@ def tables(results: Results) -> kit.Tables:
         }
         for row in results.rows("fleets")
     ]  # fmt: skip
-    limited: dict[Any, dict[str, object]] = {}
+    lines: dict[Any, dict[str, object]] = {}
     for row in results.rows("bounded"):
         line = {"replicas": row["replicas"], "load": f"{row['load']:.0%}"}
         cell = f"{row['hits']:.0%}, {1e3 * row['ttft_p99']:,.0f} ms"
-        limited.setdefault((row["replicas"], row["load"]), line)[row["policy"]] = cell
-    return {"few": few, "bounds": limited.values(), "claims": claims(results)}
+        lines.setdefault((row["replicas"], row["load"]), line)[row["policy"]] = cell
+    return {"few": few, "chats": lines.values(), "claims": claims(results)}
 
 
 def claims(results: Results) -> Iterator[dict[str, str]]:

@@ -4,14 +4,11 @@ To a layer y = W x, an adapter adds the product of two thin matrices: y += s * B
 (r, in) and B is (out, r). W is read once for all rows of a pass; then each adapter's A and B are
 applied to its own rows. Hu et al., "LoRA" (2021); Chen et al., "Punica" (2023).
 
-The salt of a request's table of blocks says which adapter it uses: it ends with the digest of the
-adapter's bytes. Keys and values depend on the adapter, and the salt already separates requests that
-must not share blocks; an adapter that is loaded again under its old name, with other bytes, finds
-none of its predecessor's. Before each pass `Adapters`, an observer of the engine, sets the number
-of each share's adapter; the cache's `extend` knows the order of the rows.
-
-Adapters are read from folders as PEFT writes them. An option that is not implemented is refused by
-name.
+The salt of a request's table of blocks ends with the digest of its adapter's bytes: keys and values
+depend on the adapter, and one that is loaded again with other bytes finds none of its predecessor's
+blocks. Before each pass `Adapters`, an observer of the engine, sets the number of each share's
+adapter; the cache's `extend` knows the order of the rows. Adapters are read from folders as PEFT
+writes them; an option that is not implemented is refused by name.
 """
 
 from __future__ import annotations
@@ -38,18 +35,13 @@ from stage05_paged.blocks import BlockTable
 from .tensor.shard import Shard
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MOST_RANK = 64
+MOST_RANK, SIZE = 64, hashlib.sha256().digest_size
 BASE = -1  # in place of an adapter's number: none
-SIZE = hashlib.sha256().digest_size
 # PEFT's options and the values that work. Other initializations change the model's own weights.
-WORKS: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "init_lora_weights": (True, False, None, "gaussian", "eva"),
-}
-# PEFT's options that do not change the arithmetic: how the adapter was trained, and where its
-# layers are, which the tensors' names repeat; and those that `_scale` reads. Any other one that is
-# set is refused. A, B and their shapes are the same for Conv1D layers (fan_in_fan_out).
+WORKS: dict[str, tuple[Any, ...]] = {"peft_type": ("LORA",), "bias": ("none",)}
+WORKS["init_lora_weights"] = (True, False, None, "gaussian", "eva")
+# PEFT's options that do not change the arithmetic, and those that `_scale` reads; any other one is
+# refused. A, B and their shapes are the same for Conv1D layers (fan_in_fan_out).
 HARMLESS = {
     *("auto_mapping", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode"),
     *("layers_pattern", "layers_to_transform", "lora_dropout", "megatron_config", "megatron_core"),
@@ -72,23 +64,17 @@ def _scale(fields: Mapping[str, Any], source: Path, model: str) -> tuple[int, fl
     # A hub's "owner/name", or a folder on the machine that trained it: the last part is the name.
     base = fields.get("base_model_name_or_path") or model
     if re.split(r"[/\\]", str(base).rstrip("/\\"))[-1].lower() != model.lower():
-        raise UserError(
-            f"{source} is for the base model {str(base)[:100]}, and this is {model}: serve that "
-            "model, or correct base_model_name_or_path."
-        )
-    alpha: Any = fields.get("lora_alpha")
+        raise UserError(f"{source} is for the base model {base}, not {model}: serve that.")
+    alpha, rank = fields.get("lora_alpha"), fields.get("r")
     wrong = [name for name, values in WORKS.items() if fields.get(name, values[0]) not in values]
     wrong += [name for name in fields if fields[name] and name not in HARMLESS | WORKS.keys()]
     if type(alpha) not in (int, float) or not math.isfinite(alpha):
         wrong.append("lora_alpha")
-    rank: Any = fields.get("r")
     if rank not in range(1, MOST_RANK + 1):
         wrong.append("r")
     for name in wrong:
-        raise UserError(
-            f"{source} sets {name} to {str(fields.get(name))[:60]}, which is not implemented: "
-            "train the adapter without it."
-        )
+        what = f"{source} sets {name} to {fields.get(name)}"
+        raise UserError(f"{what}, which is not implemented: train the adapter without it.")
     return rank, alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
 
 
@@ -98,37 +84,29 @@ def read(folder: Path, config: Config, shapes: Mapping[str, tuple[int, int]]) ->
     fields, path = read_json(folder / CONFIG), folder / WEIGHTS
     rank, scale = _scale(fields, folder / CONFIG, config.name)
     if not path.is_file():
-        others = sorted(file.name for file in folder.glob("*.bin"))
-        pickled = f" but {others[0]}, and pickles are not opened" if others else ""
-        raise UserError(f"{folder} has no {WEIGHTS}{pickled}: save the adapter as safetensors.")
+        raise UserError(f"{folder} has no {WEIGHTS}: save the adapter as safetensors.")
     matrices: dict[str, dict[str, Tensor]] = {}  # by layer and kind
     for key, tensor in read_file(path).items():
         layer, _, kind = key.removeprefix("base_model.model.").rpartition(".lora_")
         name = (config.tensor_name(f"{layer}.weight") or "").removesuffix(".weight")
         if kind not in ("A.weight", "B.weight") or name not in shapes:
-            raise UserError(
-                f"{path} has the tensor {key[:100]}, but {config.name} has no such layer for an "
-                "adapter: choose one trained on this model's attention and MLP."
-            )
+            why = f"{path} has the tensor {key[:100]}, but {config.name} has no such layer"
+            raise UserError(f"{why}: choose an adapter of this model's attention and MLP.")
         out, width = shapes[name]
         wanted = (rank, width) if kind[0] == "A" else (out, rank)
         if tuple(tensor.shape) != wanted or not tensor.is_floating_point():
-            raise UserError(
-                f"{key[:100]} in {path} is {tuple(tensor.shape)} instead of {wanted}: the adapter "
-                f"is of another rank, or for another model than {config.name}."
-            )
+            why = f"{key[:100]} in {path} is {tuple(tensor.shape)} instead of {wanted}"
+            raise UserError(f"{why}: the adapter is of another rank, or of another model.")
         if not tensor.isfinite().all():
-            raise UserError(
-                f"{key[:100]} in {path} has NaN or infinite numbers, so its training has failed: "
-                "choose an earlier checkpoint of it."
-            )
+            why = f"{key[:100]} in {path} has NaN or infinite numbers"
+            raise UserError(f"{why}: its training has failed; choose an earlier checkpoint.")
         matrices.setdefault(name, {})[kind[0]] = tensor
-    if lonely := [name for name, pair in matrices.items() if len(pair) < 2]:
-        raise UserError(f"{path} has one of two matrices for {lonely[0]}: save the adapter again.")
-    data = (folder / CONFIG).read_bytes(), path.read_bytes()
-    digests = b"".join(hashlib.sha256(content).digest() for content in data)
+    for name, pair in matrices.items():
+        if len(pair) < 2:
+            raise UserError(f"{path} has one of two matrices for {name}: save the adapter again.")
+    data = (folder / CONFIG).read_bytes() + path.read_bytes()
     pairs = {name: (pair["A"], scale * pair["B"].double()) for name, pair in matrices.items()}
-    return Adapter(hashlib.sha256(digests).digest(), pairs)
+    return Adapter(hashlib.sha256(data).digest(), pairs)
 
 
 class Batch:
@@ -181,14 +159,11 @@ class Ordered:
 
 class Adapters:
     """The adapters of `model`, of whose layers this rank holds these `parts`. An observer of the
-    model's engine.
-
-    names: the digest of each adapter by its name. A request's salt ends with its adapter's digest.
-    """
+    model's engine. names: the digest of each adapter; a request's salt ends with it."""
 
     def __init__(self, model: Any, config: Config, parts: Mapping[str, Shard]) -> None:
         self.config, self.parts, self.batch = config, parts, Batch()
-        self.device, self.dtype = model.device, model.dtype
+        self.place = model.device, model.dtype
         self.layers: dict[str, LoraLinear] = {}
         self.names: dict[str, bytes] = {}
         self.numbers: dict[bytes, int] = {}  # replaced adapters too
@@ -200,8 +175,7 @@ class Adapters:
             model.set_submodule(inner, self.layers[name])
 
     def load_all(self, folder: Path) -> None:
-        """Load every subfolder of `folder`, under its name. Raises UserError as `load` does, or
-        if there is none."""
+        """Load all subfolders of `folder`. Raises UserError as `load` does, and for none."""
         folders = sorted(config.parent for config in folder.glob(f"*/{CONFIG}"))
         if not folders:
             raise UserError(f"{folder} has no subfolder with an adapter: give a folder of them.")
@@ -219,8 +193,7 @@ class Adapters:
                 part = self.parts[name]
                 a = a if part.columns is None else a[:, part.columns]
                 b = b if part.rows is None else b[part.rows]
-                pair = a.to(self.device, self.dtype), b.to(self.device, self.dtype)
-                self.layers[name].pairs[number] = pair
+                self.layers[name].pairs[number] = a.to(*self.place), b.to(*self.place)
         self.names[folder.name] = adapter.digest
         return adapter.digest
 

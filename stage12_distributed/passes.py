@@ -6,12 +6,10 @@ was off by multiples. Here the scheduler is the real one, and five costs are fit
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from operator import mul
 from typing import Any
 
@@ -48,22 +46,19 @@ class PassTime:
 
     @classmethod
     def fit(cls, steps: Sequence[Sequence[float]]) -> PassTime:
-        """Non-negative least squares of the relative error. steps: amounts and seconds of passes.
-
-        The solution is that of plain least squares over the nonzero costs; all 31 choices of
-        nonzero costs are tried.
-        """
+        """Least squares of the relative error, without the cost that is furthest below zero until
+        there is none. steps: amounts and seconds of passes."""
         table = np.array(steps, dtype=float)
         done, seconds = table[:, :-1], table[:, -1]
         unit = np.maximum(done.max(0), 1)  # of each column, so that all are of one size
-        share, best, costs = done / unit / seconds[:, None], math.inf, np.zeros(len(AMOUNTS))
-        places = range(len(AMOUNTS))
-        for nonzero in (list(few) for n in places for few in combinations(places, n + 1)):
-            solution = np.linalg.lstsq(share[:, nonzero], np.ones(len(share)), rcond=None)[0]
-            error = float(((share[:, nonzero] @ solution - 1) ** 2).sum())
-            if error < best and (solution >= 0).all():
-                best, costs = error, np.zeros(len(AMOUNTS))
-                costs[nonzero] = solution / unit[nonzero]
+        share, kept = done / unit / seconds[:, None], [*range(len(AMOUNTS))]
+        while True:
+            solution = np.linalg.lstsq(share[:, kept], np.ones(len(share)), rcond=None)[0]
+            if (solution >= 0).all():
+                break
+            del kept[int(solution.argmin())]
+        costs = np.zeros(len(AMOUNTS))
+        costs[kept] = solution / unit[kept]
         ratios = np.quantile(seconds / (done @ costs), np.linspace(0.005, 0.995, 100))
         return cls(tuple(costs.tolist()), tuple(ratios.tolist()))
 

@@ -1,35 +1,30 @@
 """The router: a server for OpenAI's clients that sends each request to the replica that routing.py
 chooses, and its answer back. It needs no model and no tokenizer.
 
-Whether a request may be repeated depends on what the client was shown. Until its first byte,
-another replica may answer instead, once and within one deadline: after a death, and if the budget
-that all requests share allows, after status 503 or silence. Afterwards an answer that breaks off
-ends with an error. 4xx and 500 are passed on: the request may have caused them, and a repeat would
-spread them. Where replicas come from, and who starts, heals and updates them, is not the router's
-business: addresses are given, or Ray knows them (serve.py).
+Until a client was shown the first byte of an answer, another replica may answer instead, once and
+within one deadline: after a death, and if the budget that all requests share allows, after status
+503 or silence. Afterwards an answer that breaks off ends with an error. 4xx and 500 are passed on:
+the request may have caused them, and a repeat would spread them. Replicas are given, or Ray's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import socket
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
 from starlette.routing import Route as Path
 from starlette.types import Receive, Scope, Send
 from yarl import URL
 
 from shared import cli
-from shared.errors import UserError
 
 from .routing import Replica, Route, Routing
 
@@ -65,9 +60,10 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the policy needs to know of a request. tokens: of its prompt. answer: tokens that it may
-    generate. stream: whether its first byte comes long before its last."""
+    """What the policy needs to know of a request's `body`. tokens: of its prompt. answer: tokens
+    that it may generate. stream: whether its first byte comes long before its last."""
 
+    body: bytes
     digests: Sequence[bytes] = ()
     tokens: int = 1
     answer: int = 0
@@ -83,35 +79,31 @@ def read(body: bytes, tenant: str, routing: Routing) -> Prompt:
         data = json.dumps(fields.get("messages") or fields.get("prompt")).encode()
         tokens = array("I", data[: len(data) // BYTES * BYTES])
         most = fields.get("max_completion_tokens") or fields.get("max_tokens") or DEFAULT_TOKENS
-        answer = max(0, int(most)) * max(1, int(fields.get("n") or 1))
+        answer = min(MOST_TOKENS, max(0, int(most)) * max(1, int(fields.get("n") or 1)))
         salt = f"{tenant}\0{fields.get('model')}".encode()
         digests = routing.digests(tokens[: MOST_BLOCKS * routing.block_size], salt)
-        stream = bool(fields.get("stream"))
-        return Prompt(digests, max(1, len(tokens)), min(MOST_TOKENS, answer), stream)
+        return Prompt(body, digests, max(1, len(tokens)), answer, bool(fields.get("stream")))
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-        return Prompt()
+        return Prompt(body)
 
 
 class Answer:
-    """What the client has been sent so far. status: 0 before. replica: the last one that had the
-    request."""
+    """What the client has been sent so far. status: 0 before."""
 
     def __init__(self, send: Send) -> None:
         self._send, self.status = send, 0
-        self.replica: Replica | None = None
 
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = status
-        named = {"x-replica": self.replica.name} if self.replica else {}
-        listed = [(k.encode(), v.encode("latin-1")) for k, v in {**headers, **named}.items()]
+        listed = [(key.encode(), value.encode("latin-1")) for key, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": listed})
 
     async def write(self, data: bytes, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def fail(self, failed: Failed) -> None:
-        """End with an error in the form that OpenAI's clients expect, as an answer of its own,
-        after whose 503 they try again, or as the last event of a stream."""
+        """End with an error as OpenAI's clients expect it: a whole answer, after whose 503 they try
+        again, or the last event of a stream."""
         error = {"message": failed.message, "type": "RouterError", "param": None}
         body = json.dumps({"error": error | {"code": failed.status}}).encode()
         if self.status:
@@ -147,7 +139,7 @@ class Router:
         finally:
             serving.cancel()
             leaving.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
+            with suppress(asyncio.CancelledError):
                 await serving
 
     async def _serve(self, request: Request, body: bytes, answer: Answer) -> None:
@@ -155,11 +147,11 @@ class Router:
         prompt = read(body, request.headers.get("authorization", ""), self.routing)
         try:
             async with asyncio.timeout(self.timeout):
-                await self._tries(request, body, prompt, answer)
+                await self._tries(request, prompt, answer)
         except TimeoutError:
             await answer.fail(Failed(504, LATE))
 
-    async def _tries(self, request: Request, body: bytes, prompt: Prompt, answer: Answer) -> None:
+    async def _tries(self, request: Request, prompt: Prompt, answer: Answer) -> None:
         """Have a replica answer, or a second one if nothing was shown."""
         tried: list[Replica] = []
         failed = Failed(503, FULL)
@@ -172,32 +164,26 @@ class Router:
             tried.append(route.replica)
             self.routing.start(route)
             try:
-                return await self._try(request, body, prompt.stream, route, answer)
+                return await self._try(request, prompt, route, answer)
             except Failed as error:
                 failed = error
             finally:
                 self.routing.finish(route)
         await answer.fail(failed)
 
-    async def _try(
-        self, request: Request, body: bytes, stream: bool, route: Route, answer: Answer
-    ) -> None:
+    async def _try(self, request: Request, prompt: Prompt, route: Route, answer: Answer) -> None:
         """Have one replica answer, and pass its answer on. Raises Failed if another one may try."""
-        replica = answer.replica = route.replica
+        replica = route.replica
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        silence = SILENCE if stream else None  # a whole answer comes at its end
-        sending = self.http.request(
-            request.method,
-            URL(replica.name + path, encoded=True),
-            data=body or None,
-            headers={name: request.headers[name] for name in SENT if name in request.headers},
-            allow_redirects=False,
-            skip_auto_headers=("accept-encoding",),  # bytes are passed on as they are
-            timeout=aiohttp.ClientTimeout(None, sock_connect=PATIENCE, sock_read=silence),
-        )
+        silence = SILENCE if prompt.stream else None  # a whole answer comes at its end
+        headers = {name: request.headers[name] for name in SENT if name in request.headers}
+        timeout = aiohttp.ClientTimeout(None, sock_connect=PATIENCE, sock_read=silence)
+        options: Any = {"data": prompt.body or None, "headers": headers, "timeout": timeout}
+        options |= {"url": URL(replica.name + path, encoded=True), "allow_redirects": False}
         try:
-            async with sending as response:
+            async with self.http.request(request.method, **options) as response:
                 headers = {key: response.headers[key] for key in SHOWN if key in response.headers}
+                headers["x-replica"] = replica.name
                 if response.content_type == "text/event-stream":
                     async for events in whole_events(response):
                         if not answer.status:
@@ -268,8 +254,9 @@ def create_app(find: Find, timeout: float = 300.0) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         # A connection for each request: one that is kept may be closed, which looks like a death.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        patience = aiohttp.ClientTimeout(PATIENCE)
-        async with aiohttp.ClientSession(connector=connector, timeout=patience) as router.http:
+        session: Any = {"timeout": aiohttp.ClientTimeout(PATIENCE), "connector": connector}
+        session["skip_auto_headers"] = ["accept-encoding"]  # bytes are passed on as they are
+        async with aiohttp.ClientSession(**session) as router.http:
             await router.look()
             watching = asyncio.create_task(watch())
             yield
@@ -284,13 +271,10 @@ def create_app(find: Find, timeout: float = 300.0) -> FastAPI:
     app.state.router = router
 
     @app.api_route("/health", methods=["GET", "HEAD"])
-    @app.api_route("/ready", methods=["GET", "HEAD"])
-    async def health(request: Request) -> JSONResponse:
-        """The replicas; at /ready, status 503 if a request would find none."""
+    async def health() -> dict[str, Any]:
+        """The replicas. /ready is answered by one of them; status 503: there is none."""
         replicas = router.routing.replicas.values()
-        known = {r.name: {"ready": r.ready, "requests": r.requests} for r in replicas}
-        none = request.url.path == "/ready" and not any(replica.ready for replica in replicas)
-        return JSONResponse({"status": "ok", "replicas": known}, 503 if none else 200)
+        return {"replicas": {r.name: {"ready": r.ready, "requests": r.requests} for r in replicas}}
 
     app.router.routes.append(Path("/{path:path}", router, methods=["GET", "HEAD", "POST"]))
     return app
@@ -299,29 +283,18 @@ def create_app(find: Find, timeout: float = 300.0) -> FastAPI:
 def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(
         "stage12_distributed router",
-        "A server for OpenAI's clients that sends each request to the replica that has cached the "
-        "longest part of its prompt, unless that replica is busy.",
-        "  python -m stage12_distributed router --backend http://127.0.0.1:8001 "
-        "--backend http://127.0.0.1:8002",
+        "Sends each request to the server that has most of its prompt cached, unless it is busy.",
+        "  python -m stage12_distributed router --backend http://HOST:8001 --backend ...",
     )
-    port = cli.whole_number(0, 65_535)
     about = "address of a running server, http://HOST:PORT; repeat it for each"
     parser.add_argument("--backend", type=cli.address, action="append", required=True, help=about)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=port, default=8000, help="port to listen on; 0: any")
+    parser.add_argument("--port", type=cli.whole_number(1, 65_535), default=8000, help="its port")
     options = parser.parse_args(argv)
 
     async def find() -> Collection[str]:
         return options.backend
 
-    try:
-        listening = socket.create_server((options.host, options.port))
-    except OSError as error:
-        raise UserError(
-            f"Port {options.port} on {options.host} cannot be opened ({error.strerror}): choose "
-            "another --port."
-        ) from None
-    print("Staircase routes at http://{}:{}".format(*listening.getsockname()), flush=True)
-    config = uvicorn.Config(create_app(find), log_level="warning", timeout_graceful_shutdown=GRACE)
-    uvicorn.Server(config).run(sockets=[listening])
+    more: Any = {"access_log": False, "timeout_graceful_shutdown": GRACE}
+    uvicorn.run(create_app(find), host=options.host, port=options.port, **more)
     return 0

@@ -27,8 +27,6 @@ from dataclasses import dataclass, field
 
 BLOCK_SIZE = 16  # tokens: the servers' default
 BLOCKS = 2048  # remembered for each replica, unless the caller knows its pool
-BOUND = 1.5  # a replica's share of the requests in flight, in shares of the mean
-SLACK = 4  # requests in flight that are never too many, whatever the mean
 
 
 @dataclass(eq=False)
@@ -82,29 +80,16 @@ class Route:
     cached: int
     tokens: int
     answer: int = 0
-    running: bool = False
 
 
 class Routing:
     """Longest cached prefix against load. Not thread-safe: one event loop, or one simulated clock.
 
-    block_size: of the replicas, in tokens.
-    bound, slack: a replica is too busy for another request once it has at least `bound` times the
-        mean number of requests in flight, and at least `slack`: one hot prefix must not fill one
-        replica. Without the slack, a single request in flight would be too many where
-        most replicas are idle, and the next one would miss the prefix that is there.
-    seed: of the random choices.
+    block_size: of the replicas, in tokens. seed: of the random choices.
     """
 
-    def __init__(
-        self,
-        block_size: int = BLOCK_SIZE,
-        bound: float = BOUND,
-        slack: int = SLACK,
-        seed: int | None = None,
-    ) -> None:
-        self.block_size, self.bound, self.slack = block_size, bound, slack
-        self.random = random.Random(seed)
+    def __init__(self, block_size: int = BLOCK_SIZE, seed: int | None = None) -> None:
+        self.block_size, self.random = block_size, random.Random(seed)
         self.replicas: dict[str, Replica] = {}  # by name
 
     def add(self, name: str, blocks: int = BLOCKS) -> Replica:
@@ -143,8 +128,8 @@ class Routing:
 
         The candidates are the replicas that have some of the prompt, and two of all at random
         (Mitzenmacher, "The power of two choices", 2001): several routers that each know only their
-        own requests must not all see the same best one. One that is too busy is left out, unless
-        all are.
+        own requests must not all see the same best one. A hot prefix fills no replica: each request
+        raises its replica's price, until another one computes the prefix, too.
         """
         able = [r for r in self.replicas.values() if r.ready and r not in without]
         if not able:
@@ -153,32 +138,25 @@ class Routing:
         cached = {r: min(useful, r.match(digests)) * self.block_size for r in able}
         pair = self.random.sample(able, min(2, len(able)))
         candidates = dict.fromkeys([*(r for r in able if cached[r]), *pair])
-        mean = (sum(replica.requests for replica in able) + 1) / len(able)  # with the new one
-        most = max(self.slack, self.bound * mean)
-        within = [replica for replica in candidates if replica.requests < most]
 
         def cost(replica: Replica) -> tuple[int, float]:
             return tokens - cached[replica] + replica.tokens, self.random.random()  # ties
 
-        best = min(within or candidates, key=cost)
+        best = min(candidates, key=cost)
         return Route(best, digests, cached[best], tokens - cached[best] + answer, answer)
 
     def start(self, route: Route) -> None:
         """The request is sent: it counts as in flight, and its prompt as cached."""
-        route.running = True
         route.replica.requests += 1
         route.replica.tokens += route.tokens
         route.replica.remember(route.digests)
 
     def begin(self, route: Route) -> None:
         """The answer has begun: the prompt is computed, and only the answer is still ahead."""
-        if route.running:
-            route.replica.tokens -= route.tokens - route.answer
-            route.tokens = route.answer
+        route.replica.tokens -= route.tokens - route.answer
+        route.tokens = route.answer
 
     def finish(self, route: Route) -> None:
-        """The request has ended, however it did. A second call changes nothing."""
-        if route.running:
-            route.running = False
-            route.replica.requests -= 1
-            route.replica.tokens -= route.tokens
+        """The request has ended, however it did."""
+        route.replica.requests -= 1
+        route.replica.tokens -= route.tokens

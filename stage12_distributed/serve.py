@@ -1,7 +1,7 @@
 """The same replicas on Ray: `python -m stage12_distributed serve`, or on your cluster
 `serve deploy stage12_distributed/serve.yaml`.
 
-Ray places the servers, restarts them, replaces them in an update, and runs more of them under load.
+Ray places the servers, restarts them, and replaces them in an update.
 `routing.py` decides which server gets a request, and answers come by plain HTTP: `Front` is the
 router of router.py as an application of Ray Serve, behind Ray's own proxy. It asks Ray for the
 servers' addresses, and their tokens do not pass through Ray's objects.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import sys
 import threading
 from collections.abc import Collection
@@ -50,20 +49,6 @@ DEFAULTS: dict[str, Any] = {
     "health_check_timeout_s": 10.0,
     "max_surge_percent": 100,  # an update starts the new one first; Ray would first end the old one
 }
-SCALING: dict[str, Any] = {  # of Ray's autoscaling; "scaling" of `build` comes before these
-    "target_ongoing_requests": 8,  # in flight at each server; Ray's 2 would leave batches empty
-    "upscale_delay_s": 10.0,  # Ray's 30 would come after a mean over 30 s
-    "policy": {"policy_function": f"{__name__}:scale"},
-}
-
-
-def scale(context: Any) -> tuple[float, dict[str, Any]]:
-    """Ray's autoscaling policy: how many servers to run for the requests that they report in
-    flight. By default Ray counts the requests that pass through it, and here none do."""
-    flights = context.aggregated_metrics.get("in_flight")
-    if not flights:  # none has reported yet
-        return context.target_num_replicas, {}
-    return sum(flights.values()) / context.config.target_ongoing_requests, {}
 
 
 @serve.deployment(ray_actor_options={"num_cpus": 1}, **DEFAULTS)
@@ -94,14 +79,6 @@ class Engine:
         """Ray calls this, and replaces a replica in which it raises."""
         if self.process.returncode is not None:
             raise RuntimeError(f"the server ended with status {self.process.returncode}")
-
-    async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Ray calls this, for `scale`."""
-        key = {"Authorization": f"Bearer {os.environ.get('STAIRCASE_API_KEY', '')}"}
-        async with self.http.get(f"{self.url}/metrics", headers=key) as response:
-            page = await response.text()
-        counts = re.findall(r"^vllm:num_requests_(?:running|waiting)\S* (\S+)$", page, re.MULTILINE)
-        return {"in_flight": sum(map(float, counts))}
 
     async def __del__(self) -> None:
         """Ray calls this once no request should come: answers in flight are finished."""
@@ -140,15 +117,11 @@ def address() -> str:
 
 
 def build(arguments: dict[str, Any]) -> Any:
-    """The application, for `serve.yaml` too. replicas: servers; scaling: Ray's autoscaling_config,
-    with a "max_replicas" above `replicas`; engine: the servers' options."""
-    count = arguments.get("replicas", 2)
-    scaling = {"min_replicas": count, "max_replicas": count, **SCALING}
-    scaling |= arguments.get("scaling", {})
+    """The application, for `serve.yaml` too. replicas: servers; engine: their options."""
     options = ["--grace", str(GRACE), *arguments.get("engine", [])]
     engine: Any = Engine  # Ray made deployments of both classes
     front: Any = Front
-    return front.bind(engine.options(autoscaling_config=scaling).bind(options))
+    return front.bind(engine.options(num_replicas=arguments.get("replicas", 2)).bind(options))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -156,33 +129,27 @@ def main(argv: list[str] | None = None) -> int:
         "stage12_distributed serve",
         "Starts Ray on this machine and, on Ray, servers of stage 06 behind the router.",
         "  python -m stage12_distributed serve --replicas 2 -- --max-num-seqs 8\n"
-        "  python -m stage12_distributed serve --replicas 1 --max-replicas 4\n"
         "  python -m stage12_distributed serve --update -- --max-num-seqs 16\n"
         "  serve deploy stage12_distributed/serve.yaml     the same on your own cluster",
     )
     port, count = cli.whole_number(1, 65_535), cli.whole_number(1, 64)
     about = "servers to start"
     parser.add_argument("--replicas", type=count, default=2, metavar="N", help=about)
-    about = "servers that may run under load; default: as many as --replicas"
-    parser.add_argument("--max-replicas", type=count, metavar="N", help=about)
     parser.add_argument("--port", type=port, default=8000, metavar="N", help="port to listen on")
     about = "replace the servers of a `serve` that runs here, one by one, and return"
     parser.add_argument("--update", action="store_true", help=about)
     about = "options of each server, none by default"
     parser.add_argument("server", nargs="*", metavar="-- OPTION", help=about)
     options = parser.parse_args(argv)
-    most = options.max_replicas or options.replicas
-    if most < options.replicas:
-        raise UserError("--max-replicas is less than --replicas: raise it.")
     os.environ[HOST] = "127.0.0.1"  # Ray's processes inherit it
     engine = ["--threads", "1", *options.server]
-    settings = {"replicas": options.replicas, "scaling": {"max_replicas": most}, "engine": engine}
+    settings = {"replicas": options.replicas, "engine": engine}
     if options.update:
         ray.init(address="auto")
         serve.run(build(settings), name=NAME)
         return 0
     try:  # in an update, each server has a successor for a while
-        ray.init(num_cpus=2 * most, include_dashboard=False, object_store_memory=MEMORY)
+        ray.init(num_cpus=2 * options.replicas, include_dashboard=False, object_store_memory=MEMORY)
         serve.start(http_options={"host": "127.0.0.1", "port": options.port})
         serve.run(build(settings), name=NAME)
         print(f"Staircase serves on Ray at http://127.0.0.1:{options.port}", flush=True)

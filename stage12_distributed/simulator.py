@@ -9,11 +9,11 @@ Not simulated: the network, HTTP, tokenizing, and differences between machines.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -27,13 +27,13 @@ from stage05_paged.engine import make
 from stage05_paged.scheduler import Scheduler
 
 from .passes import VOCABULARY, PassTime, calibrate, greedy
-from .routing import BOUND, SLACK, Replica, Route, Routing
+from .routing import Replica, Route, Routing
 
 POLICIES = ("random", "load", "prefix")
 TRAFFIC = ("prefix", "free", "hot")
 PREFIXES, SYSTEM, QUESTION, ANSWER = 64, 256, (8, 32), 50  # system prompts; tokens
 TURNS = 8  # of a chat
-LOADS, REPLICAS = (0.1, 0.4, 0.8), (2, 10, 100)  # of `bounds`
+GRID = tuple(product((2, 10, 100), (0.1, 0.4, 0.8)))  # replicas and load, of `chats`
 EACH = 15  # of its requests to each replica, at least
 CROWD = 100  # requests at once, to find what a replica answers a second
 
@@ -59,12 +59,10 @@ class Ask:
 
 @dataclass(frozen=True)
 class Cell:
-    """Replicas behind one router. bound, slack: see Routing."""
+    """Replicas behind one router."""
 
     replicas: int = 1
     policy: str = "prefix"
-    bound: float = BOUND
-    slack: int = SLACK
     blocks: int = 512
     sequences: int = 32
     budget: int = 256
@@ -129,7 +127,7 @@ class Fleet:
         self.requests = [SimRequest(self.env, ask) for ask in asks]
         self.over = self.env.event()
         self.servers: dict[Replica, Server] = {}
-        self.routing = Routing(bound=cell.bound, slack=cell.slack, seed=0)
+        self.routing = Routing(seed=0)
         for number in range(cell.replicas):
             replica = self.routing.add(f"replica {number}", cell.blocks)
             self.servers[replica] = Server(self.env, cell, pass_time, self.rng)
@@ -254,46 +252,29 @@ def policies(cell: Cell, times: PassTime, count: int, load: float = 0.7) -> Iter
             yield {"traffic": kind, "load": load} | case
 
 
-def bounds(
-    cell: Cell, times: PassTime, count: int, loads: Sequence[float] = LOADS,
-    replicas: Sequence[int] = REPLICAS,
-) -> Iterator[Case]:  # fmt: skip
-    """What the bound costs and saves: chats on few and many replicas at low and high load, at least
-    `count` requests; by the policy as it is, without its slack, without any bound, and by the least
-    load."""
+def chats(cell: Cell, times: PassTime, count: int, grid: Any = GRID) -> Iterator[Case]:
+    """At least `count` requests of chats on few and many replicas at low and high load; by the
+    policy, which has no bound of a replica's load, and by the least load."""
     rate = capacity(cell, times)
-    for number in replicas:
+    for number, load in grid:
         many = replace(cell, replicas=number)
-        cells = {
-            "bound and slack": many,
-            "bound alone": replace(many, slack=0),
-            "no bound": replace(many, bound=math.inf),
-            "least load": replace(many, policy="load"),
-        }
-        for load in loads:
-            starts = arrivals(load * number * rate, max(count, EACH * number))
-            for case in compare(cells, times, traffic("chats", starts)):
-                yield {"traffic": "chats", "load": load} | case
+        cells = {"no bound": many, "least load": replace(many, policy="load")}
+        starts = arrivals(load * number * rate, max(count, EACH * number))
+        for case in compare(cells, times, traffic("chats", starts)):
+            yield {"traffic": "chats", "load": load} | case
 
 
 # ---- the command --------------------------------------------------------------------------------
 
-COLUMNS = {
-    "load": ("load", "{:.0%}", 1.0),
-    "hits": ("hits", "{:.0%}", 1.0),
-    "max/mean": ("balance", "{:.2f}", 1.0),
-    "TTFT p50": ("ttft_p50", "{:,.0f} ms", 1e3),
-    "TTFT p99": ("ttft_p99", "{:,.0f} ms", 1e3),
-}
-NAMES = ("traffic", "policy", "replicas")
+LINE = "{traffic:>8} {policy:>8} {hits:>8.0%} {balance:>10.2f} {ttft_p50:>12.3f} {ttft_p99:>12.3f}"
+HEAD = " traffic   policy    found   max/mean  TTFT p50, s  TTFT p99, s"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(
         "stage12_distributed simulate",
-        "Simulates replicas behind one router: the real scheduler, blocks and routing, and pass "
-        "times from a short run of the real engine here. A line for each policy and kind of "
-        "traffic; with --bounds, lines for loads and numbers of replicas.",
+        "Simulates replicas behind one router: the real scheduler, blocks and routing, and passes "
+        "timed in a short run of the real engine. A line for each policy and kind of traffic.",
         "  python -m stage12_distributed simulate\n"
         "  python -m stage12_distributed simulate --load 0.9 --model gpt2 --random-weights",
     )
@@ -304,20 +285,11 @@ def main(argv: list[str] | None = None) -> int:
         ("load", number(0, 2, above=True), 0.7, "offered, as a share of what they can answer"),
     ):
         parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=text)
-    about = "compare bounds of the load instead, at three loads, on 2, 10 and 100 replicas"
-    parser.add_argument("--bounds", action="store_true", help=about)
     cli.add_model_options(parser)
     options = parser.parse_args(argv)
     simpy()  # before the model is loaded
     times = PassTime.fit(calibrate(make(cli.load_model_from(options).model)))
-    cell, count = Cell(options.replicas), options.requests
-    if options.bounds:
-        cases = bounds(cell, times, count)
-    else:
-        cases = policies(cell, times, count, options.load)
-    print(" ".join(name.rjust(15) for name in (*NAMES, *COLUMNS)))
-    for case in cases:
-        line = [str(case[name]) for name in NAMES]
-        line += [form.format(case[key] * unit) for key, form, unit in COLUMNS.values()]
-        print(" ".join(text.rjust(15) for text in line), flush=True)
+    print(HEAD)
+    for case in policies(Cell(options.replicas), times, options.requests, options.load):
+        print(LINE.format(**case), flush=True)
     return 0

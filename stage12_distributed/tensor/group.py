@@ -125,7 +125,6 @@ class RankGroup:
         self.model = setup.load() if model is None else model
         self.up = False  # the ranks have met, and none has ended
         self.workers: list[Any] = []
-        self.cache: Any = None  # rank 0's, of the engine that was made last
         self._folder: Any = None
         self.setup, self.collectives = setup, take_part(setup, self.model, 0)
         self.model.ranks = self
@@ -156,7 +155,6 @@ class RankGroup:
         """Give every rank a cache like rank 0's `cache`, in place of its previous one."""
         sizes = cache.blocks, cache.block_size, len(cache.memory.swapped[0])
         with self.passing() as send_command:
-            self.cache = cache
             send_command(CACHE, *sizes, str(cache.dtype).removeprefix("torch."))
 
     def close(self) -> None:
@@ -217,8 +215,6 @@ class RankRunner:
 
     def run(self, ids: Sequence[int], shares: Sequence[Share], rows: Sequence[int]) -> Tensor:
         """As stage 04's Runner. Raises RankLost if a rank dies or stands still, or has done so."""
-        if self.ranks.cache is not self.cache:
-            raise ValueError("another engine on these ranks has replaced their caches")
         with self.ranks.passing() as send_command:
             moves = [(move.kind, move.source, move.target) for move in self._moves]
             self._moves.clear()

@@ -28,20 +28,6 @@ def test_the_files_for_clusters_are_valid(name):
     assert serve.build(application.args).__class__.__name__ == "Application"
 
 
-def test_the_number_of_servers_follows_their_load():
-    pytest.importorskip("ray")
-    from types import SimpleNamespace
-
-    from stage12_distributed.serve import scale
-
-    config = SimpleNamespace(target_ongoing_requests=8)
-    metrics: Any = {"in_flight": {"a": 12.0, "b": 8.0}}
-    context = SimpleNamespace(aggregated_metrics=metrics, config=config, target_num_replicas=2)
-    assert scale(context) == (2.5, {})
-    metrics.clear()
-    assert scale(context) == (2, {})
-
-
 def test_the_front_keeps_its_servers_while_ray_cannot_name_them():
     """Before the first one has started, and where a machine is busy."""
     pytest.importorskip("ray")
