@@ -294,5 +294,5 @@ def test_a_parser_that_fails_ends_its_request_and_no_other(name):
 
 
 def test_a_model_without_an_end_of_text_has_no_forms():
-    with pytest.raises(UserError, match="ends a text"):
+    with pytest.raises(UserError, match="ends texts"):
         grammar.Grammars(ByteTokenizer(), 256, ())

@@ -137,7 +137,7 @@ def test_what_each_policy_finds_in_each_kind_of_traffic() -> None:
 def test_a_few_in_flight_do_not_send_a_chat_away_from_its_prefix() -> None:
     """At a tenth of the load of ten replicas, it finds nearly what one big cache would."""
     ours, least = chats(Cell(), TIMES, 160, [(10, 0.1)])
-    assert ours["hits"] > 0.95 * ours["big"] > 3 * least["hits"]
+    assert ours["hits"] > 0.95 * ours["big"] > 2 * least["hits"]
 
 
 def test_the_command_prints_a_line_for_each_case(monkeypatch, capsys) -> None:
