@@ -13,7 +13,7 @@ from shared.tests.test_texts import tracked
 BUDGET = {  # lines of source, of tests
     "book": (400, 0),
     "exercises": (1_355, 550),
-    "reports": (1_980, 235),
+    "reports": (2_040, 235),
     "shared": (5_009, 2_068),
     "stage01": (960, 540),
     "stage02": (360, 190),
