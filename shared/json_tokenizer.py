@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as Encoder
 
 from .errors import UserError
 from .files import read_json
-from .tokenizer import AnyTokenizer, byte_alphabet, end_of_text, well_formed
+from .tokenizer_base import AnyTokenizer, byte_alphabet, end_of_text, well_formed
 
 FILE = "tokenizer.json"
 SPACE = "\u2581"  # sentencepiece's

@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ from .settings import OFF, Settings, parse
 if TYPE_CHECKING:  # the settings are checked, and the port is taken, before these are imported
     from fastapi import FastAPI
 
-    from .choice import Choice
+    from .choice import Served
 
 log = logging.getLogger(__name__)
 BUDGET = 256  # tokens in a step, by default
@@ -73,22 +72,10 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-@dataclass
-class Served:
-    """What the server runs: an engine with its model, how it was chosen, and the sampling options
-    of requests that do not give them."""
-
-    engine: Any
-    loaded: cli.Loaded
-    choice: Choice
-    defaults: dict[str, Any]
-    drafts: Any = None  # what the engine counts of its drafts, if it makes any
-
-
 def make_engine(settings: Settings) -> Served:
     """The model and its engine. Raises UserError for a model that cannot be loaded, for an engine
     that cannot run here, and for lack of memory."""
-    from .choice import choose
+    from .choice import Served, choose
 
     speculative, drafts = settings.speculate, settings.speculate == "draft"
     if bool(settings.speculative_model) != drafts or settings.drawn_drafts > drafts:

@@ -38,7 +38,7 @@ from .service import Generation, Service
 from .settings import Settings
 
 if TYPE_CHECKING:
-    from .__main__ import Served
+    from .choice import Served
 
 PAGE = Path(__file__).with_name("page.html")
 STEPS = 256  # of the page's chart

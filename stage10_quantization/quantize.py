@@ -10,7 +10,7 @@ from shared import cli
 from shared.errors import UserError
 from shared.files import read_json
 
-from .files import OPTION
+from . import OPTION
 
 if TYPE_CHECKING:
     from torch import Tensor

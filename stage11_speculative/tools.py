@@ -71,7 +71,9 @@ def blame(
     """Name the tool, and the property if one is at fault, that `error` is about. compiles: raises
     UserError for a grammar that cannot be enforced."""
     for name, schema in functions.items():
-        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        definitions: Schema = {
+            key: schema[key] for key in ("$defs", "definitions") if key in schema
+        }
         properties = (schema.get("properties") or {}).items()
         parts = [(f", property {key!r}", part) for key, part in properties] + [("", schema)]
         for where, part in parts:

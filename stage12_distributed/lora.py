@@ -65,7 +65,8 @@ def _scale(fields: Mapping[str, Any], source: Path, model: str) -> tuple[int, fl
     base = fields.get("base_model_name_or_path") or model
     if re.split(r"[/\\]", str(base).rstrip("/\\"))[-1].lower() != model.lower():
         raise UserError(f"{source} is for the base model {base}, not {model}: serve that.")
-    alpha, rank = fields.get("lora_alpha"), fields.get("r")
+    alpha: Any = fields.get("lora_alpha")
+    rank: Any = fields.get("r")
     wrong = [name for name, values in WORKS.items() if fields.get(name, values[0]) not in values]
     wrong += [name for name in fields if fields[name] and name not in HARMLESS | WORKS.keys()]
     if type(alpha) not in (int, float) or not math.isfinite(alpha):

@@ -13,7 +13,8 @@ import torch
 from shared import catalog, models
 from shared.cli import run
 from shared.peers import transformers_greedy
-from shared.tokenizer import byte_alphabet, load_tokenizer
+from shared.tokenizer import load_tokenizer
+from shared.tokenizer_base import byte_alphabet
 from stage01_forward.attention import Recompute
 from stage05_paged.engine import make
 from stage08_llama.__main__ import main as chat
