@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,10 +29,11 @@ from .matrix import PROJECTIONS, QuantizedMatrix
 
 Parts = Mapping[str, Tensor]
 Options = Mapping[str, Any]  # quantization_config
+KINDS = {"qweight", "qzeros", "scales", "g_idx"}  # of tensors: of GPTQ and AWQ, and the others
+KINDS |= {f"weight{kind}" for kind in ("", "_packed", "_scale", "_shape", "_zero_point")}
 FORMATS = ("pack-quantized", "int-quantized")  # of compressed-tensors
 UNREAD = ("kv_cache_scheme", "sparsity_config", "transform_config")
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # column n of eight is in this nibble
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Unfit(Exception):
@@ -43,19 +43,13 @@ class Unfit(Exception):
 # ---- matrices -----------------------------------------------------------------------------------
 
 
-def part(parts: Parts, kind: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any:
-    """The tensor of this kind, in float32 unless a `dtype` is given. Raises Unfit if it is missing
-    or has another shape or dtype, or numbers that are not finite."""
-    tensor = parts.get(kind)
-    if tensor is None:
+def part(parts: Parts, kind: str, *shape: int) -> Tensor:
+    """The tensor of this kind. Raises Unfit if it is missing or has another shape."""
+    if kind not in parts:
         raise Unfit(f"{kind} is missing")
-    if tuple(tensor.shape) != shape:
-        raise Unfit(f"{kind} has the shape {tuple(tensor.shape)} instead of {shape}")
-    if tensor.dtype not in ((dtype,) if dtype else FLOATS):
-        raise Unfit(f"{kind} is {str(tensor.dtype).removeprefix('torch.')}")
-    if not dtype and not tensor.isfinite().all():
-        raise Unfit(f"{kind} has a value that is not finite")
-    return tensor if dtype else tensor.float()
+    if (found := tuple(parts[kind].shape)) != shape:
+        raise Unfit(f"{kind} has the shape {found} instead of {shape}")
+    return parts[kind]
 
 
 def fields(words: Tensor, bits: int) -> Tensor:
@@ -72,9 +66,9 @@ def words(codes: Tensor, bits: int) -> Tensor:
 
 
 def matrix_of(codes: Tensor, scale: Tensor, zeros: Tensor, bits: int) -> QuantizedMatrix:
-    """scale * (code - zero): codes (N, K) uint8 from 0 on, scale (N, G) float32, zeros (N, G).
-    Raises Unfit for codes of 8 bits that are not symmetric."""
-    middle = 2 ** (bits - 1)
+    """scale * (code - zero): codes (N, K) uint8 from 0 on, scale and zeros (N, G). Raises Unfit for
+    codes of 8 bits that are not symmetric."""
+    middle, scale = 2 ** (bits - 1), scale.float().contiguous()
     if (zeros == middle).all():  # codes have a sign
         return QuantizedMatrix((codes - middle).view(torch.int8), scale, None, bits)  # wraps
     if bits == 8:
@@ -86,15 +80,9 @@ def group_count(options: Options, columns: int) -> int:
     """The number of groups from the option `group_size`, -1 or null for one. Raises Unfit."""
     size = options.get("group_size")
     size = columns if size in (-1, None) else size
-    if type(size) is not int or size < 1 or columns % size:
-        raise Unfit(f"its {columns} columns are no groups of {size!r}")
+    if size < 1 or columns % size:
+        raise Unfit(f"its {columns} columns are no groups of {size}")
     return columns // size
-
-
-def bits_of(bits: object) -> int:
-    if bits not in (4, 8) or type(bits) is not int:
-        raise Unfit(f"codes of {bits!r} bits are not read, only 4 or 8")
-    return bits
 
 
 def gptq(parts: Parts, shape: tuple[int, int], options: Options, less: int) -> QuantizedMatrix:
@@ -102,29 +90,26 @@ def gptq(parts: Parts, shape: tuple[int, int], options: Options, less: int) -> Q
     scales (G, N), g_idx (K,), the group of each column. less: what the file's version subtracts
     from each zero, modulo 2^b."""
     rows, columns = shape
-    bits = bits_of(options.get("bits"))
+    bits: int = options["bits"]
     count, per_word = group_count(options, columns), 32 // bits
-    codes = part(parts, "qweight", (columns // per_word, rows), torch.int32)
-    zeros = part(parts, "qzeros", (count, rows // per_word), torch.int32)
+    codes = part(parts, "qweight", columns // per_word, rows)
+    zeros = part(parts, "qzeros", count, rows // per_word)
     zeros = fields(zeros, bits).t() + less & 2**bits - 1  # (N, G)
-    scale = part(parts, "scales", (count, rows)).t().contiguous()
     neighbours = torch.arange(columns) // (columns // count)
     if not torch.equal(parts.get("g_idx", neighbours).long(), neighbours):
         raise Unfit("columns that are ordered by activations (desc_act) are not read")
-    return matrix_of(fields(codes.t(), bits), scale, zeros, bits)
+    return matrix_of(fields(codes.t(), bits), part(parts, "scales", count, rows).t(), zeros, bits)
 
 
 def gptq_version(zeros: Iterable[Tensor], options: Options) -> int:
     """What a GPTQ file subtracts from its zeros: 1 in the first version, 0 in the second. It does
     not follow from the file's name for it: symmetric files, whose zeros are all the middle, tell by
-    them, others by `checkpoint_format`. Raises Unfit."""
-    bits = bits_of(options.get("bits"))
+    them, others by `checkpoint_format`."""
+    bits: int = options["bits"]
     kinds = {kind for tensor in zeros for kind in fields(tensor, bits).unique().tolist()}
     middle = 2 ** (bits - 1)
     if kinds in ({middle - 1}, {middle}):
         return middle - min(kinds)
-    if options.get("sym") is True:
-        raise Unfit(f"its zeros are {sorted(kinds)[:3]}, but sym is true: neither version")
     return int(options.get("checkpoint_format") != "gptq_v2")
 
 
@@ -132,15 +117,15 @@ def awq(parts: Parts, shape: tuple[int, int], options: Options) -> QuantizedMatr
     """qweight int32 (K, N / 8) and qzeros (G, N / 8), both packed along a row in AWQ_ORDER,
     scales (G, N)."""
     rows, columns = shape
-    if str(options.get("version", "gemm")).lower() != "gemm" or options.get("bits") != 4:
+    if str(options.get("version", "gemm")).lower() != "gemm" or options["bits"] != 4:
         raise Unfit("only 4 bits in the packing version 'gemm' are read")
     count = group_count(options, columns)
 
     def unpacked(kind: str, lines: int) -> Tensor:
-        eights = fields(part(parts, kind, (lines, rows // 8), torch.int32), 4).unflatten(1, (-1, 8))
+        eights = fields(part(parts, kind, lines, rows // 8), 4).unflatten(1, (-1, 8))
         return eights[:, :, AWQ_ORDER].flatten(1).t().contiguous()  # (N, lines)
 
-    scale = part(parts, "scales", (count, rows)).t().contiguous()
+    scale = part(parts, "scales", count, rows).t()
     return matrix_of(unpacked("qweight", columns), scale, unpacked("qzeros", count), 4)
 
 
@@ -149,27 +134,26 @@ def compressed(parts: Parts, shape: tuple[int, int], options: Options) -> Quanti
     (N, G); beside weight_packed weight_zero_point, packed downwards."""
     rows, columns = shape
     count = parts["weight_scale"].shape[-1] if "weight_scale" in parts else 1
-    if count < 1 or columns % count:
+    scale = part(parts, "weight_scale", rows, count)
+    if columns % count:
         raise Unfit(f"weight_scale has {count} groups for {columns} columns")
-    scale = part(parts, "weight_scale", (rows, count)).contiguous()
     if (packed := parts.get("weight_packed")) is None:
-        return QuantizedMatrix(part(parts, "weight", shape, torch.int8), scale)
-    bits = bits_of(32 * packed.shape[-1] // columns)
-    codes = fields(part(parts, "weight_packed", (rows, columns * bits // 32), torch.int32), bits)
+        return QuantizedMatrix(part(parts, "weight", *shape), scale.float().contiguous())
+    bits = 32 * packed.shape[-1] // columns
+    if bits not in (4, 8):
+        raise Unfit(f"codes of {bits} bits are not read, only 4 or 8")
+    codes = fields(part(parts, "weight_packed", rows, columns * bits // 32), bits)
     zeros = torch.full((rows, count), 2 ** (bits - 1), dtype=torch.uint8)
     if "weight_zero_point" in parts:
-        points = part(parts, "weight_zero_point", (-(-rows * bits // 32), count), torch.int32)
+        points = part(parts, "weight_zero_point", -(-rows * bits // 32), count)
         zeros = fields(points.t(), bits).t()[:rows]
     return matrix_of(codes, scale, zeros, bits)
 
 
-METHODS: dict[str, tuple[Callable[..., QuantizedMatrix], set[str]]] = {  # and the kinds of tensors
-    "gptq": (gptq, {"qweight", "qzeros", "scales", "g_idx"}),
-    "awq": (awq, {"qweight", "qzeros", "scales"}),
-    "compressed-tensors": (
-        compressed,
-        {f"weight{kind}" for kind in ("", "_packed", "_scale", "_shape", "_zero_point")},
-    ),
+METHODS: dict[str, Callable[..., QuantizedMatrix]] = {
+    "gptq": gptq,
+    "awq": awq,
+    "compressed-tensors": compressed,
 }
 
 
@@ -189,12 +173,14 @@ class FolderModel:
         if self.method not in METHODS:
             known = ", ".join(METHODS)
             raise self.error(f"its quant_method is {self.method[:40]!r}, and only {known} are read")
-        if self.method == "compressed-tensors":
-            if form not in FORMATS:
-                known = " and ".join(FORMATS)
-                raise self.error(f"its format is {form[:40]!r}, and only {known} are read")
-            if odd := [name for name in UNREAD if self.options.get(name)]:
-                raise self.error(f"it has a {odd[0]}, which is not read")
+        if self.method != "compressed-tensors":
+            if (bits := self.options.get("bits")) not in (4, 8):
+                raise self.error(f"codes of {bits} bits are not read, only 4 or 8")
+        elif form not in FORMATS:
+            known = " and ".join(FORMATS)
+            raise self.error(f"its format is {form[:40]!r}, and only {known} are read")
+        elif odd := [name for name in UNREAD if self.options.get(name)]:
+            raise self.error(f"it has a {odd[0]}, which is not read")
         self.config = read_config(self.folder, ignored=(OPTION,))
         shapes = self.config.shapes()
         self._parts: dict[str, dict[str, Tensor]] = {name: {} for name in shapes}
@@ -204,20 +190,17 @@ class FolderModel:
                 continue
             layer, _, kind = name.rpartition(".")
             owner = name if name in shapes else f"{layer}.weight"
-            if owner not in shapes:
+            if owner not in shapes or owner != name and kind not in KINDS:
                 raise self.error(f"the tensor {stored} is none of the model")
             self._parts[owner][kind] = tensor
         for name, parts in self._parts.items():
             if not parts:
                 raise self.error(f"it has no tensor for {name}")
         self.quantized = {name for name, parts in self._parts.items() if not _plain(parts)}
-        self.unpack, self.kinds = METHODS[self.method]
+        self.unpack = METHODS[self.method]
         if self.method == "gptq":
             zeros = [parts["qzeros"] for parts in self._parts.values() if "qzeros" in parts]
-            try:
-                self.unpack = partial(gptq, less=gptq_version(zeros, self.options))
-            except Unfit as error:
-                raise self.error(str(error)) from None
+            self.unpack = partial(gptq, less=gptq_version(zeros, self.options))
 
     def error(self, reason: str) -> UserError:
         return UserError(
@@ -232,12 +215,8 @@ class FolderModel:
         shape, parts = self.config.shapes()[name], self._parts[name]
         if name not in self.quantized:
             return next(iter(parts.values()))
-        if len(shape) != 2:
-            raise self.error(f"{name} is stored as {', '.join(sorted(parts))}")
+        transposed = name.endswith(PROJECTIONS)  # GPT-2 alone has these names
         try:
-            if unknown := sorted(parts.keys() - self.kinds):
-                raise Unfit(f"{unknown[0]} is not read")
-            transposed = name.endswith(PROJECTIONS)  # GPT-2 alone has these names
             return self.unpack(parts, shape[::-1] if transposed else shape, self.options)
         except Unfit as error:
             layer = name.removesuffix(".weight")
@@ -251,13 +230,6 @@ def _plain(parts: Parts) -> bool:
 
 # ---- writing ------------------------------------------------------------------------------------
 
-
-def check_place(folder: Path) -> None:
-    """Raise UserError unless `folder` can be a new one."""
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} exists already: choose another name, or remove it.")
-
-
 Scheme = tuple[int, int, bool]  # bits, columns of a group or 0 for a whole row, symmetric
 
 
@@ -268,15 +240,13 @@ def write_folder(
     copies: Sequence[Path] = (),
     packed: bool = True,
 ) -> None:
-    """Write a checkpoint folder, whole or not at all, with compressed-tensors' names: codes of 4
-    bits are `pack-quantized`, eight in an int32; those of 8 bits are `int-quantized`, or packed
-    beside others, because a folder has one format.
+    """Write a new checkpoint folder with compressed-tensors' names: codes of 4 bits are
+    `pack-quantized`, eight in an int32; those of 8 bits are `int-quantized`, or packed beside
+    others, because a folder has one format.
 
     config: the fields of config.json, without a quantization. tensors: all of config.shapes, as
     `FolderModel.read` returns them. copies: files to put beside them, the tokenizer's. packed:
-    False if all codes have 8 bits. Raises UserError if the folder has files or cannot be
-    written."""
-    check_place(folder)
+    False if all codes have 8 bits. Raises UserError if the folder exists or cannot be written."""
     prefix = "" if config.get("model_type", "gpt2") == "gpt2" else "model."
     stored: dict[str, Tensor] = {}
     layers: dict[Scheme, list[str]] = {}
@@ -291,15 +261,12 @@ def write_folder(
         layers.setdefault(scheme, []).append(name.removesuffix(".weight"))
     described = json.dumps(dict(config) | {OPTION: quantization(layers, packed)}, indent=2)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as room:
-            new = Path(room) / folder.name
-            new.mkdir()
-            save_file(stored, new / WEIGHTS, {"format": "pt"})
-            for path in copies:
-                shutil.copy(path, new)
-            (new / "config.json").write_text(described, encoding="utf-8")
-            new.replace(folder)
+        folder.mkdir(parents=True)
+        save_file(stored, folder / WEIGHTS, {"format": "pt"})
+        for path in copies:
+            shutil.copy(path, folder)
+        # At the end: a folder without it, which was not finished, is no model.
+        (folder / "config.json").write_text(described, encoding="utf-8")
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"{folder} cannot be written ({reason}): choose another place.") from None

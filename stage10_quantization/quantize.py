@@ -61,10 +61,11 @@ def quantize(options: argparse.Namespace) -> None:
     from shared.conversion import convert
 
     from .convert import FORMATS, INT4_ZERO, Quantize
-    from .folder import check_place, write_folder
+    from .folder import write_folder
     from .gptq import WINDOW, calibrate, text_ids, windows_of
 
-    check_place(options.out)
+    if options.out.exists():
+        raise UserError(f"{options.out} exists already: choose another name, or remove it.")
     plain = {"linear": "plain", "dtype": "float32", "weights": "float32"}
     loaded = cli.load_model_from(argparse.Namespace(**{**vars(options), **plain}))
     model, config, folder = loaded.model, loaded.config, loaded.folder

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stage01_forward.attention import explicit_attention
-from stage05_paged.blocks import Move
 from stage08_llama.config import LlamaConfig
 from stage09_kernels import cache as floats
 from stage09_kernels import library
@@ -181,29 +180,3 @@ def test_nothing_is_written_outside_the_slots_of_a_share():
     slots = torch.cat([(number != 77).any(3)[0, 0] for number, _ in codes])
     assert slots.tolist() == [False, *[True] * 8, False]
     assert int(changed.sum()) == 2 * 8 * (24 + 2)
-
-
-@compiled
-@pytest.mark.parametrize("kind", [Int8Cache, Int8KernelCache])
-def test_a_block_that_moves_is_read_as_before(kind):
-    """Copied, or swapped out and in: the output has the same bits. A default scale, that of the
-    block before or one that was left behind would show."""
-    torch.manual_seed(4)
-    config = config_of(32, 2, 2, layers=2)
-    inputs = [torch.randn(40, heads, 32) for heads in (4, 2, 2)]
-    inputs[1] *= torch.logspace(-2, 2, 40)[:, None, None]  # each token's scales are its own
-    inputs[2] *= torch.logspace(2, -2, 40)[:, None, None]
-    outputs: list[torch.Tensor] = []
-    for moves, table in (
-        ([], [3, 0, 5]),
-        ([Move("copy", 0, 6), Move("copy", 3, 1)], [1, 6, 5]),
-        ([Move("out", 0, 1), Move("out", 3, 0), Move("in", 1, 7), Move("in", 0, 2)], [2, 7, 5]),
-    ):
-        cache: Any = kind(config, 8, 16, 2)
-        cache.memory.poison(range(8))
-        cache.extend([([3, 0, 5], 0, 39)]).attend(1, *(x[:39] for x in inputs))
-        cache.move(moves)
-        cache.memory.poison(sorted({*range(8)} - {*table}))
-        outputs.append(cache.extend([(table, 39, 1)]).attend(1, *(x[39:] for x in inputs)))
-    assert outputs[0].isfinite().all()
-    assert all(torch.equal(output, outputs[0]) for output in outputs)

@@ -18,7 +18,7 @@ from shared.errors import UserError
 from stage08_llama.config import LlamaConfig
 from stage08_llama.tests.folders import to_fields
 from stage10_quantization.convert import INT4_ZERO, INT8, INT8_GROUPS
-from stage10_quantization.folder import METHODS, FolderModel, write_folder
+from stage10_quantization.folder import FolderModel, gptq, write_folder
 from stage10_quantization.matrix import PROJECTIONS, QuantizedMatrix
 
 LLAMA = LlamaConfig(64, 32, 64, 2, 2, 1, n_inner=96, tied=False)
@@ -32,8 +32,6 @@ FIELDS = {"llama": to_fields(LLAMA), "gpt2": json.loads((STORIES / "config.json"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm"}
 LAYER = "layers.1.mlp.up_proj"
-SMALL = {"model_type": "gpt2", "vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 1}
-SMALL |= {"n_head": 2}
 
 
 def words(rows, bits=4):
@@ -73,28 +71,25 @@ def awq_parts(codes, scale, zeros):
     return {"qweight": packed(codes.t()), "qzeros": packed(zeros.t()), "scales": scale.t()}
 
 
-def write(folder, options, fields=None, zero=None, first=None, changes=(), **how):
+def write(folder, options, zero=None, first=None, changes=(), **how):
     """A model whose projections are quantized; returns its tensors in float32. zero: of all groups;
     first: of those of the first layer. changes: to the tensors of the file, None removes one. how:
     of the packer."""
-    fields, pack = fields or FIELDS["llama"], awq_parts if options == AWQ else gptq_parts
-    (folder / "config.json").write_text(json.dumps(fields | {"quantization_config": options}))
-    config = config_of(fields)
-    tensors, stored = random_tensors(config), {}
+    pack = awq_parts if options == AWQ else gptq_parts
+    fields = FIELDS["llama"] | {"quantization_config": options}
+    (folder / "config.json").write_text(json.dumps(fields))
+    tensors, stored = random_tensors(LLAMA), {}
     for name, tensor in list(tensors.items()):
-        conv = name.endswith(PROJECTIONS)
-        if not (conv or name.endswith("_proj.weight")):
+        if not name.endswith("_proj.weight"):
             stored[name] = tensor
             continue
-        rows, columns = (tensor.t() if conv else tensor).shape
+        rows, columns = tensor.shape
         point, first = first or zero, None
         drawn = draw(len(stored), rows, columns, columns // 8, options.get("bits", 4), point)
-        matrix, layer = expected(*drawn), name.removesuffix(".weight")
-        tensors[name] = matrix.t() if conv else matrix
+        tensors[name], layer = expected(*drawn), name.removesuffix(".weight")
         stored |= {f"{layer}.{kind}": part for kind, part in pack(*drawn, **how).items()}
-    prefix = "model." if isinstance(config, LlamaConfig) else ""
     spelled = {
-        name if name.startswith("lm_head") else prefix + name: tensor.contiguous()
+        name if name.startswith("lm_head") else f"model.{name}": tensor.contiguous()
         for name, tensor in (stored | dict(changes)).items()
         if tensor is not None
     }
@@ -103,22 +98,18 @@ def write(folder, options, fields=None, zero=None, first=None, changes=(), **how
 
 
 def assert_read(folder, tensors):
-    model, count = FolderModel(folder), 0
-    assert list(tensors) == list(model.config.shapes())
+    model = FolderModel(folder)
+    assert list(tensors) == list(model.config.shapes()) and len(model.quantized) == 14
     for name, want in tensors.items():
         tensor = model.read(name)
         assert isinstance(tensor, QuantizedMatrix) == (name in model.quantized)
-        if isinstance(tensor, QuantizedMatrix):
-            count, tensor = count + 1, tensor.dequantized()
-            tensor = tensor.t() if name.endswith(PROJECTIONS) else tensor
-        assert torch.equal(tensor, want), name
-    return count
+        values = tensor.dequantized() if isinstance(tensor, QuantizedMatrix) else tensor
+        assert torch.equal(values, want), name
 
 
 @pytest.mark.parametrize("options", [GPTQ, AWQ], ids=["gptq", "awq"])
-@pytest.mark.parametrize("fields", [None, SMALL], ids=["llama", "gpt2"])
-def test_a_model(tmp_path, options, fields):
-    assert assert_read(tmp_path, write(tmp_path, options, fields)) == (4 if fields else 14)
+def test_a_model(tmp_path, options):
+    assert_read(tmp_path, write(tmp_path, options))
 
 
 @pytest.mark.parametrize("less", [0, 1])
@@ -129,7 +120,7 @@ def test_the_version_of_a_gptq_file_is_that_of_all_its_zeros(tmp_path, less):
     for bits in (4, 8):
         symmetric = GPTQ | {"bits": bits, "sym": True, "checkpoint_format": lie}
         tensors = write(tmp_path, symmetric, zero=2 ** (bits - 1), bits=bits, less=less)
-        assert assert_read(tmp_path, tensors) == 14
+        assert_read(tmp_path, tensors)
     stated = GPTQ | {"checkpoint_format": truth}
     other = 7 + 2 * less  # stored, it is the middle of the other version
     tensors = write(tmp_path, stated, first=other, less=less)
@@ -141,7 +132,7 @@ def test_gptq_adds_one_within_a_field():
     codes, scale, zeros = draw(0, 16, 8, 1)
     zeros[::3] = 0
     parts, options = gptq_parts(codes, scale, zeros), {"bits": 4, "group_size": 8}
-    ours = METHODS["gptq"][0](parts, (16, 8), options, 1)
+    ours = gptq(parts, (16, 8), options, 1)
     assert torch.equal(ours.dequantized(), expected(codes, scale, zeros))
 
 
@@ -152,14 +143,9 @@ def test_gptq_adds_one_within_a_field():
         ({"quant_method": "compressed-tensors", "format": "marlin"}, {}, "its format is 'marlin'"),
         ({"quant_method": "awq", "version": "gemv"}, {}, "only 4 bits in the packing"),
         ({"bits": 3}, {}, "codes of 3 bits are not read, only 4 or 8"),
-        ({"sym": True}, {}, "but sym is true: neither version"),
-        ({"group_size": 7}, {}, "64 columns are no groups of 7"),
         ({}, {f"{LAYER}.g_idx": torch.arange(64).flip(0) // 8}, "(desc_act) are not read"),
         ({}, {f"{LAYER}.scales": None}, f"{LAYER} are no gptq: scales is missing"),
-        ({}, {f"{LAYER}.scales": torch.full((8, 96), torch.nan)}, "a value that is not finite"),
-        ({}, {f"{LAYER}.qweight": torch.ones(8, 12).int()}, "qweight has the shape (8, 12)"),
-        ({}, {f"{LAYER}.bias": torch.ones(96)}, "bias is not read"),
-        ({}, {"other.qweight": torch.ones(4)}, "the tensor model.other.qweight is none of the"),
+        ({}, {f"{LAYER}.bias": torch.ones(96)}, f"{LAYER}.bias is none of the model"),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(tmp_path, changed, tensors, reason):
@@ -193,7 +179,6 @@ def test_a_folder_is_read_as_it_was_written(tmp_path, family, packed):
     formats = (INT4_ZERO, INT8) if packed else (INT8, INT8_GROUPS)
     tensors = quantized(config_of(fields), *formats)
     write_folder(out, fields, tensors.items(), [STORIES / "vocab.json"], packed)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert {p.name for p in out.iterdir()} == {"config.json", "model.safetensors", "vocab.json"}
     model = FolderModel(out)
     assert model.config == config_of(fields)
@@ -231,17 +216,8 @@ def test_compressed_tensors_reads_what_was_written(tmp_path):
     assert compared == 14
 
 
-def test_nothing_is_half_written(tmp_path):
-    tensors = random_tensors(LLAMA)
-
-    def interrupted():
-        yield from list(tensors.items())[:9]
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_folder(tmp_path / "out", FIELDS["llama"], interrupted())
-    assert not list(tmp_path.iterdir())
+def test_a_place_that_is_taken(tmp_path):
     (tmp_path / "file").touch()
-    for place, reason in (("file", "exists already"), ("file/out", "cannot be written")):
-        with pytest.raises(UserError, match=reason):
-            write_folder(tmp_path / place, FIELDS["llama"], tensors.items())
+    for place in ("file", "file/out"):
+        with pytest.raises(UserError, match="cannot be written"):
+            write_folder(tmp_path / place, FIELDS["llama"], [])

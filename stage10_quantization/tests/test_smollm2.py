@@ -11,16 +11,13 @@ import regex  # type: ignore[import-untyped]
 import torch
 
 from shared import catalog, models
-from shared.cli import run
 from shared.peers import transformers_greedy
 from shared.tokenizer import load_tokenizer
 from shared.tokenizer_base import byte_alphabet
 from stage01_forward.attention import Recompute
 from stage05_paged.engine import make
-from stage08_llama.__main__ import main as chat
 from stage09_kernels import SamplingParams
 from stage10_quantization.gguf_file import GGUFModel
-from stage10_quantization.layers import QuantizedLinear
 
 NAME = "smollm2"
 PROMPTS = ("The capital of France is", "def fibonacci(n):", "In 1969,", "Water boils at")
@@ -83,14 +80,6 @@ def test_answers_and_logits_are_those_of_transformers(ours, theirs, tokenizer):
         assert output.token_ids == transformers_greedy(theirs, prompt, 32)
 
 
-@torch.inference_mode()
-def test_layers_as_stored_give_the_logits_of_what_their_codes_stand_for(ours, tokenizer):
-    model = models.load_model(models.load(NAME), dtype=torch.float32)
-    assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == 211
-    ids = tokenizer.encode(" ".join(PROMPTS))
-    assert (logits_of(model, ids) - logits_of(ours, ids)).abs().max() < 1e-3
-
-
 def test_tokens_are_those_of_the_merges_by_hand(tokenizer):
     found = catalog.find(NAME)
     assert found is not None
@@ -115,12 +104,3 @@ def test_tokens_are_those_of_the_merges_by_hand(tokenizer):
         words = [w for part in spaced.split("\0") for w in regex.findall(GPT2, part)]
         assert tokenizer.encode(text) == [token for w in words for token in word(w)]
         assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_it_chats(monkeypatch, capsys):
-    lines = iter(["What is the capital of France? Answer in one word.", "/quit"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    arguments = ["--chat", "--model", NAME, "--temperature", "0", "--max-tokens", "20"]
-    with pytest.raises(SystemExit) as ended:
-        run(chat, arguments)
-    assert ended.value.code == 0 and "Paris" in capsys.readouterr().out
