@@ -32,17 +32,9 @@ def main(argv: list[str] | None = None) -> int:
         options.weights = "int8"  # what this stage is about; files keep their own
     prompt = cli.read_prompt(options)
 
-    from stage01_forward.params import SamplingParams
-    from stage06_serving.choice import choose
+    from stage08_llama.__main__ import speak
 
-    sampling = SamplingParams(**cli.sampling_fields(options))
-    device, dtype = cli.device_and_dtype(options)
-    chosen = choose(AUTO, dtype, device)
-    wanted, options.linear = options.linear, chosen.linear(options.linear)
-    loaded = cli.load_model_from(options)
-    formats = cli.cache_options(options.kv_dtype)
-    cli.speak(chosen.make(loaded, wanted, contexts=1, **formats), loaded, prompt, sampling)
-    return 0
+    return speak(options, prompt)
 
 
 if __name__ == "__main__":

@@ -52,12 +52,11 @@ class Panels:
         sides += [torch.cat(minima)] if minima else []
         (self.rows, self.inputs), self.count = whole.shape, sides[0].shape[1]
         self.group, self.bits, self.minimum = parts[0].group, parts[0].bits, len(minima) > 0
-        self.stored_bits = 4 if self.bits == 4 else 8
-        self.offset = 0 if self.minimum else 1 << (self.stored_bits - 1)
+        self.offset = 0 if self.minimum else 1 << (self.bits - 1)
         exact = all(torch.equal(side.half().float(), side) for side in sides)
         self.scale_dtype = torch.float16 if exact else torch.float32
         padded, panels = self.group + -self.group % STEP, len(numbers) // PANEL
-        size = len(sides) * self.scale_dtype.itemsize + padded * self.stored_bits // 8
+        size = len(sides) * self.scale_dtype.itemsize + padded * self.bits // 8
         self.bytes = library.blank((panels, self.count, PANEL * size), torch.uint8)
         step = max(1, AT_A_TIME // (PANEL * self.inputs))  # no more than those exist twice
         for start in range(0, panels, step):
@@ -73,7 +72,7 @@ class Panels:
         stored = stored.unflatten(1, (-1, self.group))
         if self.group % STEP:
             stored = nn.functional.pad(stored, (0, -self.group % STEP))
-        if self.stored_bits == 4:
+        if self.bits == 4:
             low, high = stored.unflatten(2, (-1, 2, 4)).unbind(3)  # (64 P, G, steps / 2, 4)
             stored = (low | high << 4).flatten(2)
         steps = stored.contiguous().view(torch.int32).unflatten(0, (-1, PANEL))  # (P, 64, G, steps)
@@ -90,7 +89,7 @@ class Panels:
         scale, *minima = sides[panel, :, :, place].float().unbind(2)  # (R, G)
         codes = self.bytes[..., count * width :].unflatten(2, (-1, PANEL, 4))
         codes = codes[panel, :, :, place]  # (R, G, steps, 4)
-        if self.stored_bits == 4:
+        if self.bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), 3)
         codes = codes.flatten(2)[..., : self.group].flatten(1)
         signed = (codes.int() - self.offset).to(torch.int8)
@@ -156,7 +155,7 @@ class PanelProduct:
             code_bytes=code_bytes,
             count=p.count,
             group=p.group,
-            bits=p.stored_bits,
+            bits=p.bits,
             offset=p.offset,
             scale_bytes=p.scale_dtype.itemsize,
             minimum=p.minimum,

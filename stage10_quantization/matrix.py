@@ -21,9 +21,9 @@ class QuantizedMatrix:
     """The matrix (N, K) that is scale * codes + minimum, with one scale and one minimum for each
     row and each group of K / G columns.
 
-    codes: (N, K) int8, one a byte. bits: that a code needs, 4 to 8. Without a minimum codes are
-        signed, -2^(bits - 1) to 2^(bits - 1) - 1: files hold both ends. With a minimum they are 0
-        to 2^bits - 1, and bits is at most 7.
+    codes: (N, K) int8, one a byte. bits: that a code needs; kernels take 4 and 8. Without a minimum
+        codes are signed, -2^(bits - 1) to 2^(bits - 1) - 1: files hold both ends. With a minimum
+        they are 0 to 2^bits - 1, and bits is less than 8.
     scale: (N, G) float32. minimum: (N, G) float32, or None.
     """
 

@@ -165,18 +165,3 @@ def test_bits_depend_on_neither_neighbours_nor_chunks_nor_threads(kv_heads):
         contents.append(cache.memory.read(range(20)))
     assert all(torch.equal(output, outputs[0]) for output in outputs)
     assert all(torch.equal(content, contents[0]) for content in contents)
-
-
-@compiled
-def test_nothing_is_written_outside_the_slots_of_a_share():
-    cache = Int8KernelCache(config_of(24, 1, 2, layers=2), 10, 5)
-    cache.kv.fill_(77)
-    inputs = [100 + torch.rand(8, heads, 24) for heads in (2, 1, 1)]  # no code is 77
-    inputs[1][:, :, 0] = inputs[2][:, :, 0] = 150
-    cache.extend([([4, 9, 2], 1, 8)]).attend(1, *inputs)
-    changed = cache.kv != 77
-    assert changed.flatten(2).any(2).nonzero().tolist() == [[1, 4], [1, 9]]
-    codes = [unpacked(cache, block, 1) for block in (4, 9)]
-    slots = torch.cat([(number != 77).any(3)[0, 0] for number, _ in codes])
-    assert slots.tolist() == [False, *[True] * 8, False]
-    assert int(changed.sum()) == 2 * 8 * (24 + 2)

@@ -1,22 +1,16 @@
-"""`quantize`, and every command that opens what it wrote."""
+"""`quantize`, and the command that opens what it wrote."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import openai
 import pytest
 import torch
 
 from shared import cli, models
-from shared.server import own_server
 from stage01_forward.attention import Recompute
-from stage09_kernels import LLM, SamplingParams
 from stage10_quantization.__main__ import main
 from stage10_quantization.layers import QuantizedEmbedding, QuantizedLinear
 
 IDS = torch.tensor([3, 250, 41, 7, 7, 110])
-TALK = [{"role": "user", "content": "Hello <|im_end|> 17"}]
 WRITTEN = ("int8", "int8-g32", "int4")
 
 
@@ -75,17 +69,11 @@ def test_what_was_written_is_the_model_that_the_option_makes(chatty, written, we
     assert again.layers[0].mlp.up_proj.matrix.bits == 8
 
 
-def test_server_chats_with_the_official_client(written):
-    llm = LLM(str(written["int4"]), kv_dtype="int8")
-    expected = llm.chat(TALK, SamplingParams(max_tokens=12))
-    arguments = ["--model", str(written["int4"]), "--kv-dtype", "int8"]
-    with own_server(arguments, quiet=True) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-        options: Any = {"model": "int4", "messages": TALK, "max_tokens": 12, "temperature": 0}
-        answer = client.chat.completions.create(**options)
-        assert answer.choices[0].message.content == expected.text
-        log = server.stderr()
-        assert "quantized weights, keys and values in int8" in log and "bfloat16" not in log
+def test_a_text_is_continued_by_what_was_written(written, capsys):
+    arguments = ["Hello", "--model", str(written["int4"]), "--kv-dtype", "int8"]
+    assert main([*arguments, "--max-tokens", "9"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("Hello") and "quantized weights, keys and values in int8" in err
 
 
 def test_gptq_reads_a_text(chatty, tmp_path):

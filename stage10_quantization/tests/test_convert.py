@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -13,7 +11,6 @@ from shared.errors import UserError
 from shared.models import load, load_model
 from shared.testing import random_checkpoint
 from stage04_continuous.tests.oracle import CONFIG
-from stage08_llama.tests.test_contract import GROUPED
 from stage10_quantization import rounding
 from stage10_quantization.convert import FORMATS, INT4, INT8, INT8_GROUPS, Quantize
 from stage10_quantization.layers import QuantizedEmbedding, QuantizedLinear
@@ -51,13 +48,6 @@ def test_every_matrix_of_a_model_is_converted(name, weights):
     assert model.lm_head.matrix is table.matrix and model.config.tied
     ids = torch.tensor([[5, 0], [7, 5]])
     assert torch.equal(table(ids), table.matrix.dequantized()[ids])
-
-
-def test_an_untied_head_has_a_matrix_of_its_own():
-    shape = replace(GROUPED, tied=False)
-    model = quantized(random_checkpoint(shape, spread=24), "int8")
-    assert model.lm_head.matrix is not model.embed_tokens.matrix
-    assert not torch.equal(model.lm_head.matrix.codes, model.embed_tokens.matrix.codes)
 
 
 @pytest.mark.parametrize(
