@@ -24,10 +24,6 @@ class Linear(Protocol):
     out_features: int
     bias: Tensor | None  # (out,)
 
-    @property
-    def bytes(self) -> int:
-        """Bytes that a product reads: those of the weight, and what belongs to it."""
-
     def __call__(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out), in the dtype of x."""
 

@@ -50,7 +50,7 @@ class Panels:
         minima = [m.minimum for m in parts if m.minimum is not None]
         whole, sides = torch.cat([m.codes for m in parts]), [torch.cat([m.scale for m in parts])]
         sides += [torch.cat(minima)] if minima else []
-        (self.rows, self.inputs), self.count = whole.shape, sides[0].shape[1]
+        self.inputs, self.count = whole.shape[1], sides[0].shape[1]
         self.group, self.bits, self.minimum = parts[0].group, parts[0].bits, len(minima) > 0
         self.offset = 0 if self.minimum else 1 << (self.bits - 1)
         exact = all(torch.equal(side.half().float(), side) for side in sides)
@@ -103,10 +103,6 @@ class PanelMatrix:
     def __init__(self, panels: Panels, columns: Tensor) -> None:
         self.panels, self.columns = panels, columns
         self.bits, self.group = panels.bits, panels.group
-
-    @property
-    def bytes(self) -> int:
-        return self.panels.bytes.nbytes * len(self.columns) // self.panels.rows
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -75,10 +75,6 @@ class QuantizedLinear(nn.Module):
         self.matrix, self.activations = matrix, activations
         self.bias = None if bias is None else bias.detach()
 
-    @property
-    def bytes(self) -> int:
-        return self.matrix.bytes
-
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
         flat = x.reshape(-1, self.in_features)

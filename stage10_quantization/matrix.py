@@ -42,11 +42,6 @@ class QuantizedMatrix:
         """Columns that share a scale: K if each row has one scale."""
         return self.codes.shape[1] // self.scale.shape[1]
 
-    @property
-    def bytes(self) -> int:
-        """Bytes that are held: a code takes one, whatever its bits."""
-        return self.codes.nbytes + self.scale.nbytes + getattr(self.minimum, "nbytes", 0)
-
     def rows(self, index: Tensor) -> QuantizedMatrix:
         """The matrix of the rows `index` (R,) alone."""
         minimum = None if self.minimum is None else self.minimum[index]

@@ -96,10 +96,6 @@ class GpuMatrix:
         half = whole.half()
         return cls(codes, half if torch.equal(half.float(), whole) else whole, matrix.bits)
 
-    @property
-    def bytes(self) -> int:
-        return self.stored.nbytes + self.sides.nbytes
-
     def rows(self, index: Tensor) -> QuantizedMatrix:
         codes = self.stored[index]
         if self.packed:

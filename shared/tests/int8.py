@@ -25,10 +25,6 @@ class Int8Linear(nn.Module):
         for name, tensor in (("weight", weight), ("scale", scale), ("bias", bias)):
             self.register_buffer(name, tensor)
 
-    @property
-    def bytes(self) -> int:
-        return self.weight.nbytes + self.scale.nbytes
-
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         return self.weight.to(dtype) * self.scale.to(dtype)[:, None]
 

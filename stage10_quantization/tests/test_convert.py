@@ -42,7 +42,6 @@ def test_every_matrix_of_a_model_is_converted(name, weights):
         expected = rounding.quantize(weight, want.bits, want.group, want.minimum, want.dtype)
         assert torch.equal(layer.matrix.codes, expected.codes) and layer.matrix.bits == want.bits
         assert torch.equal(layer.matrix.dequantized(), expected.dequantized())
-        assert layer.bytes == expected.bytes
     # One table for embedding and head: looked up in rows of the vocabulary, and of the same memory.
     table = next(m for m in model.modules() if isinstance(m, QuantizedEmbedding))
     assert model.lm_head.matrix is table.matrix and model.config.tied
