@@ -56,11 +56,9 @@ OF_CONFIG: dict[str, dict[str, dict[str, Any]]] = {
     "MistralConfig": {
         "mistral": {"sliding_window": None},
         "mistral, window": {"sliding_window": 7} | TIED,
-        "mistral, head_dim": {"sliding_window": None, "head_dim": 12},
     },
     "Qwen2Config": {
         "qwen2": {},
-        "qwen2, window off": {"sliding_window": 8, "use_sliding_window": False},
         "qwen2, window": QWEN_WINDOW | {"max_window_layers": 1},
     },
     "Qwen3Config": {
