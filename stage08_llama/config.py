@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, ClassVar
 
 from shared.config import Config, check_size, end_ids
@@ -201,17 +200,11 @@ def within_window(config: LlamaConfig, options: Options) -> LlamaConfig:
     window = options.size("sliding_window", 4096)
     if window >= config.n_positions:
         return config
-    warn_of_window(config.name, window, config.n_positions)
-    return replace(config, n_positions=window)
-
-
-@cache  # once for a model
-def warn_of_window(name: str, window: int, context: int) -> None:
-    about = "which the engines do not implement: its context is"
     log.warning(
-        f"{name} has a sliding window of {window} tokens, {about} {window} tokens here, not "
-        f"{context}."
+        f"{config.name} has a sliding window of {window} tokens, which the engines do not "
+        f"implement: its context is {window} tokens here, not {config.n_positions}."
     )
+    return replace(config, n_positions=window)
 
 
 # ---- one reader a model_type --------------------------------------------------------------------
