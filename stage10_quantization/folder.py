@@ -78,11 +78,11 @@ def matrix_of(codes: Tensor, scale: Tensor, zeros: Tensor, bits: int) -> Quantiz
 
 def group_count(options: Options, columns: int) -> int:
     """The number of groups from the option `group_size`, -1 or null for one. Raises Unfit."""
-    size = options.get("group_size")
-    size = columns if size in (-1, None) else size
-    if size < 1 or columns % size:
+    size: int = options.get("group_size") or -1
+    count, rest = (1, 0) if size == -1 else divmod(columns, size)
+    if rest:
         raise Unfit(f"its {columns} columns are no groups of {size}")
-    return columns // size
+    return count
 
 
 def gptq(parts: Parts, shape: tuple[int, int], options: Options, less: int) -> QuantizedMatrix:
