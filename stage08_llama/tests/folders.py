@@ -57,10 +57,7 @@ OF_CONFIG: dict[str, dict[str, dict[str, Any]]] = {
         "mistral": {"sliding_window": None},
         "mistral, window": {"sliding_window": 7} | TIED,
     },
-    "Qwen2Config": {
-        "qwen2": {},
-        "qwen2, window": QWEN_WINDOW | {"max_window_layers": 1},
-    },
+    "Qwen2Config": {"qwen2": {}, "qwen2, window": QWEN_WINDOW | {"max_window_layers": 1}},
     "Qwen3Config": {
         "qwen3": {"head_dim": 16} | TIED,
         "qwen3, yarn": rope("yarn") | {"head_dim": 16},
