@@ -51,13 +51,14 @@ class KernelCache:
     B padded, 2), and then its values, (B, D padded). `swapped` has the same layout for
     `swap_blocks` blocks.
 
-    level: of instructions, one of `library.levels()`; the best if empty. source: FAST, if None, or
-    NAIVE. real: what attention computes in; None: float64 for float64, otherwise float32.
+    level: of instructions, one of `library.levels()`; the best if empty. source: NAIVE, or None for
+    `fast`. real: what attention computes in; None: float64 for float64, otherwise float32.
     Raises NoKernels for a dtype, head size or device that the kernels do not support, or
     without a compiler.
     """
 
     defines: tuple[str, ...] = ()  # constants of the C files to set, for experiments
+    fast = FAST
     scales = 0  # numbers that a token's scales take, behind the values of a head: a later stage's
 
     def __init__(
@@ -74,7 +75,7 @@ class KernelCache:
     ) -> None:
         check(config, real or dtype, device)
         self.blocks, self.block_size, self.dtype = blocks, block_size, dtype
-        self.level, self.source = level, source or FAST
+        self.level, self.source = level, source or self.fast
         self.heads, self.width = config.n_kv_head, config.head_dim
         keys = (self.width + self.width % 2) * padded(block_size)
         numbers = keys + block_size * padded(self.width) + self.scales * padded(block_size)

@@ -47,7 +47,7 @@ def model_of(subject: Subject, weights: str) -> Any:
 def runner_of(subject: Subject, weights: str, blocks: int, kind: str = "") -> KernelRunner:
     """kind: of keys and values; by default float32 beside such weights, else bfloat16."""
     kind = kind or (F32 if weights == F32 else BF16)
-    make = Int8KernelCache if kind == INT8 else KernelCache
+    make: Any = partial(Int8KernelCache, real=torch.float32) if kind == INT8 else KernelCache
     cache = make(subject.config, blocks, BLOCK, dtype=getattr(torch, kind))
     if kind != INT8:
         cache.kv.normal_(generator=torch.Generator().manual_seed(0))

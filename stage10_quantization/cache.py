@@ -10,7 +10,6 @@ in the layout of stage 09's kernels, which read them in place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -128,22 +127,8 @@ class Int8KernelCache(KernelCache):
     and head are its keys and its values, as stage 09 has them, and then the scales of the keys and
     of the values, (2, B padded) of SCALE: part of the block, so whatever moves it moves them.
 
-    real: what attention computes in. source: FAST, if None, or NAIVE.
+    Takes the arguments of stage 09's; `real`, what attention computes in, must be given.
     """
 
+    fast = FAST
     scales = 2 * SCALE.itemsize
-
-    def __init__(
-        self,
-        config: Config,
-        blocks: int,
-        block_size: int = 16,
-        swap_blocks: int = 0,
-        dtype: torch.dtype = torch.int8,
-        device: torch.device | str = "cpu",
-        level: str = "",
-        source: Path | None = None,
-        real: torch.dtype = torch.float32,
-    ) -> None:
-        sizes = blocks, block_size, swap_blocks, dtype, device
-        super().__init__(config, *sizes, level, source or FAST, real)

@@ -79,7 +79,7 @@ def test_vectors_whose_codes_are_worked_out_by_hand(numbers, scale, codes, dtype
 @pytest.mark.parametrize("source", [None, NAIVE])
 @pytest.mark.parametrize("real", [F32, F64])
 def test_kernels_round_the_same_vectors_alike(numbers, scale, codes, source, real):
-    cache = Int8KernelCache(config_of(3), 1, source=source, real=real)
+    cache = Int8KernelCache(config_of(3), 1, dtype=torch.int8, source=source, real=real)
     cache.memory.poison([0])
     x = torch.tensor(numbers, dtype=real).view(1, 1, 3)
     cache.extend([([0], 0, 1)]).attend(0, torch.zeros(1, 1, 3, dtype=real), x, x)
@@ -141,7 +141,7 @@ def test_attention_is_explicit_attention_over_rounded_keys_and_values():
 def test_attention_of_every_shape(level, weights, real):
     def make_cache(config, blocks, size, source):
         options: Any = {"source": KERNELS[source], "real": real, "level": level}
-        return Int8KernelCache(config, blocks, size, **options)
+        return Int8KernelCache(config, blocks, size, dtype=torch.int8, **options)
 
     for case in cases():
         (naive, one), (fast, other) = attentions(case, make_cache, weights, real)
@@ -156,7 +156,7 @@ def test_bits_depend_on_neither_neighbours_nor_chunks_nor_threads(kv_heads):
     config, outputs, contents = config_of(64, kv_heads, 6 // kv_heads), [], []
 
     def make_cache():
-        cache = Int8KernelCache(config, 110)
+        cache = Int8KernelCache(config, 110, dtype=torch.int8, real=F32)
         cache.memory.poison(range(110))
         return cache
 
