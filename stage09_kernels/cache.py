@@ -58,7 +58,7 @@ class KernelCache:
     """
 
     defines: tuple[str, ...] = ()  # constants of the C files to set, for experiments
-    fast = FAST
+    fast: Path | None = None  # C file of another format's kernels; None: FAST
     scales = 0  # numbers that a token's scales take, behind the values of a head: a later stage's
 
     def __init__(
@@ -75,7 +75,7 @@ class KernelCache:
     ) -> None:
         check(config, real or dtype, device)
         self.blocks, self.block_size, self.dtype = blocks, block_size, dtype
-        self.level, self.source = level, source or self.fast
+        self.level, self.source = level, source or self.fast or FAST
         self.heads, self.width = config.n_kv_head, config.head_dim
         keys = (self.width + self.width % 2) * padded(block_size)
         numbers = keys + block_size * padded(self.width) + self.scales * padded(block_size)
