@@ -236,21 +236,21 @@ Scheme = tuple[int, int, bool]  # bits, columns of a group or 0 for a whole row,
 def write_folder(
     folder: Path,
     config: Mapping[str, Any],
-    tensors: Iterable[tuple[str, Tensor | QuantizedMatrix]],
+    tensors: Mapping[str, Tensor | QuantizedMatrix],
     copies: Sequence[Path] = (),
-    packed: bool = True,
 ) -> None:
     """Write a new checkpoint folder with compressed-tensors' names: codes of 4 bits are
     `pack-quantized`, eight in an int32; those of 8 bits are `int-quantized`, or packed beside
     others, because a folder has one format.
 
     config: the fields of config.json, without a quantization. tensors: all of config.shapes, as
-    `FolderModel.read` returns them. copies: files to put beside them, the tokenizer's. packed:
-    False if all codes have 8 bits. Raises UserError if the folder exists or cannot be written."""
+    `FolderModel.read` returns them. copies: files to put beside them, the tokenizer's. Raises
+    UserError if the folder exists or cannot be written."""
     prefix = "" if config.get("model_type", "gpt2") == "gpt2" else "model."
+    packed = any(isinstance(t, QuantizedMatrix) and t.bits == 4 for t in tensors.values())
     stored: dict[str, Tensor] = {}
     layers: dict[Scheme, list[str]] = {}
-    for name, tensor in tensors:
+    for name, tensor in tensors.items():
         name = name if name.startswith("lm_head.") else prefix + name
         if isinstance(tensor, Tensor):
             stored[name] = tensor.contiguous()
@@ -301,7 +301,6 @@ def quantization(layers: Mapping[Scheme, Sequence[str]], packed: bool) -> dict[s
             "targets": list(names),
             "weights": kind | (size if group else {"strategy": "channel"}) | {"dynamic": False},
             "input_activations": None if packed else inputs,
-            "output_activations": None,
             "format": FORMATS[not packed],
         }
     return {
@@ -310,5 +309,4 @@ def quantization(layers: Mapping[Scheme, Sequence[str]], packed: bool) -> dict[s
         "format": FORMATS[not packed],
         "config_groups": groups,
         "ignore": [],
-        "kv_cache_scheme": None,
     }

@@ -79,9 +79,9 @@ def quantize(options: argparse.Namespace) -> None:
     else:
         convert(model, Quantize(format), {})
     fields = {key: value for key, value in read_json(folder / CONFIG).items() if key != OPTION}
-    tensors = ((name, tensor_of(model, name)) for name in config.shapes())
+    tensors = {name: tensor_of(model, name) for name in config.shapes()}
     copies = [folder / name for name in TOKENIZER if (folder / name).exists()]
-    write_folder(options.out, fields, tensors, copies, options.weights == "int4")
+    write_folder(options.out, fields, tensors, copies)
 
 
 def tensor_of(model: Any, name: str) -> Tensor | QuantizedMatrix:

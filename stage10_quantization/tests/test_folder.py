@@ -178,7 +178,7 @@ def test_a_folder_is_read_as_it_was_written(tmp_path, family, packed):
     fields, out = FIELDS[family], tmp_path / "out"
     formats = (INT4_ZERO, INT8) if packed else (INT8, INT8_GROUPS)
     tensors = quantized(config_of(fields), *formats)
-    write_folder(out, fields, tensors.items(), [STORIES / "vocab.json"], packed)
+    write_folder(out, fields, tensors, [STORIES / "vocab.json"])
     assert {p.name for p in out.iterdir()} == {"config.json", "model.safetensors", "vocab.json"}
     model = FolderModel(out)
     assert model.config == config_of(fields)
@@ -201,7 +201,7 @@ def test_compressed_tensors_reads_what_was_written(tmp_path):
     from compressed_tensors.quantization import QuantizationConfig
 
     tensors = quantized(LLAMA, INT4_ZERO, INT8)
-    write_folder(tmp_path / "out", FIELDS["llama"], tensors.items())
+    write_folder(tmp_path / "out", FIELDS["llama"], tensors)
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     schemes = QuantizationConfig.model_validate(config).config_groups.values()
     stored, compared = load_file(tmp_path / "out" / "model.safetensors"), 0
@@ -220,4 +220,4 @@ def test_a_place_that_is_taken(tmp_path):
     (tmp_path / "file").touch()
     for place in ("file", "file/out"):
         with pytest.raises(UserError, match="cannot be written"):
-            write_folder(tmp_path / place, FIELDS["llama"], [])
+            write_folder(tmp_path / place, FIELDS["llama"], {})
