@@ -37,9 +37,7 @@ def speak(options: argparse.Namespace, prompt: str) -> int:
         print("No GPU: the kernels run in Triton's interpreter, slowly.", file=sys.stderr)
         layers.OUTPUTS = 1024, 1024  # there, a program takes nearly as long for 32
     organs: dict[str, Any] = {"make_cache": BACKEND.cache, "make_runner": BACKEND.runner}
-    engine = make(
-        loaded.model, contexts=1, sample_tokens=BACKEND.sample_tokens, **organs, **formats
-    )
+    engine = make(loaded.model, contexts=1, **organs, **formats)
     cli.speak(engine, loaded, prompt, sampling)
     return 0
 

@@ -6,6 +6,7 @@ import os
 import shutil
 from importlib.util import find_spec
 
+from stage04_continuous.engine import sample_tokens
 from stage09_kernels.backend import Backend, NoKernels
 
 if find_spec("triton") is None:
@@ -15,6 +16,5 @@ if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
 
 from .cache import GpuCache  # noqa: E402
 from .runner import GpuRunner  # noqa: E402
-from .sample import sample_tokens  # noqa: E402
 
 BACKEND = Backend(GpuCache, GpuRunner, sample_tokens)

@@ -23,15 +23,12 @@ from stage05_paged.blocks import BlockPool
 from stage05_paged.engine import cache_type, make
 from stage08_llama.tests.test_contract import GROUPED
 from stage09_kernels.backend import NoKernels
-from stage13_gpu.backend import BACKEND
 from stage13_gpu.cache import GpuCache
 from stage13_gpu.launch import DEVICE
 from stage13_gpu.runner import GpuRunner
 
 CONFIGS = {"gpt2": oracle.CONFIG, "grouped": GROUPED}
-KERNELS: dict[str, Any] = {
-    "make_cache": GpuCache, "make_runner": GpuRunner, "sample_tokens": BACKEND.sample_tokens,
-}  # fmt: skip
+KERNELS: dict[str, Any] = {"make_cache": GpuCache, "make_runner": GpuRunner}
 
 
 @cache
