@@ -25,10 +25,10 @@ from stage09_kernels.cache import Tables, cut, rows_of
 from .flash import decode, merge, prefill
 from .fused import store
 from .launch import DEVICE, launch
+from .naive import PIECE, TILE
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256  # channels of a head: a tile of wider ones does not fit into registers
-TILE, PIECE = 64, 256  # keys that a program reads at a time, and all in all (`decode`)
 LEAST = 16  # rows and columns that a tensor core multiplies at least
 
 

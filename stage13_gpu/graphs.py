@@ -69,7 +69,7 @@ class Graphs:
     ) -> None:
         self.cache, self.compute = cache, compute
         self.capture = capture or capture_cuda(torch.cuda.graph_pool_handle())
-        self.kept: dict[Shape, Captured | None] = {}  # None: the GPU had no room for it
+        self.kept: dict[Shape, Captured] = {}
 
     def shape(self, shares: Sequence[Any], rows: Sequence[int]) -> Shape | None:
         """The shape of the graph that serves a pass; None if it is no decode step, or too large."""
@@ -81,17 +81,11 @@ class Graphs:
         width = -(-pieces * PIECE // self.cache.block_size)
         return Shape(size, size, size, 0, size, width, pieces)
 
-    def run(self, shape: Shape, ids: Sequence[int], shares: Sequence[Any]) -> Tensor | None:
-        """Logits (N, V) of a decode step of N rows, until the next one; None if the GPU has no room
-        for the graph."""
+    def run(self, shape: Shape, ids: Sequence[int], shares: Sequence[Any]) -> Tensor:
+        """Logits (N, V) of a decode step of N rows, until the next one."""
         if shape not in self.kept:
-            try:
-                self.kept[shape] = self._captured(shape)
-            except torch.OutOfMemoryError:
-                self.kept[shape] = None
+            self.kept[shape] = self._captured(shape)
         graph, count = self.kept[shape], len(ids)
-        if graph is None:
-            return None
         graph.numbers.copy_(self.cache.numbers(shape, shares, ids, range(count)), True)
         graph.replay()
         return graph.logits[:count]

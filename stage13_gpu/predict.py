@@ -15,9 +15,10 @@ import torch
 
 from shared import catalog, cli
 from shared.config import Config
-from shared.errors import UserError
 from shared.measure import Limits
 from shared.roofline import forward_cost
+
+from .naive import PIECE
 
 # GB/s; GFLOP/s in float32, and in the half formats on tensor cores, dense
 GPUS = {
@@ -28,12 +29,11 @@ GPUS = {
 }
 LAUNCH = 5e-6  # seconds for Python and the driver to start one kernel: assumed
 NODE, REPLAY = 1e-6, 10e-6  # seconds from a kernel of a graph to the next, and to start it: assumed
-PIECES = 256  # keys that a program of `decode` reads
 
 
 def launches(config: Config, context: int) -> int:
     """Kernels of a decode step with this runner: `tests/test_predict.py` counts them."""
-    attention = 2 if context < PIECES else 3  # store, decode, and merge
+    attention = 2 if context < PIECE else 3  # store, decode, and merge
     products = 4  # q k v, projection, up, down
     between = 3  # two norms, and GELU or a gate
     ends = 10 if hasattr(config, "rope") else 7  # embedding and positions; wanted rows and head
@@ -58,20 +58,15 @@ def seconds(
 def main(argv: list[str] | None = None) -> int:
     about = "Predicts a decode step of a model on GPUs, from data sheets and counted kernels."
     parser = cli.Parser("stage13_gpu.predict", about, "  python -m stage13_gpu.predict")
-    parser.add_argument("--model", default="gpt2", help="a known shape; default: gpt2")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    options = parser.parse_args(argv)
-    if options.model not in catalog.presets():
-        known = ", ".join(catalog.presets())
-        raise UserError(f"There is no shape '{options.model}': choose one of {known}.")
-    config = catalog.presets()[options.model]
-    dtype = getattr(torch, options.dtype)
-    kernels = launches(config, 1000)
-    print(f"{config.name}, {options.dtype}: {kernels} kernels a step; microseconds")
+    parser.add_argument(
+        "--model", default="gpt2", choices=catalog.presets(), help="default: gpt2", metavar="NAME"
+    )
+    config = catalog.presets()[parser.parse_args(argv).model]
+    print(f"{config.name}, bfloat16: {launches(config, 1000)} kernels a step; microseconds")
     lines = [["GPU", "rows", "context", "bytes", "operations", "eager", "graph"]]
     for name, gpu in GPUS.items():
         for rows in (1, 32):
-            times = seconds(config, dtype, rows, 1000, gpu).values()
+            times = seconds(config, torch.bfloat16, rows, 1000, gpu).values()
             lines.append([name, str(rows), "1,000", *(f"{1e6 * time:,.0f}" for time in times)])
     for line in lines:
         print(f"{line[0]:<11}" + "".join(f"{cell:>11}" for cell in line[1:]))

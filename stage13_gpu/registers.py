@@ -121,7 +121,6 @@ def reports(name: str, config: Config, dtype: torch.dtype) -> Iterator[dict[str,
                 "model": name, "dtype": str(dtype).removeprefix("torch."),
                 "kernel": kernel.__name__, "gpu": gpu, "registers": registers,
                 "spilled": stack + local, "shared": binary.metadata.shared,
-                "threads": 32 * options["num_warps"],
             }  # fmt: skip
 
 

@@ -55,14 +55,12 @@ class GpuRunner:
         if not ids:
             return torch.empty(0, self.config.vocab_size, device=self.cache.device)
         check_places(shares, self.cache.block_size)
-        size = self.graphs and self.graphs.shape(shares, rows)
-        logits = self.graphs.run(size, ids, shares) if self.graphs and size else None
-        if logits is None:
-            shape = self.cache.shape(shares, len(rows))
-            numbers = self.cache.numbers(shape, shares, ids, rows)
-            numbers = numbers.to(self.cache.device, non_blocking=True)
-            logits = self.compute(GpuAttention(self.cache, shape, numbers))
-        return logits
+        if self.graphs and (size := self.graphs.shape(shares, rows)):
+            return self.graphs.run(size, ids, shares)
+        shape = self.cache.shape(shares, len(rows))
+        numbers = self.cache.numbers(shape, shares, ids, rows)
+        numbers = numbers.to(self.cache.device, non_blocking=True)
+        return self.compute(GpuAttention(self.cache, shape, numbers))
 
     def compute(self, attention: GpuAttention) -> Tensor:
         """Logits (R, V) of the rows that a pass wants."""

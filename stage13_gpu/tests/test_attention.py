@@ -122,8 +122,6 @@ def test_what_has_no_kernel_is_refused_in_a_sentence():
     config = Config(11, 64, 48, 1, 2)
     with pytest.raises(NoKernels, match="float64: choose float32, bfloat16 or float16"):
         GpuCache(config, 4, dtype=torch.float64)
-    with pytest.raises(NoKernels, match="run on CUDA, not on mps"):
-        check(config, torch.float32, "mps")
     with pytest.raises(NoKernels, match="at most 256 channels, and gpt2 has 320"):
         GpuCache(Config(11, 64, 640, 1, 2, name="gpt2"), 4)
 

@@ -14,13 +14,11 @@ import torch
 from shared import parity
 from shared.models import load_model
 from shared.testing import random_checkpoint
-from shared.tests.int8 import Int8
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.params import SamplingParams
-from stage04_continuous.runner import Runner
 from stage04_continuous.tests import oracle
 from stage05_paged.blocks import BlockPool
-from stage05_paged.engine import cache_type, make
+from stage05_paged.engine import make
 from stage08_llama.tests.test_contract import GROUPED
 from stage09_kernels.backend import NoKernels
 from stage13_gpu.cache import GpuCache
@@ -55,20 +53,6 @@ def test_tokens_are_those_of_stage_01(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_of_all_scenarios(name):
     prove(name, None)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "grouped"])
-def test_layers_of_another_format(name):
-    """Some layers in int8, beside plain ones: the logits of stage 05's runner."""
-    checkpoint = random_checkpoint(CONFIGS[name], spread=24)
-    checkpoint.conversion = Int8("c_attn", "k_proj", "up_proj")
-    model = load_model(checkpoint, dtype=torch.float32, device=DEVICE)
-    ids, shares = oracle.prompt_of(24), [([3, 0], 0, 21), ([5], 0, 3)]
-    config = CONFIGS[name]
-    caches = cache_type()(config, 8, 16, device=DEVICE), GpuCache(config, 8, 16)
-    want = Runner(model, caches[0]).run(ids, shares, [20, 23, 5])
-    got = GpuRunner(model, caches[1]).run(ids, shares, [20, 23, 5])
-    torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-4)
 
 
 def test_a_projection_is_a_view_of_the_joined_weights():

@@ -121,25 +121,9 @@ def test_a_replay_writes_to_the_slots_of_its_rows_alone():
     assert shape is not None and shape.tokens == 4
     with torch.inference_mode():
         logits = graphs.run(shape, [1, 2, 3], shares)
-    assert logits is not None and len(logits) == 3 and logits.isfinite().all()
+    assert len(logits) == 3 and logits.isfinite().all()
     changed = (runner.cache.kv[0] != 7.0).any(-1)  # (2, H, blocks, block)
     assert changed.nonzero()[:, 2:].unique(dim=0).tolist() == [[2, 0], [4, 0], [8, 0]]
-
-
-def test_a_graph_for_which_there_is_no_room_is_done_without():
-    tries: list[Any] = []
-
-    def full(work):
-        tries.append(work)
-        raise torch.OutOfMemoryError
-
-    runner = GpuRunner(model_of("gpt2"), module.GpuCache(CONFIGS["gpt2"], 9, 4))
-    step = [1, 2], [([4], 0, 1), ([8], 0, 1)], [0, 1]
-    want = runner.run(*step)
-    runner.graphs = Graphs(runner.cache, runner.compute, full)
-    for _ in range(2):
-        torch.testing.assert_close(runner.run(*step), want, rtol=0, atol=0)
-    assert len(tries) == 1
 
 
 def test_fields_of_a_pass_begin_at_16_bytes():

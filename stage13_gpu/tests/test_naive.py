@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stage13_gpu import naive
 from stage13_gpu.naive import State, decode, merge, online, prefill
 
 BLOCKS = 90
@@ -80,8 +79,3 @@ def test_new_tokens_see_those_before_them():
     q = torch.randn(31, 8, dtype=torch.float64)
     output = prefill(q, memory[0], memory[1], table, 5, 100)
     torch.testing.assert_close(output, expected(q, torch.arange(100, 131), lines))
-
-
-def test_the_naive_pages_have_the_sizes_of_the_kernels():
-    cache = pytest.importorskip("stage13_gpu.cache", reason="requirements-gpu.txt is not installed")
-    assert (naive.TILE, naive.PIECE) == (cache.TILE, cache.PIECE)

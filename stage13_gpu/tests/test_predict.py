@@ -84,12 +84,6 @@ def test_a_step_takes_the_longest_of_bytes_operations_and_launches():
     assert t4["eager"] == t4["bytes"] == t4["graph"] - predict.REPLAY
 
 
-def test_the_command_prints_a_line_for_each_gpu(capsys):
-    predict.main(["--model", "Qwen/Qwen3-0.6B"])
-    output = capsys.readouterr().out
-    assert "kernels a step" in output and all(gpu in output for gpu in GPUS)
-
-
 @pytest.mark.parametrize(("device", "shown"), [("H100 80GB HBM3", "200"), ("L40S", "not measured")])
 def test_what_a_gpu_has_measured_is_shown_beside_its_prediction(device, shown):
     """And not beside another's, whose name begins alike."""
