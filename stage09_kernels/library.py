@@ -100,14 +100,10 @@ def compiler() -> list[str]:
 def load(source: Path, defines: tuple[str, ...] = (), level: str = "") -> ctypes.CDLL:
     """The library of a C file. level: one of `levels()`, the best if empty.
 
-    Raises NoKernels if no compiler can build it, or this processor lacks the level.
+    Raises NoKernels if no compiler can build it.
     """
-    level = level or levels()[0]
-    if level not in levels():
-        raise NoKernels(f"This processor does not support {level}: choose {' or '.join(levels())}.")
-    return _loaded(
-        source, [*FLAGS, *LEVELS[level][0].split(), *(f"-D{define}" for define in defines)]
-    )
+    flags = LEVELS[level or levels()[0]][0].split()
+    return _loaded(source, [*FLAGS, *flags, *(f"-D{define}" for define in defines)])
 
 
 def _loaded(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
@@ -119,20 +115,11 @@ def _loaded(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(_built(source, flags, command)))
     except (OSError, subprocess.SubprocessError) as error:
-        reason = f"{shlex.join(command)}: {_reason(error)}"
-        raise NoKernels(f"{source.name} cannot be compiled ({reason}).") from None
-
-
-def _reason(error: Exception) -> str:
-    """Why a compiler failed, in one line: the first error that it printed, if any."""
-    lines = (getattr(error, "stderr", None) or "").strip().splitlines()
-    if lines:
-        return next((line for line in lines if "error" in line.lower()), lines[0])
-    if isinstance(error, subprocess.TimeoutExpired):
-        return f"it took longer than {SECONDS} s"
-    if isinstance(error, subprocess.CalledProcessError):
-        return f"it ended with status {error.returncode}"
-    return str(error)
+        printed = str(getattr(error, "stderr", None) or "").splitlines()
+        reason = next((line for line in printed if "error" in line.lower()), error)
+        raise NoKernels(
+            f"{source.name} cannot be compiled ({shlex.join(command)}: {reason})."
+        ) from None
 
 
 def _built(source: Path, flags: Sequence[str], compiler: Sequence[str]) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from stage04_continuous.runner import Runner
 from stage05_paged.engine import cache_type
 
 from .predict import GPUS, launches, seconds
+from .registers import compiled
 
 STAGE = "stage13_gpu"
 PAGED, EAGER, GRAPH = "paged", "eager", "graph"
@@ -30,7 +32,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def measure(bench: kit.Bench) -> None:
     if DEVICE == "cpu":
-        bench.results["registers"] = [] if bench.quick else [*registers()]
+        bench.results["registers"] = [] if bench.quick else registers()
         return
     for name in bench.sizes(*MODELS):
         subject = Subject(name, "bfloat16", DEVICE, plain=True)
@@ -38,16 +40,9 @@ def measure(bench: kit.Bench) -> None:
             steps(bench, subject, rows)
 
 
-def registers() -> Iterator[dict[str, Any]]:
-    """Of each kernel, the most that any of its variants needs, by the assembler."""
-    try:
-        from .registers import compiled
-    except ModuleNotFoundError:  # Triton
-        return
-    for group in compiled(MODELS[:1]):
-        yield {
-            key: group[key] for key in ("kernel", "dtype", "model", "gpu", "registers", "spilled")
-        }
+def registers() -> list[dict[str, Any]]:
+    """What each kernel needs, by the assembler; nothing without Triton."""
+    return compiled(MODELS[:1]) if find_spec("triton") else []
 
 
 def steps(bench: kit.Bench, subject: Subject, rows: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,8 +49,6 @@ def fresh(tmp_path, monkeypatch):
 def test_what_there_is_no_kernel_for():
     for width, options, words in (
         (32, {"dtype": torch.float16}, "do not support float16: choose float32 or bfloat16"),
-        (32, {"device": "meta"}, "run on the CPU, not on meta"),
-        (32, {"level": "avx1024"}, "This processor does not support avx1024"),
         (1026, {}, "heads of at most 512 channels, and .* has 513"),
     ):
         with pytest.raises(NoKernels, match=words):
@@ -117,30 +114,16 @@ def test_a_library_is_compiled_once_for_all_that_is_in_it(fresh, tmp_path):
     assert written[0] == written[1] < written[2] < written[3] and len(written[3]) == 3
 
 
-def fake(folder: Path, does: str) -> str:
-    """The command of a compiler that answers --version, and otherwise does something else."""
-    script = folder / "fake.py"
+def test_a_compiler_that_fails_is_named_with_its_reason(fresh, tmp_path, monkeypatch):
+    script = tmp_path / "fake.py"
     script.write_text(
-        f"import os, sys\nout = sys.argv[sys.argv.index('-o') + 1] if '-o' in sys.argv else ''\n"
-        f"if out:\n    {does}\n"
+        "import sys\nif '-o' in sys.argv:\n"
+        "    print('a note', file=sys.stderr); sys.exit('error: no space left')\n"
     )
-    return f"{sys.executable} {script}"
-
-
-@pytest.mark.parametrize(
-    ("does", "words"),
-    [
-        ("", r"cannot be compiled \(no-such-compiler: .*no-such-compiler"),
-        ("print('a note', file=sys.stderr); sys.exit('error: no space left')", "error: no space"),
-        ("import time; time.sleep(60)", "it took longer than 2 s"),
-    ],
-)
-def test_a_compiler_that_fails_is_named_with_its_reason(does, words, fresh, tmp_path, monkeypatch):
-    monkeypatch.setenv("CC", fake(tmp_path, does) if does else "no-such-compiler")
-    monkeypatch.setattr(library, "SECONDS", 2)
-    with pytest.raises(NoKernels, match=words) as caught:
+    monkeypatch.setenv("CC", f"{sys.executable} {script}")
+    with pytest.raises(NoKernels, match=r"compiled \(.*fake.py: error: no space left\)"):
         library.load(FAST, DEFINES)
-    assert "\n" not in str(caught.value) and not list(fresh.glob("building-*"))
+    assert not list(fresh.glob("building-*"))
 
 
 def test_without_any_compiler(fresh, monkeypatch):
@@ -167,13 +150,6 @@ def test_tiles_that_the_system_refuses_are_one_line_and_the_next_level(fresh, mo
     library.may_use_tiles.cache_clear()
 
 
-def test_two_that_compile_at_once(fresh, tmp_path):
-    inputs = one(tmp_path), library.FLAGS, library.compiler()
-    with ThreadPoolExecutor(2) as both:
-        first, second = both.map(lambda _: library._built(*inputs), range(2))
-    assert first == second and list(fresh.iterdir()) == [first]
-
-
 def test_a_blank_cache_takes_no_memory_before_it_is_written():
     """To clear that of 32 contexts of SmolLM2, six gigabytes, took half a minute at the start."""
     before = psutil.Process().memory_info().rss
@@ -187,22 +163,16 @@ def test_a_blank_cache_takes_no_memory_before_it_is_written():
 # ---- the choice of kernels, and the server's
 
 
-def chosen(name="auto", dtype=torch.float32):
-    choice = choose(name, dtype, torch.device("cpu"))
-    return choice.name, choice.reason
-
-
 def test_the_kernels_are_chosen_where_they_compile(fresh, monkeypatch):
+    here = torch.float32, torch.device("cpu")
     assert parse([]).engine == "auto"
-    assert chosen() == chosen("kernels") == ("kernels", "") and chosen("paged") == ("paged", "")
-    with pytest.raises(UserError, match="not support float16"):
-        chosen("kernels", torch.float16)
+    assert [choose(name, *here).name for name in ("auto", "paged")] == ["kernels", "paged"]
     library.load.cache_clear()
     monkeypatch.setenv("CC", "no-such-compiler")
-    name, reason = chosen()
-    assert name == "paged" and "cannot be compiled" in reason and "\n" not in reason
+    choice = choose("auto", *here)
+    assert choice.name == "paged" and "cannot be compiled" in choice.reason
     with pytest.raises(UserError, match="cannot be compiled .*--engine auto"):
-        chosen("kernels")
+        choose("kernels", *here)
 
 
 def test_a_model_that_the_kernels_do_not_support_gets_another_engine(tmp_path):

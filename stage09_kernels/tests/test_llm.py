@@ -42,7 +42,5 @@ def test_errors_come_before_any_work(llm):
         llm.generate(["fine", "word " * 500])
     with pytest.raises(UserError, match="2 prompts and 1 sampling settings"):
         llm.generate(PROMPTS[:2], [SamplingParams()])
-    with pytest.raises(UserError, match="has no chat template"):
-        llm.chat([{"role": "user", "content": "hi"}])
     with pytest.raises(UserError, match="choose from 'auto'"):
         LLM(weights="int3")
