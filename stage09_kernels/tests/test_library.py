@@ -47,12 +47,12 @@ def fresh(tmp_path, monkeypatch):
 
 
 def test_what_there_is_no_kernel_for():
-    for width, options, words in (
-        (32, {"dtype": torch.float16}, "do not support float16: choose float32 or bfloat16"),
-        (1026, {}, "heads of at most 512 channels, and .* has 513"),
+    for width, dtype, words in (
+        (32, torch.float16, "do not support float16: choose float32 or bfloat16"),
+        (1026, torch.float32, "heads of at most 512 channels, and .* has 513"),
     ):
         with pytest.raises(NoKernels, match=words):
-            KernelCache(Config(11, 64, width, 1, 2), 4, **options)
+            KernelCache(Config(11, 64, width, 1, 2), 4, dtype=dtype)
 
 
 def test_weights_and_cache_compute_in_one_dtype():
