@@ -14,7 +14,7 @@ BUDGET = {  # lines of source, of tests
     "book": (400, 0),
     "exercises": (1_355, 550),
     "reports": (2_030, 240),
-    "shared": (4_920, 2_160),
+    "shared": (5_010, 2_070),
     "stage01": (960, 540),
     "stage02": (360, 190),
     "stage03": (475, 470),
