@@ -138,6 +138,8 @@ def compressed(parts: Parts, shape: tuple[int, int], options: Options) -> Quanti
     if columns % count:
         raise Unfit(f"weight_scale has {count} groups for {columns} columns")
     if (packed := parts.get("weight_packed")) is None:
+        if "weight_zero_point" in parts and parts["weight_zero_point"].any():
+            raise Unfit("codes of 8 bits with zeros of their own are not read")
         return QuantizedMatrix(part(parts, "weight", *shape), scale.float().contiguous())
     bits = 32 * packed.shape[-1] // columns
     if bits not in (4, 8):

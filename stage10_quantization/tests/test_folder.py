@@ -18,7 +18,7 @@ from shared.errors import UserError
 from stage08_llama.config import LlamaConfig
 from stage08_llama.tests.folders import to_fields
 from stage10_quantization.convert import INT4_ZERO, INT8, INT8_GROUPS
-from stage10_quantization.folder import FolderModel, gptq, write_folder
+from stage10_quantization.folder import FolderModel, Unfit, compressed, gptq, write_folder
 from stage10_quantization.matrix import PROJECTIONS, QuantizedMatrix
 
 LLAMA = LlamaConfig(64, 32, 64, 2, 2, 1, n_inner=96, tied=False)
@@ -157,6 +157,15 @@ def test_what_is_not_read_is_refused_by_name(tmp_path, changed, tensors, reason)
         for name in model.config.shapes():
             model.read(name)
     assert reason in str(caught.value)
+
+
+def test_int8_codes_with_zeros_of_their_own_are_refused():
+    """They were read as if all zeros were 0."""
+    zeros = torch.zeros(4, 1, dtype=torch.int8)
+    parts = {"weight": torch.ones(4, 8, dtype=torch.int8), "weight_scale": torch.ones(4, 1)}
+    assert compressed(parts | {"weight_zero_point": zeros}, (4, 8), {}).bits == 8
+    with pytest.raises(Unfit, match="zeros of their own"):
+        compressed(parts | {"weight_zero_point": zeros + 3}, (4, 8), {})
 
 
 # ---- writing ----
