@@ -322,9 +322,9 @@ class Row(dict[str, Any]):
     def median(self, variant: str, key: str = "seconds") -> float:
         return float(median(self[key][variant]))
 
-    def gain(self, slow: str, fast: str) -> float:
-        """The speedup of the variant `fast` over the variant `slow`."""
-        return self.median(slow) / self.median(fast)
+    def gain(self, slow: str, fast: str, key: str = "seconds") -> float:
+        """How many times as much the variant `slow` took as the variant `fast`."""
+        return self.median(slow, key) / self.median(fast, key)
 
     def ms(self, variant: str, digits: int = 1) -> str:
         return spread((1e3 * seconds for seconds in self["seconds"][variant]), digits)
