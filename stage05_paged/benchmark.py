@@ -9,8 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from functools import partial
-from itertools import count as counting
-from itertools import zip_longest
 from statistics import mean
 from typing import Any
 
@@ -79,19 +77,16 @@ def gather(bench: kit.Bench, subject: Subject, rows: int, context: int) -> None:
 
 def prefix(bench: kit.Bench, subject: Subject) -> None:
     """Seconds to a request's first token, whose beginning another has computed or not."""
-    numbers, engine = counting(), make(subject.model, 2, token_budget=SYSTEM + OWN)
-    other, own = subject.prompts([OWN, OWN], "own")
+    system, other, own = subject.prompts([SYSTEM, OWN, OWN])
 
-    def first(found: bool) -> dict[str, Any]:
-        (system,) = subject.prompts([SYSTEM], f"system {next(numbers)}")  # in no cache yet
-        if found:
-            engine.generate([system + other], kit.greedy(1))
-        ids, tokens = list[int](), engine.stream(system + own, kit.greedy(2))
-        seconds = watch.seconds(lambda: ids.append(next(tokens).id))
-        subject.prove([system + own], [ids + [token.id for token in tokens]])
-        return {"seconds": seconds}
+    def first(before: list[int]) -> dict[str, Any]:
+        engine, outputs = make(subject.model, 2, token_budget=SYSTEM + OWN), list[Any]()
+        engine.generate([before], kit.greedy(1))
+        ask = partial(engine.generate, [system + own], kit.greedy(1))
+        seconds = watch.seconds(lambda: outputs.extend(ask()))
+        return {"seconds": seconds} | subject.prove([system + own], [outputs[0].token_ids])
 
-    ways = {"computed": partial(first, False), "found": partial(first, True)}
+    ways = {"computed": partial(first, other), "found": partial(first, system + other)}
     bench.row("prefix", ways, 5, **subject.about)
 
 
@@ -145,26 +140,26 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
         why = "the step is above its limit without the gather too, which is a smaller share"
         yield kit.claim(what, 1.39, slower(row), row.gain(PAGED, SLOTS), "x", why)
     for row in results.rows("prefix", model="gpt2"):
-        passes = (SYSTEM + OWN, 0), (OWN, SYSTEM)
-        costs = [row.least(forward_cost(row.config, row.kind, *n)) for n in passes]
+        cost = partial(forward_cost, row.config, row.kind)
+        here = row.least(cost(SYSTEM + OWN, 0)) / row.least(cost(OWN, SYSTEM))
         what, why = "first token of 544, 512 found", "a step of 32 rows is further from its limit"
-        yield kit.claim(what, 15.5, costs[0] / costs[1], row.gain("computed", "found"), "x", why)
+        yield kit.claim(what, 15.5, here, row.gain("computed", "found"), why=why)
 
 
 def chart(results: Results) -> Figure:
     (row, *_) = results.rows("capacity", load="crowd")
+    rows = {name: runs[-1] for name, runs in row["rows"].items()}
+    steps = range(max(map(len, rows.values())))
     # A line stays at 0 once its requests have ended, so that its name stands beside it.
-    columns = zip_longest(*(runs[-1] for runs in row["rows"].values()), fillvalue=0)
-    series = dict(zip(row["rows"], map(list, zip(*columns, strict=True)), strict=True))
+    series = {name: counts + [0] * (len(steps) - len(counts)) for name, counts in rows.items()}
     title = "In the same memory, blocks hold many times as many sequences"
-    steps = [*range(len(series[SLOTS]))]
     return charts.lines(title, "step of the crowd", "sequences in it", steps, series)
 
 
 def headline(results: Results) -> str:
     for row in results.rows("capacity", load="crowd"):
-        queued, gain = row.median(PAGED, "queued"), row.gain(SLOTS, PAGED)
-        return f"in the memory of 4 slots, {queued:.0f} sequences, and {gain:.1f}x the tok/s"
+        queued = f"{row.median(PAGED, 'queued'):.0f} sequences"
+        return f"in the memory of 4 slots, {queued}, and {row.gain(SLOTS, PAGED):.1f}x the tok/s"
     return kit.UNMEASURED
 
 
