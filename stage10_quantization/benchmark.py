@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from shared import charts, cli, kit, models
 from shared.conversion import convert
 from shared.kit import Results, Row, Subject
-from shared.roofline import Cost, block_weights
+from shared.roofline import Cost, block_weights, forward_cost
 from stage04_continuous.runner import Runner
 from stage05_paged.cache import PagedCache
 from stage09_kernels.cache import KernelCache
@@ -98,17 +98,15 @@ def measure(bench: kit.Bench) -> None:
 def bound(row: Row, weights: str, keys: str = "") -> float:
     """The least seconds of a pass. Bytes are multiplied twice as fast as bfloat16's numbers;
     without rounded activations they are widened to float32."""
-    config, keys = row.config, keys or (F32 if weights == F32 else BF16)
+    config, dtype = row.config, getattr(torch, keys or (F32 if weights == F32 else BF16))
     new, count = (1, row["rows"]) if row["context"] else (row["rows"], 1)
-    layers, head = block_weights(config), config.vocab_size * config.n_embd
-    read = (layers * BITS[weights] + head * max(BITS[weights], BITS[GROUPS])) / 8
-    read += count * row["context"] * config.kv_bytes_per_token(getattr(torch, keys))
-    seen = count * (new * row["context"] + new * (new + 1) / 2)
-    flops = 2.0 * count * (layers * new + head)
-    flops += 4 * config.n_head * config.head_dim * config.n_layer * seen
+    whole, table = 8 * dtype.itemsize, max(BITS[weights], BITS[GROUPS])
+    saved = block_weights(config) * (whole - BITS[weights])
+    saved += config.vocab_size * config.n_embd * (whole - table)
+    cost = forward_cost(config, dtype, new, row["context"], rows=count)
     rate = row.limits.gflops[F32 if weights in (F32, ONLY) else BF16]
-    rate *= 2 if weights in (INT8, GROUPS, INT4) else 1
-    return Cost(flops, read).seconds(replace(row.limits, gflops={F32: rate}), torch.float32)
+    limits = replace(row.limits, gflops={F32: rate * (2 if weights in (INT8, GROUPS, INT4) else 1)})
+    return Cost(cost.flops, cost.bytes - saved / 8).seconds(limits, torch.float32)
 
 
 def name_of(row: Row) -> str:
