@@ -73,14 +73,14 @@ def ask_all(url: str, streams: int, prompts: Lists, answer: int) -> dict[str, An
     head += "Content-Type: application/json\r\n"
     body = {"max_tokens": answer, "temperature": 0, "ignore_eos": True, "stream": True}
     texts = [json.dumps(body | {"prompt": p, "return_token_ids": True}) for p in prompts]
-    waiting = iter([f"{head}Content-Length: {len(t)}\r\n\r\n{t}".encode() for t in texts])
-    answers = list[bytes]()
+    requests = [f"{head}Content-Length: {len(t)}\r\n\r\n{t}".encode() for t in texts]
+    waiting, answers = iter(enumerate(requests)), [b""] * len(requests)
 
     async def stream() -> None:
         reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=2**26)
-        for request in waiting:
+        for number, request in waiting:
             writer.write(request)
-            answers.append(await reader.readuntil(b"0\r\n\r\n"))  # of a body in chunks
+            answers[number] = await reader.readuntil(b"0\r\n\r\n")  # of a body in chunks
         writer.close()
 
     async def gather() -> float:
