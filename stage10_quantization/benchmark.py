@@ -128,6 +128,7 @@ def tables(results: Results) -> kit.Tables:
 def claims(results: Results) -> Iterator[dict[str, str]]:
     """What the lesson predicts for the GPT-2 124M shape, and for the embedded model's."""
     by_hand = {(1, INT8): 1.89, (1, INT4): 2.48, (32, INT8): 1.92, (PROMPT, ONLY): 0.5}
+    tiles = {32: "by tiles, bfloat16 is not bound by arithmetic", PROMPT: "bfloat16 takes tiles"}
     for row in results.rows("steps", model="gpt2", rows=1):
         for weights, share in ((INT8, 0.26), (INT4, 0.19)):
             what = f"bytes of {weights} weights, of float32's"
@@ -136,7 +137,8 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
     for (rows, weights), expected in by_hand.items():
         for row in results.rows("steps", model="gpt2", rows=rows):
             here, what = bound(row, BF16) / bound(row, weights), f"{weights} over bfloat16"
-            yield kit.claim(f"{what}, {name_of(row)}", expected, here, row.gain(BF16, weights))
+            what, gain = f"{what}, {name_of(row)}", row.gain(BF16, weights)
+            yield kit.claim(what, expected, here, gain, why=tiles.get(rows, "not known"))
     for row in results.rows("steps", model="stories"):
         yield kit.claim("int8 over bfloat16, stories", 1.0, 1.0, row.gain(BF16, INT8))
     for row in results.rows("caches", model="gpt2"):
