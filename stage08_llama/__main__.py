@@ -63,25 +63,19 @@ def speak(options: argparse.Namespace, prompt: str) -> int:
 
 def talk(options: argparse.Namespace) -> int:
     from shared import chat_template
-    from stage05_paged.memory import size
 
     from .chat import Chat
 
     loaded, engine, sampling, chosen = load(options)
-    config, control = loaded.config, getattr(loaded.tokenizer, "control", None)
+    name, control = loaded.config.name, getattr(loaded.tokenizer, "control", None)
     template = chat_template.load(loaded.folder, control) if control else None
     if template is None:
         raise UserError(
-            f"{config.name} has no chat template and was not trained to chat: give it a prompt, or "
-            "choose a model with one."
+            f"{name} has no chat template and was not trained to chat: give it a prompt, or choose "
+            "a model with one."
         )
-    memory = size(config.n_positions * config.kv_bytes_per_token(loaded.kv_dtype))
-    print(
-        f"[{config.name}, engine {chosen.name}, {loaded.machine}]\n[context of "
-        f"{config.n_positions:,} tokens, whose keys and values take {memory}]",
-        file=sys.stderr,
-    )
-    if config.name == "stories-chat":
+    print(f"[{name}, engine {chosen.name}, {loaded.machine}]", file=sys.stderr)
+    if name == "stories-chat":
         print("[this small model knows only its own stories: ask it for one]", file=sys.stderr)
     return Chat(engine, loaded, template, sampling).run()
 

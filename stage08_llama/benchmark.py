@@ -27,7 +27,7 @@ from .rope import frequencies, rotate, rotation
 
 STAGE = "stage08_llama"
 SMOL = "HuggingFaceTB/SmolLM2-135M"
-REPEATED, GROUPED = "repeated", "grouped"
+PAIR = REPEATED, GROUPED = "repeated", "grouped"
 PROMPT, ANSWER = 64, 32  # tokens of one request
 
 
@@ -53,9 +53,8 @@ def heads(bench: kit.Bench, subject: Subject, count: int, context: int) -> None:
         GROUPED: partial(Runner(subject.model, grouped).run, *inputs),
     }
     proof = partial(kit.prove, ways[REPEATED]().float(), ways[GROUPED]().argmax(-1), dtype)
-    about = {**subject.about, "rows": count, "context": context}
-    size = {REPEATED: repeated.bytes, GROUPED: grouped.bytes}
-    bench.row("heads", ways, 7, 1, proof, bytes=size, **about)
+    about = subject.about | {"bytes": {REPEATED: repeated.bytes, GROUPED: grouped.bytes}}
+    bench.row("heads", ways, 7, 1, proof, rows=count, context=context, **about)
 
 
 @torch.inference_mode()
@@ -77,11 +76,13 @@ def pieces(bench: kit.Bench, subject: Subject) -> None:
     bench.row("pieces", ways, 50, **subject.about)
 
 
-def least(row: Row, variant: str) -> float:
-    """Least seconds of a decode step: weights, keys and values, or arithmetic."""
+def predicted(row: Row) -> float:
+    """The gain of grouped heads: of the least seconds of a decode step, which reads weights, keys
+    and values, or computes."""
     cost = forward_cost(row.config, row.kind, 1, 0, rows=row["rows"])
-    reading = (cost.bytes + row["bytes"][variant]) / row.limits.bandwidth_gb_s / 1e9
-    return max(reading, row.least(cost))
+    rate, size = row.limits.bandwidth_gb_s * 1e9, row["bytes"]
+    least = [max((cost.bytes + size[n]) / rate, row.least(cost)) for n in PAIR]
+    return least[0] / least[1]
 
 
 def tables(results: Results) -> kit.Tables:
@@ -89,9 +90,8 @@ def tables(results: Results) -> kit.Tables:
         {
             "dtype": row["dtype"], "rows": row["rows"], "context": row["context"],
             "repeated, ms": row.ms(REPEATED), "grouped, ms": row.ms(GROUPED),
-            "gain": f"{row.gain(REPEATED, GROUPED):.2f}x",
-            "predicted": f"{least(row, REPEATED) / least(row, GROUPED):.2f}x",
-            "cache, MB": " and ".join(f"{row['bytes'][n] / 1e6:,.0f}" for n in (REPEATED, GROUPED)),
+            "gain": f"{row.gain(*PAIR):.2f}x", "predicted": f"{predicted(row):.2f}x",
+            "cache, MB": " and ".join(f"{row['bytes'][n] / 1e6:,.0f}" for n in PAIR),
             "same tokens": row.proof,
         }
         for row in results.rows("heads")
@@ -105,17 +105,11 @@ def tables(results: Results) -> kit.Tables:
 
 def claims(results: Results) -> Iterator[dict[str, str]]:
     """What the lesson predicts of grouped heads and of one request, in float32."""
-    by_hand = {
-        (32, 1024): (2.48, "not known"),
-        (1, 64): (1.01, "the control: hardly any cache is read"),
-    }
-    for row in results.rows("heads", model=SMOL, dtype="float32"):
-        if (key := (row["rows"], row["context"])) in by_hand:
-            what = f"repeated over grouped, {key[0]} x {key[1]:,} tokens"
-            here = least(row, REPEATED) / least(row, GROUPED)
-            yield kit.claim(
-                what, by_hand[key][0], here, row.gain(REPEATED, GROUPED), "x", by_hand[key][1]
-            )
+    control = "the control: hardly any cache is read"
+    for rows, context, hand, why in ((1, 64, 1.01, control), (32, 1024, 2.48, "not known")):
+        for row in results.rows("heads", model=SMOL, dtype="float32", rows=rows, context=context):
+            what, gain = f"repeated over grouped, {rows} x {context:,} tokens", row.gain(*PAIR)
+            yield kit.claim(what, hand, predicted(row), gain, "x", why)
     for row in results.rows("pieces", model=SMOL, dtype="float32"):
         parts = 61 * row.median("RMSNorm") + 60 * row.median("rotation of the queries")
         why = "an operator of this size takes less than 5 us to start"
@@ -132,13 +126,13 @@ def chart(results: Results) -> Figure:
         "Shared keys are read once: a decode step at 1,024 tokens of context",
         "milliseconds (SmolLM2-135M shape, float32)",
         ["1 row" if row["rows"] == 1 else f"{row['rows']} rows" for row in rows],
-        {name: [1e3 * row.median(name) for row in rows] for name in (REPEATED, GROUPED)},
+        {name: [1e3 * row.median(name) for row in rows] for name in PAIR},
     )
 
 
 def headline(results: Results) -> str:
     for row in results.rows("heads", dtype="float32", rows=32, context=1024):
-        gain = row.gain(REPEATED, GROUPED)
+        gain = row.gain(*PAIR)
         return f"a third of the cache, and {gain:.1f}x the tok/s of repeated keys with 32 rows"
     return kit.UNMEASURED
 

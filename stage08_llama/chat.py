@@ -1,7 +1,4 @@
-"""A conversation at the terminal: history, streaming, /reset.
-
-A conversation that no longer fits into the context loses its oldest turns, each as a whole.
-"""
+"""A conversation at the terminal: history, streaming, /reset."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from shared.chat_template import FolderTemplate
 from shared.cli import Loaded, with_text
 from shared.errors import UserError
 
-ROOM = 0.25  # share of the context that is kept free for an answer
 HELP = "/reset forgets the conversation, Ctrl-C stops an answer, /quit ends"
 
 
@@ -21,7 +17,7 @@ class Chat:
     """A conversation with a model whose folder has a chat template.
 
     Every answer's prompt is the whole conversation; an engine with a prefix cache computes only the
-    new part. `ask` raises UserError if the template or the engine refuses."""
+    new part. One that has filled the context is refused until /reset."""
 
     def __init__(
         self, engine: Any, loaded: Loaded, template: FolderTemplate, sampling: Any
@@ -33,37 +29,18 @@ class Chat:
 
     def ask(self, text: str) -> Iterator[str]:
         """The answer to `text`, piece by piece. A stopped answer stays in the history as far as it
-        came."""
-        question = {"role": "user", "content": text}
-        self.messages.append(question)
+        came; a question without an answer does not. Raises UserError if the template or the engine
+        refuses."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        ids: list[int] = self.tokenizer.encode_chat(self.template.render(messages))
+        answer = ""
         try:
-            tokens = self.engine.stream(self._prompt(), self.sampling)
-            answer = {"role": "assistant", "content": ""}
-            for _, piece in with_text(tokens, self.loaded):
-                if answer is not self.messages[-1]:
-                    self.messages.append(answer)
-                answer["content"] += piece
+            for _, piece in with_text(self.engine.stream(ids, self.sampling), self.loaded):
+                answer += piece
                 yield piece
-        except UserError:
-            while self.messages.pop() is not question:
-                continue
-            raise
-
-    def _prompt(self) -> list[int]:
-        """The token ids of the conversation, without the oldest turns if they leave no room."""
-        context = self.loaded.config.n_positions
-        room = min(self.sampling.max_tokens, int(ROOM * context))
-        turns = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
-        for start in turns:
-            rendered = self.template.render(self.messages[start:])
-            ids: list[int] = self.tokenizer.encode_chat(rendered)
-            if len(ids) + room <= context or start == turns[-1]:
-                break
-        if start:
-            del self.messages[:start]
-            note = "[the context is full: the oldest turns are left out; /reset begins anew]"
-            print(note, file=sys.stderr, flush=True)
-        return ids
+        finally:
+            if answer:
+                self.messages = [*messages, {"role": "assistant", "content": answer}]
 
     def run(self, read: Callable[[str], str] | None = None) -> int:
         """Read questions until the end of the input, /quit, or Ctrl-C at the prompt."""
@@ -91,4 +68,4 @@ class Chat:
         except KeyboardInterrupt:
             print(" [stopped]")
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(f"error: {error} [{HELP}]", file=sys.stderr, flush=True)

@@ -176,20 +176,12 @@ def read_rope(options: Options, context: int) -> Rope:
     factor = spec.number("factor")
     trained = spec.size("original_max_position_embeddings", context)
     rope = replace(rope, factor=factor, trained=trained)
-    if kind == "llama3":
-        low, high = spec.number("low_freq_factor"), spec.number("high_freq_factor")
-        if low >= high:
-            raise spec.refuse("low_freq_factor", f"a number below high_freq_factor, {high:g},")
-        return replace(rope, low_factor=low, high_factor=high)
-    if kind != "yarn":
+    if kind != "llama3":
         return rope
-    warmer = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0  # YaRN's attention temperature
-    return replace(
-        rope,
-        slow=spec.number("beta_slow", 1.0),
-        fast=spec.number("beta_fast", 32.0),
-        scale=spec.number("attention_factor", warmer),
-    )
+    low, high = spec.number("low_freq_factor"), spec.number("high_freq_factor")
+    if low >= high:
+        raise spec.refuse("low_freq_factor", f"a number below high_freq_factor, {high:g},")
+    return replace(rope, low_factor=low, high_factor=high)
 
 
 def within_window(config: LlamaConfig, options: Options) -> LlamaConfig:
@@ -223,17 +215,15 @@ def mistral(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
 
 def qwen2(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
     """Qwen2 and 2.5: biases of queries, keys and values, which no option names."""
-    options, config = read(values, name, source, QWEN_WINDOW)
-    return replace(qwen_window(config, options), qkv_bias=True)
+    return replace(qwen(values, name, source), qkv_bias=True)
 
 
 def qwen3(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
     """Qwen3: queries and keys are normed, head by head."""
+    return replace(qwen(values, name, source), qk_norm=True)
+
+
+def qwen(values: Mapping[str, Any], name: str, source: str) -> LlamaConfig:
+    """What they share: the window counts only if it is switched on, in whatever layers."""
     options, config = read(values, name, source, QWEN_WINDOW)
-    return replace(qwen_window(config, options), qk_norm=True)
-
-
-def qwen_window(config: LlamaConfig, options: Options) -> LlamaConfig:
-    """Qwen's window counts only if it is switched on, in whatever layers."""
-    switched_on = options.flag("use_sliding_window")
-    return within_window(config, options) if switched_on else config
+    return within_window(config, options) if options.flag("use_sliding_window") else config

@@ -114,7 +114,7 @@ class Llama(nn.Module):
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states (..., C) for `ids` and `positions`, both (...,) int64."""
         x = self.embed_tokens(ids)
-        turns = rotation(positions, self.frequencies.to(x.device), self.config.rope.scale)
+        turns = rotation(positions, self.frequencies.to(x.device))
         for layer in self.layers:
             x = layer(x, turns, attend)
         return self.norm(x)

@@ -3,12 +3,12 @@ with the position.
 
 The dot product of two vectors that are rotated by angles a and b depends on a - b alone, so
 attention sees distances and not places. Slow pairs reach far, and fast pairs distinguish adjacent
-tokens. Models that were stretched to longer contexts slow some pairs down: `frequencies` has the
-four ways.
+tokens. Models that were stretched to longer contexts slow some pairs down: `frequencies` has three
+ways.
 
 Channel i is paired with channel i + D / 2, as in checkpoints of Hugging Face. Meta's own files pair
 2i with 2i + 1; the wrong pairing agrees at position 0 only.
-Papers: Su et al., "RoFormer" (2021); Peng et al., "YaRN" (2023).
+Paper: Su et al., "RoFormer" (2021).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ KINDS = {  # rope_type, and the options of each
     "linear": ("factor",),
     "dynamic": ("factor", LENGTH),
     "llama3": ("factor", LENGTH, "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", LENGTH, "attention_factor", "beta_fast", "beta_slow"),
 }
 
 
@@ -39,9 +38,6 @@ class Rope:
     trained: int = 0
     low_factor: float = 1.0  # llama3: wavelengths over trained / low_factor are stretched,
     high_factor: float = 4.0  # those below trained / high_factor are kept
-    slow: float = 1.0  # yarn: pairs that turn less often within `trained` are stretched,
-    fast: float = 32.0  # those that turn more often than `fast` are kept
-    scale: float = 1.0  # yarn: cosines and sines are multiplied by it
 
 
 def frequencies(rope: Rope, head_dim: int) -> Tensor:
@@ -52,36 +48,23 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     plain = 1.0 / rope.theta**exponents
-    stretched = plain / rope.factor
     if rope.kind in ("default", "dynamic"):
         return plain
     if rope.kind == "linear":
-        return stretched
-    if rope.kind == "llama3":
-        turns = rope.trained / (2 * math.pi / plain)  # within the trained context
-        kept = (turns - rope.low_factor) / (rope.high_factor - rope.low_factor)
-    else:
-
-        def pair(turns: float) -> float:
-            """The pair, as a real number, that turns this often within the trained context."""
-            length = rope.trained / (turns * 2 * math.pi)
-            return head_dim * math.log(length) / (2 * math.log(rope.theta))
-
-        first, last = max(math.floor(pair(rope.fast)), 0), math.ceil(pair(rope.slow))
-        last = min(last, head_dim - 1)
-        places = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
-        kept = 1 - (places - first) / (last - first if last > first else 0.001)
+        return plain / rope.factor
+    turns = rope.trained / (2 * math.pi / plain)  # within the trained context
+    kept = (turns - rope.low_factor) / (rope.high_factor - rope.low_factor)
     kept = kept.clamp(0, 1)
     return (1 - kept) * plain / rope.factor + kept * plain
 
 
-def rotation(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines for `positions` (...,), each (..., 1, D / 2) float32.
 
     Always in float32: bfloat16 cannot count past 256. Computed once a pass: all layers share them.
     """
     angles = positions[..., None, None].float() * frequencies  # (..., 1, D / 2)
-    return angles.cos() * scale, angles.sin() * scale
+    return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

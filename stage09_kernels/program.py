@@ -334,7 +334,7 @@ class Program:
         if self.turns and count <= len(self.turns[0]):
             return
         places = torch.arange(max(2 * count, FEW_POSITIONS))
-        turns = rotation(places, self.model.frequencies, self.config.rope.scale)
+        turns = rotation(places, self.model.frequencies)
         self.turns = [turn.to(self.real).contiguous() for turn in turns]
 
     def run(self, ids: Sequence[int], attention: KernelAttention, rows: Sequence[int]) -> Tensor:

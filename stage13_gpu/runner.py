@@ -106,7 +106,7 @@ def llama(model: Llama) -> tuple[Forward, Any]:
 
     def forward(attention: GpuAttention) -> tuple[Tensor, Tensor]:
         x = model.embed_tokens(attention.input["ids"])  # (N, C)
-        turns = rotation(attention.positions, frequencies, config.rope.scale)
+        turns = rotation(attention.positions, frequencies)
         added: Tensor | None = None
         for number, (layer, project, open_) in enumerate(layers):
             attn = layer.self_attn

@@ -28,7 +28,7 @@ def rope(kind: str, **options: Any) -> dict[str, Any]:
     spec: dict[str, Any] = {"rope_type": kind, "rope_theta": 5000.0}
     if kind != "default":
         spec["factor"] = 4.0
-    if kind in ("llama3", "yarn"):
+    if kind == "llama3":
         spec["original_max_position_embeddings"] = 24
     return {"rope_parameters": spec | options}
 
@@ -50,18 +50,13 @@ OF_CONFIG: dict[str, dict[str, dict[str, Any]]] = {
         "linear": rope("linear"),
         "dynamic": rope("dynamic"),
         "llama3": rope("llama3", **LLAMA3) | {"head_dim": 32},
-        "yarn": rope("yarn") | {"head_dim": 32},
-        "yarn, its factor": rope("yarn", attention_factor=1.3, beta_fast=8.0, beta_slow=2.0),
     },
     "MistralConfig": {
         "mistral": {"sliding_window": None},
         "mistral, window": {"sliding_window": 7} | TIED,
     },
     "Qwen2Config": {"qwen2": {}, "qwen2, window": QWEN_WINDOW | {"max_window_layers": 1}},
-    "Qwen3Config": {
-        "qwen3": {"head_dim": 16} | TIED,
-        "qwen3, yarn": rope("yarn") | {"head_dim": 16},
-    },
+    "Qwen3Config": {"qwen3": {"head_dim": 16} | TIED},
 }
 KINDS = {
     kind: (config, fields) for config, kinds in OF_CONFIG.items() for kind, fields in kinds.items()
@@ -86,17 +81,8 @@ def save(folder: Path, kind: str, **options: Any) -> Any:
 
 
 def to_fields(config: LlamaConfig) -> dict[str, Any]:
-    """The config.json from which a reader makes `config`: of Llama 3's rotary positions, or
-    unstretched ones."""
+    """The config.json from which a reader makes `config`, whose positions are not stretched."""
     kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
-    rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
-    if config.rope.kind == "llama3":
-        rope |= {
-            "factor": config.rope.factor,
-            "low_freq_factor": config.rope.low_factor,
-            "high_freq_factor": config.rope.high_factor,
-            "original_max_position_embeddings": config.rope.trained,
-        }
     return {theirs: getattr(config, ours) for theirs, ours in reading.SIZES.items()} | {
         "model_type": kind,
         "num_key_value_heads": config.n_kv_head,
@@ -104,5 +90,5 @@ def to_fields(config: LlamaConfig) -> dict[str, Any]:
         "rms_norm_eps": config.layer_norm_epsilon,
         "tie_word_embeddings": config.tied,
         "eos_token_id": list(config.eos_ids),
-        "rope_parameters": rope,
+        "rope_theta": config.rope.theta,
     }

@@ -12,7 +12,7 @@ from shared import models, registry
 from shared.errors import UserError
 from stage08_llama.rope import Rope, frequencies, rotate, rotation
 from stage08_llama.shapes import PRESETS
-from stage08_llama.tests.folders import LLAMA3, SIZES, rope, save, to_fields
+from stage08_llama.tests.folders import LLAMA3, SIZES, rope, save
 
 BASE = SIZES | {"model_type": "llama"}
 READERS = {kind: registry.load(entry) for kind, entry in registry.CONFIGS.items()}
@@ -69,8 +69,6 @@ def test_folders_that_are_refused(tmp_path):
     for change, words in (
         ({"model_type": "gemma2"}, "model_type to 'gemma2'; only gpt2, llama, mistral, qwen2, "),
         ({"tie_word_embeddings": False}, "missing lm_head.weight"),
-        ({"model_type": "qwen2"}, "missing layers.0.self_attn.q_proj.bias"),
-        ({"num_key_value_heads": 3}, "misshapen layers.0.self_attn.k_proj.weight (16, 48)"),
     ):
         path.write_text(json.dumps(fields | change))
         with pytest.raises(UserError, match=re.escape(words)):
@@ -90,8 +88,6 @@ def test_presets_are_the_published_models():
     for name, config in PRESETS.items():
         sizes = config.parameter_count, config.kv_bytes_per_token(torch.bfloat16)
         assert (config.name, sizes) == (name, published[name])
-        fields = to_fields(config)
-        assert READERS[fields["model_type"]](fields, config.name, "config.json") == config
 
 
 def test_llama_3_2_keeps_blends_and_stretches_pairs():

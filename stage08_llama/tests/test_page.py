@@ -14,7 +14,7 @@ from shared.testing import random_checkpoint
 from stage01_forward.attention import Recompute
 from stage08_llama.config import LlamaConfig
 from stage08_llama.model import MLP, Layer
-from stage08_llama.numpy_llama import attention, llama
+from stage08_llama.numpy_llama import llama
 from stage08_llama.rope import Rope
 
 GROUPED = LlamaConfig(101, 64, 24, 2, 6, 2, 4, n_inner=20, name="grouped", qk_norm=True)
@@ -45,34 +45,6 @@ def test_the_page_is_the_model(options):
     got = llama(ids, weights, *shape, config.rope.theta, config.layer_norm_epsilon)
     hidden = model(torch.tensor(ids), torch.arange(5), Recompute().attend)
     np.testing.assert_allclose(got, model.logits(hidden).numpy(), rtol=1e-4, atol=1e-4)
-
-
-def page_weights(heads: int, kv_heads: int, width: int = 4) -> dict[str, Any]:
-    draw = np.random.default_rng(0)
-    sizes = {"q": heads, "k": kv_heads, "v": kv_heads}
-    weights = {f"a.{n}_proj.weight": draw.normal(size=(h * width, 10)) for n, h in sizes.items()}
-    return weights | {"a.o_proj.weight": draw.normal(size=(10, heads * width))}
-
-
-def test_neighbouring_queries_share_a_head_of_keys():
-    """With each head of keys and values written out for its queries, nothing changes."""
-    x, grouped = np.random.default_rng(1).normal(size=(5, 10)), page_weights(6, 2)
-    repeated = dict(grouped)
-    for name in ("k", "v"):
-        heads = grouped[f"a.{name}_proj.weight"].reshape(2, 4, 10)
-        repeated[f"a.{name}_proj.weight"] = heads.repeat(3, axis=0).reshape(24, 10)
-    want = attention(x, repeated, "a", 6, 6, 100.0, 1e-5)
-    np.testing.assert_allclose(attention(x, grouped, "a", 6, 2, 100.0, 1e-5), want)
-
-
-def test_only_distances_count():
-    """Two tokens of zeros before three others take a share of the weights and add nothing: what the
-    three add to each other keeps its proportions."""
-    x, weights = 0.3 * np.random.default_rng(1).normal(size=(3, 10)), page_weights(1, 1)
-    both = x, np.vstack([np.zeros((2, 10)), x])
-    outs = (attention(tokens, weights, "a", 1, 1, 100.0, 1e-5)[-3:] for tokens in both)
-    here, moved = (out / np.linalg.norm(out, axis=1, keepdims=True) for out in outs)
-    np.testing.assert_allclose(moved, here)
 
 
 def test_a_gate_multiplies():

@@ -61,7 +61,7 @@ def test_every_engine_gives_the_tokens_of_transformers(pair):
 
 def test_older_spellings_of_rotary_positions(tmp_path):
     """rope_theta and rope_scaling, with rope_type or type, as transformers 4 wrote them."""
-    for kind in ("theta", "linear", "llama3", "yarn"):
+    for kind in ("theta", "linear", "llama3"):
         save(tmp_path, kind)
         path = tmp_path / "config.json"
         fields = json.loads(path.read_text())
