@@ -22,7 +22,6 @@ from stage01_forward.engine import Engine as NaiveEngine
 
 from .engine import Engine
 
-STAGE = "stage02_kv_cache"
 NAIVE, CACHED = "naive", "cached"
 PROMPT, STRIDE = 5, 100  # tokens; STRIDE: between two naive steps that are run
 COUNTS = (200, 500, 1000)  # new tokens
@@ -32,29 +31,25 @@ def measure(bench: kit.Bench) -> None:
     pairs = ("gpt2", "float32"), ("gpt2", "bfloat16"), ("stories", "float32")
     for subject in bench.subjects(*pairs):
         engines = {NAIVE: NaiveEngine(subject.model), CACHED: Engine(subject.model)}
-        count = bench.sizes(COUNTS[0], COUNTS[-1])[-1]
-        growth(bench, subject, engines[NAIVE], engines[CACHED], count)
-        for prompt, answer in bench.sizes((5, 1), (512, 1), (512, 25)):
-            bench.answers("prompts", subject, engines, [(prompt, answer)])
+        growth(bench, subject, engines, bench.sizes(COUNTS[0], COUNTS[-1])[-1])
+        for lengths in bench.sizes((PROMPT, 1), (512, 1), (512, 25)):
+            bench.answers("prompts", subject, engines, [lengths])
 
 
-def growth(bench: kit.Bench, subject: Subject, naive: Any, cached: Any, count: int) -> None:
+def growth(bench: kit.Bench, subject: Subject, engines: dict[str, Any], count: int) -> None:
     """Seconds of every cached step of a long answer, and of some naive steps."""
-    (prompt, *longer), places = subject.prompts([PROMPT]), [*range(0, count, STRIDE), count - 1]
+    places, outputs = [*range(0, count, STRIDE), count - 1], list[Any]()
     longer = subject.prompts([PROMPT + done for done in places], "longer")
-    answers: list[list[int]] = []
 
-    def run_cached() -> dict[str, Any]:
-        answers.append(cached.generate([prompt], kit.greedy(count))[0].token_ids)
-        return {"steps": [step.seconds for step in cached.steps]}
+    def run(name: str, prompts: list[list[int]], count: int) -> dict[str, Any]:
+        outputs.extend(engines[name].generate(prompts, kit.greedy(count)))
+        return {"steps": [step.seconds for step in engines[name].steps]}
 
-    def run_naive() -> dict[str, Any]:
-        naive.generate(longer, kit.greedy(1))
-        return {"steps": [step.seconds for step in naive.steps]}
+    def proof() -> dict[str, Any]:
+        return subject.prove([o.prompt_ids for o in outputs], [o.token_ids for o in outputs])
 
-    ways, about = {CACHED: run_cached, NAIVE: run_naive}, {"prompt": PROMPT, "places": places}
-    proof = lambda: subject.prove([prompt] * len(answers), answers)  # noqa: E731
-    bench.row("growth", ways, 2, 0, proof, **subject.about, **about)
+    ways = {CACHED: partial(run, CACHED, longer[:1], count), NAIVE: partial(run, NAIVE, longer, 1)}
+    bench.row("growth", ways, 2, 0, proof, **subject.about, places=places)
 
 
 # ---- tables and chart ---------------------------------------------------------------------------
@@ -66,7 +61,7 @@ def answers(results: Results) -> Iterator[tuple[Row, int, int, float, float]]:
     for row in results.rows("growth"):
         cached, naive = (np.median(row["steps"][name], axis=0) for name in (CACHED, NAIVE))
         naive = np.interp(range(len(cached)), row["places"], naive)
-        for count in [count for count in COUNTS if count <= len(cached)]:
+        for count in (count for count in COUNTS if count <= len(cached)):
             yield row, PROMPT, count, naive[:count].sum(), cached[:count].sum()
     for row in results.rows("prompts"):
         yield row, *row.lengths[0], row.median(NAIVE), row.median(CACHED)
@@ -98,10 +93,11 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
     for row, prompt, count, naive, cached in answers(results):
         if (row["model"], row["dtype"], prompt) != ("gpt2", "float32", PROMPT):
             continue
-        what = f"gain over {count:,} tokens" if count > 1 else "the control: a single token"
-        why = "long naive passes come nearer to their limit than single rows"
-        why = why if count > 1 else "both do the same work"
         least, gain = predicted(row, prompt, count)
+        what, why = "the control: a single token", "both do the same work"
+        if count > 1:
+            what = f"gain over {count:,} tokens"
+            why = "long naive passes come nearer to their limit than single rows"
         yield kit.claim(what, hand[count], gain, naive / cached, "x", why)
         if count == COUNTS[-1]:
             here, why = count / least, "a row reads below the bandwidth"
@@ -111,15 +107,13 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
 def chart(results: Results) -> Figure:
     """Time of a step by its place in the answer; cached: the median of the steps around it."""
     (row, *_) = results.rows("growth")
-    places = row["places"]
-    cached = np.median(row["steps"][CACHED], axis=0)
+    places, cost = row["places"], partial(forward_cost, row.config, row.kind)
+    naive, cached = (np.median(row["steps"][name], axis=0) for name in (NAIVE, CACHED))
     drawn = {
-        NAIVE: np.median(row["steps"][NAIVE], axis=0),
+        NAIVE: naive,
         CACHED: [np.median(cached[max(place - 12, 1) : place + 13]) for place in places],
-        "limit, naive": [row.least(forward_cost(row.config, row.kind, PROMPT + n)) for n in places],
-        "limit, cached": [
-            row.least(forward_cost(row.config, row.kind, 1, PROMPT + n)) for n in places
-        ],
+        "limit, naive": [row.least(cost(PROMPT + place)) for place in places],
+        "limit, cached": [row.least(cost(1, PROMPT + place)) for place in places],
     }
     return charts.lines(
         "Without the cache each token costs more than the one before",
@@ -136,7 +130,7 @@ def headline(results: Results) -> str:
     return kit.UNMEASURED
 
 
-main = partial(kit.main, STAGE, __doc__, measure, tables)
+main = partial(kit.main, "stage02_kv_cache", __doc__, measure, tables)
 
 if __name__ == "__main__":
     cli.run(main)

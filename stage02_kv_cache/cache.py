@@ -32,11 +32,6 @@ class KVCache:
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
         self.length = 0
 
-    @property
-    def bytes(self) -> int:
-        """Memory allocated, used or not: 2 * layers * H_kv * D * capacity * bytes per number."""
-        return self.kv.nbytes
-
     def crop(self, length: int) -> None:
         """Forget all tokens from position `length` on; 0 empties the cache. Nothing is erased."""
         if not 0 <= length <= self.length:

@@ -36,7 +36,7 @@ class Engine:
         self.eos_ids = tuple(model.config.eos_ids if eos_ids is None else eos_ids)
         self.steps: list[StepRecord] = []  # of the last call, one for each forward pass
         self.cache = KVCache(self.config, dtype=model.dtype, device=model.device)
-        self._owner: object = None  # the request whose tokens the cache holds
+        self._owner: Output | None = None  # of the request whose tokens the cache holds
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Output]:
         """Continue every prompt (token ids) to its end. Raises UserError if one is invalid, before
@@ -62,14 +62,11 @@ class Engine:
         prompt, answer = output.prompt_ids, output.token_ids
         row = Row(params, prompt, answer)
         self.cache.crop(0)  # the slots of the last request are free again
-        self._owner = owner = object()
+        self._owner = output
         fresh = prompt  # not in the cache yet: first the prompt, then one token a step
         while output.finish_reason is None:
-            if self._owner is not owner:
-                raise RuntimeError(
-                    "another request has overwritten this engine's cache: read one stream to its "
-                    "end before you start the next"
-                )
+            if self._owner is not output:
+                raise RuntimeError("another stream has taken the cache: read one to its end first")
             started = time.perf_counter()
             logits = self._forward(fresh)
             (id,), (logprobs,) = sample(logits[None], [row], self.eos_ids)

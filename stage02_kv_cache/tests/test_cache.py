@@ -119,4 +119,4 @@ def test_the_cache_refuses_more_than_it_holds(tiny_model, cache):
     grouped = KVCache(Config(5, 9, 8, 1, n_head=4, n_kv_head=2))
     assert grouped.kv.shape == (1, 2, 2, 9, 2)
     config = tiny_model.config
-    assert KVCache(config, capacity=10).bytes == 10 * config.kv_bytes_per_token(torch.float32)
+    assert KVCache(config, capacity=10).kv.nbytes == 10 * config.kv_bytes_per_token(torch.float32)
