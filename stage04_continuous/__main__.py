@@ -5,7 +5,7 @@ from __future__ import annotations
 from shared import cli, live
 from stage01_forward.params import SamplingParams
 
-from .recorder import SlotsRecord
+from .recorder import PassRecord
 from .request import Request
 from .scheduler import POLICIES, Scheduler
 
@@ -85,7 +85,7 @@ class Show(live.Show):
         (answer,), (sampling,) = answers, params
         return [self.engine.add(Request(answer.ids, sampling, str(answer.number), priority))]
 
-    def count(self, record: SlotsRecord) -> None:
+    def count(self, record: PassRecord) -> None:
         super().count(record)
         self.rows += record.rows
 
@@ -112,7 +112,7 @@ class Show(live.Show):
         running = self.engine.scheduler.running
         states = {request.id: (request.slot, live.UNPLANNED) for request in running}
         newest = self.engine.steps[-1]
-        for slot, share in zip(newest.slots, newest.shares, strict=True):
+        for slot, share in zip(newest.memory, newest.shares, strict=True):
             states[share.request_id] = slot, live.state(share)
         return {id: (f"slot {slot}: {words}", look) for id, (slot, (words, look)) in states.items()}
 

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 
 from shared import charts
 
-from .recorder import SlotsRecord
+from .recorder import PassRecord
 
 Fields = dict[str, Any]
 
@@ -40,12 +40,12 @@ class Bar:
     pieces: list[tuple[str, int, int]]
 
 
-def bars(steps: Sequence[SlotsRecord]) -> list[Bar]:
+def bars(steps: Sequence[PassRecord]) -> list[Bar]:
     """The bars of all slots, by slot and then by time. The first of `steps` is step 0."""
     drawn: list[Bar] = []
     open_bars: dict[int, Bar] = {}  # by slot
     for number, step in enumerate(steps):
-        for slot, share in zip(step.slots, step.shares, strict=True):
+        for slot, share in zip(step.memory, step.shares, strict=True):
             bar = open_bars.get(slot)
             # An aborted request leaves no record of its end.
             if bar is None or bar.request_id != share.request_id:
@@ -62,17 +62,10 @@ def bars(steps: Sequence[SlotsRecord]) -> list[Bar]:
     return sorted(drawn, key=lambda bar: (bar.slot, bar.start))
 
 
-def gantt(steps: Sequence[SlotsRecord], title: str, slots: int | None = None) -> Figure:
-    """Slots from top to bottom, steps from left to right; a bar for each request, with its id.
-
-    slots: how many to draw; None: up to the highest one in use.
-    """
-    return draw(bars(steps), len(steps), title, slots)
-
-
-def draw(tenants: Sequence[Bar], steps: int, title: str, slots: int | None = None) -> Figure:
-    """The Gantt chart of bars that are known already, over a number of steps."""
-    rows = max(slots or 0, 1 + max((bar.slot for bar in tenants), default=0))
+def draw(tenants: Sequence[Bar], steps: int, title: str, slots: int = 1) -> Figure:
+    """Slots from top to bottom, at least `slots`, steps from left to right; a bar for each request,
+    with its id."""
+    rows = max(slots, 1 + max((bar.slot for bar in tenants), default=0))
     figure, axes = charts.new_figure(title, "step", "slot", size=(7.2, min(12, 1.8 + 0.3 * rows)))
     with matplotlib.rc_context(charts.style()):
         for slot in range(rows):

@@ -11,6 +11,7 @@ from rich.text import Text
 from shared import cli, live
 from shared.errors import UserError
 from stage01_forward.params import SamplingParams
+from stage04_continuous.recorder import PassRecord
 from stage04_continuous.request import Request
 from stage04_continuous.scheduler import POLICIES
 
@@ -25,7 +26,6 @@ from .memory import (
     parse_memory,
     size,
 )
-from .recorder import BlocksRecord
 
 if TYPE_CHECKING:
     import torch
@@ -207,9 +207,9 @@ class Show(live.Show):
             request.priority = priority
         return requests
 
-    def count(self, record: BlocksRecord) -> None:
+    def count(self, record: PassRecord) -> None:
         super().count(record)
-        self.peak = max(self.peak, record.owned_blocks)
+        self.peak = max(self.peak, record.memory)
 
     def report(self) -> str:
         # After the run no request owns a block: any block still owned was lost.
@@ -231,7 +231,7 @@ class Show(live.Show):
         newest, pool = self.engine.steps[-1], self.engine.scheduler.pool
         return (
             f"step {self.steps}: {newest.rows} sequences, {newest.prefill_tokens} prefill and "
-            f"{newest.decode_tokens} decode tokens, {newest.owned_blocks} of {pool.count} blocks "
+            f"{newest.decode_tokens} decode tokens, {newest.memory} of {pool.count} blocks "
             f"in use\n{self.counts()}"
         )
 

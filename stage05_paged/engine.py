@@ -16,12 +16,12 @@ from shared import registry
 from stage01_forward.model import Model
 from stage04_continuous.engine import Engine, Sampled, sample_tokens
 from stage04_continuous.plan import Observer
+from stage04_continuous.recorder import Recorder
 from stage04_continuous.runner import AnyRunner, Runner
 
 from .blocks import BlockPool
 from .cache import BlockCache, PagedCache
 from .memory import SEQUENCES, default_memory, free_memory, make_pool
-from .recorder import Recorder
 from .sanitizer import Sanitizer
 from .scheduler import Scheduler
 
@@ -75,4 +75,5 @@ def make(
     scheduler = Scheduler(pool, swap_pool=swap_pool, **options)
     if sanitize:
         observers = [*observers, Sanitizer(scheduler, cache.memory)]
-    return Engine(runner, scheduler, eos_ids, Recorder(scheduler), observers, sample_tokens)
+    recorder = Recorder(scheduler, lambda plan: scheduler.pool.owned)
+    return Engine(runner, scheduler, eos_ids, recorder, observers, sample_tokens)

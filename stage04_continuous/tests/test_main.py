@@ -65,7 +65,7 @@ def test_the_view_shows_the_records(tiny_model):
         assert head.startswith(f"step {run.steps}: {newest.rows} of 4 slots")
         assert f"{len(run.coming)} still to come" in coming and len(lines) == run.arrived
         records = {share.request_id: share for share in newest.shares}
-        ran = {share.request_id: n for n, share in zip(newest.slots, newest.shares, strict=True)}
+        ran = {share.request_id: n for n, share in zip(newest.memory, newest.shares, strict=True)}
         slots = {request.id: str(request.slot) for request in run.engine.scheduler.running}
         for answer, line in zip(run.answers, lines, strict=False):
             state, words = " ".join(line[6:34].split()), "waits"

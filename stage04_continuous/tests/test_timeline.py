@@ -6,11 +6,10 @@ import itertools
 
 import pytest
 
-from shared import charts
 from stage01_forward.params import SamplingParams
 from stage04_continuous.engine import make
 from stage04_continuous.request import Request
-from stage04_continuous.timeline import bars, gantt
+from stage04_continuous.timeline import bars, draw
 
 SLOTS = 4
 
@@ -39,7 +38,7 @@ def test_bars_hold_exactly_the_records(steps):
     shares = [
         ((slot, number), (share.request_id, "prefill" if share.prefill_tokens else "decode"))
         for number, step in enumerate(steps)
-        for slot, share in zip(step.slots, step.shares, strict=True)
+        for slot, share in zip(step.memory, step.shares, strict=True)
     ]
     assert sorted(found) == sorted(shares)
     assert len({bar.request_id for bar in tenants}) == len(tenants) == 12
@@ -51,7 +50,8 @@ def test_bars_hold_exactly_the_records(steps):
 
 
 def test_the_chart_draws_every_piece_and_names_bars_that_have_room(steps):
-    figure, tenants = gantt(steps, "Slots are filled again", slots=6), bars(steps)
+    tenants = bars(steps)
+    figure = draw(tenants, len(steps), "Slots are filled again", slots=6)
     (axes,) = figure.axes
     assert axes.get_xlim() == (0, len(steps)) and axes.get_ylim() == (5.5, -0.5)
     drawn = sum(len(collection.get_paths()) for collection in axes.collections)
@@ -59,4 +59,3 @@ def test_the_chart_draws_every_piece_and_names_bars_that_have_room(steps):
     names = {bar.request_id.removeprefix("request-") for bar in tenants}
     texts = [text.get_text().removeprefix("request-") for text in axes.texts]
     assert 5 <= len(texts) == len({*texts} & names)
-    assert charts.render(gantt(steps, "t")) == charts.render(gantt(steps, "t"))

@@ -107,16 +107,14 @@ class PagedLife(lives.Life):
             self.seen[name] += getattr(self.scheduler.counts, name) > getattr(counts, name)
         self.seen["evicted"] += scheduler.pool.evictions > evictions
         if self.plan:
-            record = self.engine.steps[-1]
-            assert (record.owned_blocks, record.used_tokens) == self.memory
+            assert self.engine.steps[-1].memory == self.owned
 
     def before(self, plan):
         """Memory: the most junior give way, and no other request comes in beside them."""
         super().before(plan)
         scheduler = self.scheduler
         held = {block for table in scheduler.tables.values() for block in table.blocks}
-        used = sum(request.computed for request in scheduler.running)
-        self.memory = len(held), used + sum(work.count for work in plan.work)
+        self.owned = len(held)
         for work in plan.work:
             tokens = work.request.token_count
             assert len(work.table) == scheduler.pool.blocks_for(tokens)

@@ -88,7 +88,7 @@ def test_the_view_shows_records_and_tables(tiny_model):
         blocks, key = lines.pop(0), lines.pop(0)
         assert key.rstrip() == f"({KEY})"
         assert blocks == "".join(map(mark, blockmap(scheduler))) and len(blocks) == 16
-        assert f"{newest.owned_blocks} of 16 blocks in use" in lines[0]
+        assert f"{newest.memory} of 16 blocks in use" in lines[0]
         assert f"{scheduler.counts.preemptions} preemptions" in lines[1]
         states = {line[:4].strip(): " ".join(line[6:34].split()) for line in lines[3:]}
         assert [line.plain for line in run.view(10, 6)][:2] == [blocks[:10], blocks[10:]]
@@ -100,7 +100,7 @@ def test_the_view_shows_records_and_tables(tiny_model):
             assert int(owned) == len(scheduler.tables[request].blocks)
             seen.add(state.split()[0])
         seen.update(states[request.id] for request in scheduler.waiting)
-    assert run.peak == max(step.owned_blocks for step in run.engine.steps) > newest.owned_blocks
+    assert run.peak == max(step.memory for step in run.engine.steps) > newest.memory
     assert seen >= {"prefill", "decode", "waits", "waits (swapped out)", *"#+."}
 
 
