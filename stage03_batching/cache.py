@@ -38,11 +38,6 @@ class PaddedCache:
         self.padding = torch.tensor(padding, device=device)  # (B,)
         self.length = 0
 
-    @property
-    def bytes(self) -> int:
-        """Memory taken: 2 * layers * H_kv * D * bytes per number, for each of rows * columns."""
-        return self.kv.nbytes
-
     def extend(self, count: int) -> PaddedAttention:
         """Take the next `count` columns, and return the attention of the step that fills them."""
         if count < 1 or self.length + count > self.columns:

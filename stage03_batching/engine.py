@@ -101,7 +101,7 @@ class Engine:
         ]
         columns = width + max(answers) - 1
         cache = PaddedCache(config, lengths, columns, self.model.dtype, self.model.device)
-        self.cache_bytes = max(self.cache_bytes, cache.bytes)
+        self.cache_bytes = max(self.cache_bytes, cache.kv.nbytes)
         # B rows of T ids; any id may serve as padding
         fresh = [[0] * (width - len(output.prompt_ids)) + output.prompt_ids for output in outputs]
         alive = list(range(len(rows)))  # those that have not ended

@@ -43,16 +43,9 @@ class SlotCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.slots = slots
-        self.slot_tokens = config.n_positions if slot_tokens is None else slot_tokens
-        shape = (config.n_layer, 2, slots, config.n_kv_head, self.slot_tokens, config.head_dim)
+        tokens = config.n_positions if slot_tokens is None else slot_tokens
+        shape = (config.n_layer, 2, slots, config.n_kv_head, tokens, config.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
-
-    @property
-    def bytes(self) -> int:
-        """Memory taken, used or not: 2 * layers * H * D * bytes per number, for each of
-        slots * slot_tokens."""
-        return self.kv.nbytes
 
     def move(self, moves: Sequence[Wipe]) -> None:
         """Wipe slots for their next sequences.
@@ -64,17 +57,7 @@ class SlotCache:
             self.kv[:, :, wipe.slot, :, : wipe.used] = 0
 
     def extend(self, shares: Sequence[Share]) -> PackedAttention:
-        """The attention of a pass whose tokens are those of `shares`, one share after the other.
-
-        Raises ValueError for a share outside the cache.
-        """
-        for slot, start, count in shares:
-            fits = start >= 0 and count >= 1 and start + count <= self.slot_tokens
-            if not (fits and 0 <= slot < self.slots):
-                raise ValueError(
-                    f"no place for {count} tokens at {start} in slot {slot}: "
-                    f"{self.slots} x {self.slot_tokens}"
-                )
+        """The attention of a pass whose tokens are those of `shares`, one share after the other."""
         return PackedAttention(self.kv, shares)
 
 

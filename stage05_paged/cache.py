@@ -66,11 +66,6 @@ class PagedCache:
         self.swapped = torch.zeros((*shape[:3], swap_blocks, *shape[4:]), dtype=dtype)
         self.memory = Planes([self.kv.movedim(3, 0)], [self.swapped.movedim(3, 0)])
 
-    @property
-    def bytes(self) -> int:
-        """Memory taken, used or not, without the swap pool."""
-        return self.blocks * self.memory.bytes_per_block
-
     def move(self, moves: Sequence[Move]) -> None:
         """Do `moves`, one after the other."""
         self.memory.move(moves)

@@ -25,10 +25,6 @@ class Planes:
     def __init__(self, planes: Sequence[Tensor], swapped: Sequence[Tensor]) -> None:
         self.planes, self.swapped = tuple(planes), tuple(swapped)
 
-    @property
-    def bytes_per_block(self) -> int:
-        return sum(plane[0].numel() * plane.itemsize for plane in self.planes)
-
     def move(self, moves: Sequence[Move]) -> None:
         """Do `moves`, one after the other."""
         for plane, swapped in zip(self.planes, self.swapped, strict=True):

@@ -53,7 +53,7 @@ def heads(bench: kit.Bench, subject: Subject, count: int, context: int) -> None:
         GROUPED: partial(Runner(subject.model, grouped).run, *inputs),
     }
     proof = partial(kit.prove, ways[REPEATED]().float(), ways[GROUPED]().argmax(-1), dtype)
-    about = subject.about | {"bytes": {REPEATED: repeated.bytes, GROUPED: grouped.bytes}}
+    about = subject.about | {"bytes": {REPEATED: repeated.kv.nbytes, GROUPED: grouped.kv.nbytes}}
     bench.row("heads", ways, 7, 1, proof, rows=count, context=context, **about)
 
 

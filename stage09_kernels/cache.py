@@ -108,11 +108,6 @@ class KernelCache:
             scale=self.width**-0.5,
         )
 
-    @property
-    def bytes(self) -> int:
-        """Memory taken, used or not, without the swap pool."""
-        return self.kv.nbytes
-
     def move(self, moves: Sequence[Move]) -> None:
         """Do `moves` in order. No block needs a wipe, because `attend` reads only what was written
         for a sequence."""

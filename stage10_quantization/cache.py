@@ -69,11 +69,6 @@ class Int8Cache:
 
         self.memory = Planes(planes(blocks, device), planes(swap_blocks, "cpu"))
 
-    @property
-    def bytes(self) -> int:
-        """Memory taken, used or not, without the swap pool."""
-        return self.blocks * self.memory.bytes_per_block
-
     def move(self, moves: Sequence[Move]) -> None:
         """Do `moves`, one after the other."""
         self.memory.move(moves)

@@ -96,7 +96,7 @@ class GpuCache:
     ) -> None:
         check(config, dtype, device)
         paged = PagedCache(config, blocks, block_size, swap_blocks, dtype, device)
-        self.kv, self.memory, self.bytes = paged.kv, paged.memory, paged.bytes
+        self.kv, self.memory = paged.kv, paged.memory
         self.blocks, self.block_size, self.dtype = blocks, block_size, dtype
         self.device = self.kv.device
         self.group, self.width = config.n_head // config.n_kv_head, config.head_dim

@@ -130,7 +130,7 @@ def test_attention_reads_the_cache_in_place(tiny_model, cache):
     assert attention.seen.data_ptr() == cache.kv.data_ptr()
     assert attention.new.untyped_storage().data_ptr() == cache.kv.untyped_storage().data_ptr()
     token = tiny_model.config.kv_bytes_per_token(torch.float64)
-    assert cache.bytes == len(LENGTHS) * COLUMNS * token
+    assert cache.kv.nbytes == len(LENGTHS) * COLUMNS * token
 
 
 def test_the_cache_refuses_more_than_it_holds(cache):

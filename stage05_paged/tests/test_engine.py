@@ -92,12 +92,12 @@ def test_the_default_pool_holds_eight_whole_contexts_in_half_of_free_memory(monk
     engine: Any = make(the_model(), sanitize=True)
     pool = engine.scheduler.pool
     assert (pool.block_size, pool.count, engine.scheduler.max_sequences) == (16, 8 * 64 // 16, 8)
-    assert engine.runner.cache.bytes == 8 * 64 * CONFIG.kv_bytes_per_token(torch.float64)
+    assert engine.runner.cache.kv.nbytes == 8 * 64 * CONFIG.kv_bytes_per_token(torch.float64)
     assert engine.generate([prompt_of(5)], greedy(6))[0].token_ids == answer(5, 6)
     block = 16 * CONFIG.kv_bytes_per_token(torch.float64)
     monkeypatch.setattr(module, "free_memory", lambda device: 20 * block)
     assert make(the_model()).scheduler.pool.count == 10
     assert make(the_model(), 3).scheduler.pool.count == 3 * 4
     half: Any = make(the_model(), 3, dtype=torch.bfloat16)
-    assert half.runner.cache.bytes == 12 * block // 4
+    assert half.runner.cache.kv.nbytes == 12 * block // 4
     assert make(the_model(), pool=BlockPool(7, 2)).scheduler.pool.block_size == 2
