@@ -36,8 +36,6 @@ class Engine:
     def __init__(
         self, model: GPT2, eos_ids: Sequence[int] | None = None, max_batch: int = 64
     ) -> None:
-        if max_batch < 1:
-            raise UserError(f"max_batch must be at least 1 prompt, not {max_batch}.")
         self.model, self.config = model, model.config
         self.eos_ids = tuple(model.config.eos_ids if eos_ids is None else eos_ids)
         self.steps: list[StepRecord] = []  # of the last call, one for each forward pass

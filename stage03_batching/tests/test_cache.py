@@ -90,14 +90,6 @@ def test_every_pass_hides_the_padding(cache):
 
 
 @torch.inference_mode()
-def test_no_query_is_left_with_nothing_to_see(cache):
-    """A query of padding sees something, such as its own column."""
-    for count in [4, WIDTH - 4] + [1] * STEPS:
-        attention = cache.extend(count)
-        assert attention.mask.any(-1).all()
-
-
-@torch.inference_mode()
 def test_a_plain_softmax_makes_no_nan_of_padding(tiny_model, cache, rows, alone, monkeypatch):
     """For every kernel. PyTorch's fused one makes zeros of a fully masked row, a plain
     softmax makes NaN, which the next layer caches; a weight of zero times NaN is NaN."""
