@@ -15,7 +15,7 @@ BUDGET = {  # lines of source, of tests
     "exercises": (1_355, 550),
     "reports": (2_030, 240),
     "shared": (5_010, 2_070),
-    "stage01": (960, 540),
+    "stage01": (955, 525),
     "stage02": (345, 190),
     "stage03": (475, 470),
     "stage04": (1_430, 1_365),
