@@ -31,7 +31,7 @@ from .cache import SlotCache
 from .fast_sampling import choose, sample
 from .plan import AnyScheduler, Observer, Plan
 from .recorder import Recorder
-from .request import Request, State
+from .request import Request
 from .runner import AnyRunner, Runner
 from .scheduler import Scheduler
 
@@ -79,7 +79,6 @@ class Engine(Generic[SchedulerT]):
         recorder = recorder or Recorder(scheduler)
         self.steps, self.observers = recorder.steps, [recorder, *observers]
         self.requests: dict[str, Request] = {}  # those that wait or run
-        self.plan = Plan()  # of the pass being run
         self._named = 0
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Output]:
@@ -156,7 +155,8 @@ class Engine(Generic[SchedulerT]):
         self.scheduler.check(len(prompt), params.max_tokens)
 
     def abort(self, request_id: str) -> Output:
-        """End a request now, waiting or running; returns its output so far.
+        """End a request now, waiting or running; returns its output so far. The reason is "abort",
+        unless it has one already.
 
         Raises UserError if no such request waits or runs.
         """
@@ -166,16 +166,14 @@ class Engine(Generic[SchedulerT]):
                 "it was never added, or it has ended already."
             )
         request = self.requests[request_id]
-        request.output.finish_reason = "abort"
+        request.output.finish_reason = request.output.finish_reason or "abort"
         self._finish(request)
         return request.output
 
     def step(self) -> list[tuple[str, Token]]:
         """One forward pass, if there is work. Returns its tokens, each with its request's id."""
-        self.plan = Plan()
         plan = self.scheduler.schedule()
         self.runner.move(plan.moves)
-        self.plan = plan
         for observer in self.observers:
             observer.before(plan)
         logits = self.runner.run(*plan.tokens())  # (requests that sample, V)
@@ -183,17 +181,6 @@ class Engine(Generic[SchedulerT]):
         for observer in self.observers:
             observer.after(plan)
         return tokens
-
-    def fail(self, error: UserError) -> list[Request]:
-        """After `step` has raised, end requests with `error` and return them: those of the pass, or
-        all if the pass had not begun, because then no memory can be trusted."""
-        failed = [work.request for work in self.plan.work] or list(self.requests.values())
-        failed = [request for request in failed if request.state is not State.FINISHED]
-        for request in failed:
-            if request.output.finish_reason is None:
-                request.output.fail(error)
-            self._finish(request)
-        return failed
 
     def _sample(self, plan: Plan, logits: Tensor) -> list[Sampled]:
         """The next token of each request whose last token was computed."""

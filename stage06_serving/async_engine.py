@@ -188,8 +188,10 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._names = itertools.count(1)
         self._news: dict[Callable[[], object], None] = {}  # of tickets with something to read
-        # The thread's: all requests with an unreported end, and the shares of the running step.
+        # The thread's: all requests with an unreported end, those of the running step, and their
+        # shares of it.
         self._requests: dict[str, Request] = {}
+        self._inside: list[Request] = []
         self._shares: list[tuple[str, int, int, int]] = []
 
     # ---- on the event loop ----------------------------------------------------------------------
@@ -362,7 +364,7 @@ class AsyncEngine:
             except Exception as error:  # whatever failed, requests outside the step go on
                 failures += 1
                 log.error("a step failed (%d in a row)", failures, exc_info=error)
-                self._engine.fail(UserError(BROKEN))
+                self._fail()
                 step = Step(ended=self._ended())
                 if PROBE not in self._requests:
                     self._enter(Request([0], SamplingParams(max_tokens=1), PROBE))
@@ -384,15 +386,25 @@ class AsyncEngine:
         return all(request.output.finish_reason for request in self._requests.values())
 
     def _step(self) -> Step:
-        self._shares, started = [], time.perf_counter()
+        self._inside, self._shares, started = [], [], time.perf_counter()
         tokens = self._engine.step()
         self._report()
         seconds = time.perf_counter() - started
         return Step(tokens, self._ended(), self._shares, seconds)
 
+    def _fail(self) -> None:
+        """After a step that has raised, end the requests of its pass, or all if the pass had not
+        begun, because then no memory can be trusted."""
+        for request in self._inside or list(self._engine.requests.values()):
+            if request.id in self._engine.requests:
+                if request.output.finish_reason is None:
+                    request.output.fail(UserError(BROKEN))
+                self._engine.abort(request.id)
+
     def before(self, plan: Plan) -> None:
         """The engine's observer: what the step computes."""
         self._report()
+        self._inside = [work.request for work in plan.work]
         self._shares = [
             (work.request.id, work.prefill_tokens, work.count - work.prefill_tokens, work.start)
             for work in plan.work

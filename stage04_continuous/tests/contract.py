@@ -65,19 +65,6 @@ class EngineContract:
         rows = record.shares
         return sorted(tuple(getattr(row, name) for name in names) for row in rows)
 
-    @pytest.fixture
-    def broken(self) -> Iterator[Any]:
-        """broken(): the next pass of the model raises an error."""
-        handles: list[Any] = []
-
-        def fail(module, given):
-            handles.pop().remove()
-            raise RuntimeError("out of memory")
-
-        yield lambda: handles.append(the_model().register_forward_pre_hook(fail))
-        for handle in handles:
-            handle.remove()
-
     def test_each_token_comes_with_the_id_of_its_request(self):
         """Sampled requests with every option that neighbours could disturb are among them."""
         engine = self.engine(2)
@@ -146,23 +133,6 @@ class EngineContract:
         waiting, running = ("waiting", False, False), ("running", False, True)
         assert phases == {waiting, ("running", True, False), running}
         assert "victim" not in engine.requests  # the loop reached its end
-
-    def test_a_pass_that_fails_ends_its_requests_and_no_other(self, broken):
-        engine = self.engine(3)
-        requests = [ask(engine, length, 8) for length in (9, 11, 5, 7)]
-        broken()
-        with pytest.raises(RuntimeError, match="out of memory"):
-            engine.step()
-        inside, waiting = requests[:3], requests[3:]
-        assert engine.fail(UserError("The pass failed.")) == inside
-        errors = {(request.output.finish_reason, request.output.error) for request in inside}
-        assert errors == {("error", "The pass failed.")}
-        assert list(engine.requests.values()) == waiting
-        finish(engine)
-        again = ask(engine, 9, 8)
-        finish(engine)
-        assert_answered(*waiting, again)
-        self.assert_idle(engine)
 
     @pytest.fixture
     def passes(self) -> Iterator[Any]:
@@ -257,25 +227,6 @@ class EngineContract:
         again = ask(engine, 5, 4, "request-1")
         finish(engine)
         assert_answered(first, again)
-
-    def test_a_failure_outside_of_a_pass_ends_all(self, monkeypatch):
-        """Here the preparation of memory fails."""
-        engine = self.engine(1)
-        first, *requests = [ask(engine, 8, 2), ask(engine, 5, 8), ask(engine, 4, 8)]
-        while first.output.finish_reason is None:
-            engine.step()
-
-        def fail(moves):
-            assert moves
-            raise RuntimeError("no memory to move to")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.runner, "move", fail)
-            with pytest.raises(RuntimeError, match="no memory to move to"):
-                engine.step()
-        assert engine.fail(UserError("Memory failed.")) == requests
-        self.assert_idle(engine)
-        assert engine.generate([prompt_of(9)], greedy(8))[0].token_ids == answer(9, 8)
 
     @pytest.mark.parametrize("when", [1, 2, 3, 6], ids=["chunk", "chunk 2", "prompt", "decode"])
     def test_nan_stays_with_its_request_and_goes_with_it(self, when):

@@ -298,6 +298,22 @@ async def test_a_failing_step_ends_only_its_requests(engine, expected):
         assert running.alive
 
 
+async def test_a_failure_outside_of_a_pass_ends_all(gated, expected):
+    """Here the preparation of memory fails, for the second pass."""
+    async with gated(max_sequences=1) as (running, made, gate):
+
+        def failing(moves):
+            made.runner.move = move
+            raise RuntimeError("a planted fault")
+
+        tickets = [submit(running, prompt_of(4), 9) for _ in range(3)]
+        await soon(lambda: gate.count == 1)
+        move, made.runner.move = made.runner.move, failing
+        gate.allow()
+        assert [await error_of(running, ticket) for ticket in tickets] == [BROKEN] * 3
+        assert await said(running, submit(running, prompt_of(4), 9)) == expected(prompt_of(4), 9)
+
+
 async def test_only_failures_in_a_row_count(engine, expected):
     made = engine()
     passes = Passes(made.runner, {1, 2, 4, 5, 7, 8})
