@@ -156,15 +156,7 @@ class Engine(Generic[SchedulerT]):
 
     def abort(self, request_id: str) -> Output:
         """End a request now, waiting or running; returns its output so far. The reason is "abort",
-        unless it has one already.
-
-        Raises UserError if no such request waits or runs.
-        """
-        if request_id not in self.requests:
-            raise UserError(
-                f"There is no request '{request_id}' in the engine: "
-                "it was never added, or it has ended already."
-            )
+        unless it has one already. Raises KeyError if no such request waits or runs."""
         request = self.requests[request_id]
         request.output.finish_reason = request.output.finish_reason or "abort"
         self._finish(request)

@@ -23,7 +23,7 @@ POLICIES: dict[str, Callable[[Request], int]] = {
 
 
 def check_settings(
-    row: str, rows: int, token_budget: int, policy: str, max_chunk: int | None, patience: int
+    row: str, rows: int, token_budget: int, policy: str, max_chunk: int | None
 ) -> None:
     """Raise UserError for settings that cannot work. row: "slot" or "sequence", for the message."""
     if rows < 1:
@@ -37,8 +37,6 @@ def check_settings(
         raise UserError(f"Unknown policy '{policy}': choose one of {', '.join(POLICIES)}.")
     if max_chunk is not None and max_chunk < 1:
         raise UserError(f"A chunk must have at least 1 token, not {max_chunk}.")
-    if patience < 1:
-        raise UserError(f"Patience must be at least 1 step, not {patience}.")
 
 
 class Scheduler:
@@ -59,7 +57,7 @@ class Scheduler:
         max_chunk: int | None = None,
         patience: int = 256,
     ) -> None:
-        check_settings("slot", max_sequences, token_budget, policy, max_chunk, patience)
+        check_settings("slot", max_sequences, token_budget, policy, max_chunk)
         self.max_sequences, self.token_budget, self.policy = max_sequences, token_budget, policy
         self.patience, self.max_chunk = patience, max_chunk or token_budget
         self.free_slots = list(range(max_sequences))  # a heap: the lowest free slot is taken first

@@ -24,13 +24,8 @@ def fork(
     """Queue a request that continues another one's prompt and answer so far on its own, with
     `sampling` or else the other one's options. They share blocks until one writes.
 
-    Raises UserError if no such request waits or runs, or if the new one is invalid.
+    Raises KeyError if no such request waits or runs, and UserError if the new one is invalid.
     """
-    if request_id not in engine.requests:
-        raise UserError(
-            f"There is no request '{request_id}' in the engine: "
-            "it was never added, or it has ended already."
-        )
     parent = engine.requests[request_id]
     sampling = parent.sampling if sampling is None else sampling
     answer = parent.output.token_ids

@@ -70,7 +70,7 @@ class Scheduler:
         longest: int = sys.maxsize,
     ) -> None:
         max_sequences = min(max_sequences, pool.count)  # each has at least one block
-        check_settings("sequence", max_sequences, token_budget, policy, max_chunk, patience)
+        check_settings("sequence", max_sequences, token_budget, policy, max_chunk)
         if not 0 <= watermark < 1:
             raise UserError(
                 f"The watermark must be a share of the blocks, from 0 to below 1, not {watermark}."

@@ -222,7 +222,7 @@ class EngineContract:
         engine.add(Request(prompt_of(2), greedy(1)))
         assert list(engine.requests) == ["request-1", "request-2"]
         finish(engine)
-        with pytest.raises(UserError, match="There is no request 'request-1' in the engine"):
+        with pytest.raises(KeyError):
             engine.abort("request-1")
         again = ask(engine, 5, 4, "request-1")
         finish(engine)

@@ -19,7 +19,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_sequences": 1, "token_budget": 0}, "budget of 0 tokens"),
     ({"policy": "lifo"}, "Unknown policy 'lifo': choose one of fcfs, priority"),
     ({"max_chunk": 0}, "at least 1 token, not 0"),
-    ({"patience": 0}, "at least 1 step, not 0"),
 ]
 
 

@@ -71,7 +71,6 @@ def test_samples_and_forks_that_cannot_be_leave_no_trace():
         (add_samples, [1] * 9, [greedy(3), greedy(30)], "takes 10 blocks of 4 tokens, but there"),
         (add_samples, [1] * 9, two, ("new", "parent"), "An id is taken"),
         (add_samples, [1] * 9, two, ("new", "new"), "An id is taken"),
-        (fork, "none", "no request 'none' in the engine"),
         (fork, "parent", greedy(3), "'parent' has 3 tokens already: give its fork a larger max_t"),
         (fork, "parent", greedy(40), "takes 12 blocks of 4 tokens, but there are 8"),
         (fork, "parent", SamplingParams(stop_token_ids=(101,)), "stop_token_ids"),
