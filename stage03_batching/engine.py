@@ -56,7 +56,6 @@ class Engine:
     def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Token]:
         """Continue one prompt. Yields each token as soon as it is sampled; the last one carries the
         finish reason."""
-        check_request(prompt, sampling, self.config)
         output = Output(list(prompt))
         for _, token in self.run([output], sampling):
             yield token
