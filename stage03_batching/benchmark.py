@@ -31,9 +31,9 @@ def measure(bench: kit.Bench) -> None:
             equal = [(PROMPT, ANSWER if rows < 128 else 8)] * rows  # wide prompts take seconds
             bench.answers("scaling", subject, engines, equal, 2, steps)
         if subject.about["dtype"] == "float32":
-            engine, uneven = Engine(subject.model, max_batch=ROWS), [SHORT] * (ROWS - 1) + [LONG]
-            even = [(sum(uneven) + row) // ROWS for row in range(ROWS)]
-            for kind, counts in (("equal", even), ("one long", uneven)):
+            engine, long = Engine(subject.model, max_batch=ROWS), [SHORT] * (ROWS - 1) + [LONG]
+            level = [(sum(long) + row) // ROWS for row in range(ROWS)]
+            for kind, counts in (("equal", level), ("one long", long)):
                 engines, pairs = {BATCH: engine}, [(SHORT, count) for count in counts]
                 bench.answers("waste", subject, engines, pairs, 1, steps, what="answer", kind=kind)
 
