@@ -50,7 +50,6 @@ class BlockPool:
         self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.digests: list[bytes | None] = [None] * count  # of each published block
         self.by_digest: dict[bytes, int] = {}  # digest -> block
-        self.shared = 0  # blocks that several tables hold
         self.evictions = 0
 
     @property
@@ -90,14 +89,12 @@ class BlockPool:
                 raise RuntimeError(f"block {block} is free: its content is invalid")
             del self.cached[block]
         self.references[block] += 1
-        self.shared += self.references[block] == 2
 
     def give_back(self, block: int) -> None:
         """Count one table fewer. After the last, `block` is cached if published, else free."""
         if not self.references[block]:
             raise RuntimeError(f"block {block} is given back, but no table holds it")
         self.references[block] -= 1
-        self.shared -= self.references[block] == 1
         if not self.references[block]:
             if self.digests[block] is None:
                 self.free.append(block)

@@ -123,8 +123,6 @@ class Sanitizer:
                 what = f"in {places[block]} of the lists of free, cached and owned {kind}blocks"
             holders = [request for request, blocks in tables.items() if block in blocks]
             self._fail(what, block, holders)
-        if pool.shared != sum(count > 1 for count in pool.references):
-            self._fail(f"{pool.shared} {kind}blocks are counted as shared", None)
         digests = {digest: block for block, digest in enumerate(pool.digests) if digest is not None}
         if digests != pool.by_digest:
             self._fail(f"the {kind}blocks' digests and the blocks by digest differ", None)

@@ -38,7 +38,7 @@ def assert_idle(engine: Any) -> None:
     assert not engine.requests and not scheduler.unfinished
     for name in ("tables", "parents", "swapped", "waiting", "running", "_preempted"):
         assert not getattr(scheduler, name), name
-    assert (pool.owned, pool.shared) == (0, 0)
+    assert pool.owned == 0
     assert scheduler.swap_pool is None or scheduler.swap_pool.owned == 0
 
 

@@ -59,7 +59,6 @@ AFTER = {  # during the pass, found at its end
     ),
     "0 references, but 1 tables hold it": ("a", "block = a.blocks[0]; pool.give_back(block)"),
     "1 references, but 2 tables hold it": ("a, b", "block = a.blocks[0]; b.blocks.append(block)"),
-    "1 blocks are counted as shared": ("none", "pool.shared += 1"),
     "the blocks' digests and the blocks by digest differ": (
         *("none", "pool.by_digest[b'stale'] = pool.free[0]"),
     ),
