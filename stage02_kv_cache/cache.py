@@ -21,13 +21,9 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        config: Config,
-        capacity: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        self, config: Config, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> None:
-        self.capacity = config.n_positions if capacity is None else capacity
+        self.capacity = config.n_positions
         shape = (config.n_layer, 2, config.n_kv_head, self.capacity, config.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
         self.length = 0

@@ -118,5 +118,4 @@ def test_the_cache_refuses_more_than_it_holds(tiny_model, cache):
     cache.extend(4)
     grouped = KVCache(Config(5, 9, 8, 1, n_head=4, n_kv_head=2))
     assert grouped.kv.shape == (1, 2, 2, 9, 2)
-    config = tiny_model.config
-    assert KVCache(config, capacity=10).kv.nbytes == 10 * config.kv_bytes_per_token(torch.float32)
+    assert cache.kv.nbytes == 64 * tiny_model.config.kv_bytes_per_token(torch.float64)
