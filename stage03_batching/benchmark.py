@@ -19,7 +19,7 @@ from .engine import Engine
 
 SINGLE, BATCH = "single", "batch"
 PROMPT, ANSWER, ROWS = 64, 32, 32  # tokens, and sequences where they are compared
-SHORT, LONG = 16, 256  # tokens of all answers but one, and of that one
+SHORT, LONG_ANSWER, LONG_PROMPT = 16, 256, 512  # tokens of all rows but one, and of that one
 
 
 def measure(bench: kit.Bench) -> None:
@@ -31,11 +31,12 @@ def measure(bench: kit.Bench) -> None:
             equal = [(PROMPT, ANSWER if rows < 128 else 8)] * rows  # wide prompts take seconds
             bench.answers("scaling", subject, engines, equal, 2, steps)
         if subject.about["dtype"] == "float32":
-            engine, long = Engine(subject.model, max_batch=ROWS), [SHORT] * (ROWS - 1) + [LONG]
-            level = [(sum(long) + row) // ROWS for row in range(ROWS)]
-            for kind, counts in (("equal", level), ("one long", long)):
-                engines, pairs = {BATCH: engine}, [(SHORT, count) for count in counts]
-                bench.answers("waste", subject, engines, pairs, 1, steps, what="answer", kind=kind)
+            for what, long in bench.sizes(("answer", LONG_ANSWER), ("prompt", LONG_PROMPT)):
+                equal = [(SHORT * (ROWS - 1) + long + row) // ROWS for row in range(ROWS)]
+                for kind, counts in (("equal", equal), ("one long", [SHORT] * (ROWS - 1) + [long])):
+                    pairs: Any = [(SHORT, n) if what == "answer" else (n, SHORT) for n in counts]
+                    engines = {BATCH: Engine(subject.model, max_batch=ROWS)}
+                    bench.answers("waste", subject, engines, pairs, 1, steps, what=what, kind=kind)
 
 
 def steps(engine: Any) -> dict[str, Any]:
@@ -74,12 +75,12 @@ def predicted(row: Row) -> float:
 
 
 def uneven(results: Results) -> Iterator[tuple[Row, float, float]]:
-    """The batch with a long answer, and its tok/s over equal rows: measured, and predicted."""
-    kinds = (results.rows("waste", what="answer", kind=kind) for kind in ("one long", "equal"))
-    for row, equal in zip(*kinds, strict=False):
-        costs = (static_costs(r.config, r.kind, r.lengths, ROWS) for r in (row, equal))
-        (least, base), more = map(row.least, costs), row.tokens / equal.tokens
-        yield row, more * equal.median(BATCH) / row.median(BATCH), more * base / least
+    """Each batch with a long row, and its tok/s over equal rows: measured, and predicted."""
+    for row in results.rows("waste", kind="one long"):
+        for equal in results.rows("waste", kind="equal", what=row["what"]):
+            costs = (static_costs(r.config, r.kind, r.lengths, ROWS) for r in (row, equal))
+            (least, base), more = map(row.least, costs), row.tokens / equal.tokens
+            yield row, more * equal.median(BATCH) / row.median(BATCH), more * base / least
 
 
 def tables(results: Results) -> kit.Tables:
@@ -93,7 +94,7 @@ def tables(results: Results) -> kit.Tables:
     ]  # fmt: skip
     waste = [
         {
-            "32 rows": "one long answer", "wasted": f"{row.median(BATCH, 'wasted'):.0%}",
+            "32 rows": f"one long {row['what']}", "wasted": f"{row.median(BATCH, 'wasted'):.0%}",
             "tok/s": row.rate(BATCH), "over equal rows (predicted)": f"{over:.2f}x ({least:.2f}x)",
         }
         for row, over, least in uneven(results)
@@ -117,8 +118,9 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
         if row := rows_of(results, "float32").get(count):
             what, gain = f"gain of a batch of {count}", row.gain(SINGLE, BATCH)
             yield kit.claim(what, hand, predicted(row), gain, "x", why)
-    for _, over, least in uneven(results):
-        yield kit.claim("one long answer, over equal rows", 0.17, least, over)
+    for row, over, least in uneven(results):
+        hand = {"answer": 0.17, "prompt": 0.10}[row["what"]]
+        yield kit.claim(f"one long {row['what']}, over equal rows", hand, least, over)
 
 
 def chart(results: Results) -> Figure:
