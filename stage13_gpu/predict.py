@@ -36,7 +36,7 @@ def launches(config: Config, context: int) -> int:
     attention = 2 if context < PIECE else 3  # store, decode, and merge
     products = 4  # q k v, projection, up, down
     between = 3  # two norms, and GELU or a gate
-    ends = 10 if hasattr(config, "rope") else 7  # embedding and positions; wanted rows and head
+    ends = 8 if hasattr(config, "rope") else 7  # embedding and positions; wanted rows and head
     return config.n_layer * (attention + products + between) + ends
 
 
