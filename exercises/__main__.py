@@ -59,7 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("action", choices=museum.ACTIONS)
     sub.add_argument("number", nargs="?", type=int)
     sub = command("grade", grade.main, "grade what was handed in")
-    sub.add_argument("patches", nargs="+", metavar="PATCH", help="or a folder that holds patches")
+    about = "a patch, a zip file, a folder with stages in it; or a folder that holds those"
+    sub.add_argument("hand_ins", nargs="+", metavar="FOLDER", help=about)
     sub.add_argument("--stage", nargs="+", default=[], help="default: all")
     sub.add_argument("--out", default="grades", help="folder for the results (default: grades)")
     sub.add_argument("--jobs", type=int, default=1, help="hand-ins side by side (default: 1)")

@@ -1,4 +1,4 @@
-"""Grade what a class has handed in: patches of `git diff main`, one command for all.
+"""Grade what a class has handed in: patches, zip files and folders, one command for all.
 
 Each task is judged by the bodies of its functions in a clean tree of `shared` and the stages up to
 its own: full marks need exactly the tests of the reference's run, each with the same outcome; and
@@ -22,6 +22,7 @@ import subprocess
 import tempfile
 import textwrap
 import threading
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from .tasks import Task
 
 LEFT_OUT = shutil.ignore_patterns(*(".*", "__pycache__", "*.md", "*.ipynb", "*.svg", "*.png"))
 LEAST, PATIENCE = 60.0, 5.0  # seconds of a run, and times those of the reference
+MOST_BYTES = 2**20  # of a file with functions
 UNUSUAL = re.compile(r"\b(?:sys|os|pytest|inspect|gc|open|eval|exec|importlib)\b|\b__(?!init__)")
 
 
@@ -118,20 +120,20 @@ def main(options: argparse.Namespace) -> int:
     container = "" if options.unconfined else running.container()
     stages = [tasks.find_stage(stage) for stage in options.stage] or paths.discover()
     chosen = [task for stage in stages for task in tasks.read(stage)]
-    patches = [file for name in options.patches for file in find(Path(name))]
+    hand_ins = [path for name in options.hand_ins for path in find(Path(name))]
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     rows = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         judge = Judge(Path(home), container)
         with ThreadPoolExecutor(options.jobs) as pool:
-            grades = pool.map(lambda patch: grade(judge, chosen, patch, out), patches)
-            progress = tqdm(grades, total=len(patches), disable=None)
-            for patch, tests in zip(patches, progress, strict=True):
+            grades = pool.map(lambda path: grade(judge, chosen, path, out), hand_ins)
+            progress = tqdm(grades, total=len(hand_ins), disable=None)
+            for path, tests in zip(hand_ins, progress, strict=True):
                 scores = [test["score"] for test in tests]
-                rows.append([patch.stem, sum(scores), *scores])
-                tqdm.write(f"{sum(scores):4} of {sum(x.points for x in chosen)}  {patch.stem}")
-    for test in tests if len(patches) == 1 else []:
+                rows.append([name_of(path), sum(scores), *scores])
+                tqdm.write(f"{sum(scores):4} of {sum(x.points for x in chosen)}  {name_of(path)}")
+    for test in tests if len(hand_ins) == 1 else []:
         print(f"  {test['score']:3} of {test['max_score']}  {test['name']}")
         print(textwrap.indent(test["output"], " " * 8))
     with (out / "grades.csv").open("w", newline="", encoding="utf-8") as file:
@@ -141,21 +143,30 @@ def main(options: argparse.Namespace) -> int:
 
 
 def find(path: Path) -> list[Path]:
-    """The patches that an argument names: a file, or all in a folder. Raises UserError if none."""
-    patches = [path] if path.is_file() else sorted(path.glob("*.patch"))
-    if not patches:
-        raise UserError(f"There is no patch in {path}: a hand-in is what git diff main writes.")
-    return patches
+    """The hand-ins that an argument names: one, or all in a folder. Each is a patch, a zip file,
+    or a folder that has stages somewhere. Raises UserError if there is none."""
+    if path.is_file() or any((path / stage).is_dir() for stage in paths.discover()):
+        return [path]
+    packed = (".patch", ".diff", ".zip")
+    hand_ins = [p for p in sorted(path.glob("[!.]*")) if p.is_dir() or p.suffix in packed]
+    if not hand_ins:
+        raise UserError(f"No hand-in is in {path}: give patches of git diff, zip files or folders.")
+    return hand_ins
 
 
-def grade(judge: Judge, chosen: list[Task], patch: Path, out: Path) -> list[dict[str, Any]]:
+def name_of(hand_in: Path) -> str:
+    """The student's, which may have dots."""
+    return hand_in.name if hand_in.is_dir() else hand_in.stem
+
+
+def grade(judge: Judge, chosen: list[Task], hand_in: Path, out: Path) -> list[dict[str, Any]]:
     """The results of a hand-in, which are also written to `out`."""
-    path, texts, broken = out / f"{patch.stem}.json", {}, ""
+    path, texts, broken = out / f"{name_of(hand_in)}.json", dict[str, str](), ""
     try:
-        texts = patched(patch, {task.file for task in chosen})
-    except (OSError, ValueError) as error:
-        broken = f"it does not fit this version: {error}"
-    parts = [patch.read_bytes(), chosen, *(tasks.source(task.file) for task in chosen)]
+        texts = handed_in(hand_in, {task.file for task in chosen})
+    except Exception as error:  # whatever is wrong with it, the others are graded
+        broken = f"it cannot be read: {error}"
+    parts = [chosen, texts, broken, *(tasks.source(task.file) for task in chosen)]
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()
     if path.is_file():
         old = json.loads(path.read_text(encoding="utf-8"))
@@ -163,7 +174,9 @@ def grade(judge: Judge, chosen: list[Task], patch: Path, out: Path) -> list[dict
             return old["tests"]
     tests = []
     for task in chosen:
-        why, notes = (broken, []) if broken else judge.judge(task, texts[task.file])
+        why, notes = broken or f"no {task.file}, a file of at most 1 MiB, is in the hand-in", []
+        if task.file in texts:
+            why, notes = judge.judge(task, texts[task.file])
         tests.append(
             {
                 "name": f"{task.name}: {task.title}",
@@ -178,18 +191,42 @@ def grade(judge: Judge, chosen: list[Task], patch: Path, out: Path) -> list[dict
     return tests
 
 
-def patched(patch: Path, files: set[str]) -> dict[str, str]:
-    """The files of the tasks with a patch; those that it does not change are the project's. Raises
-    OSError and ValueError."""
+def handed_in(hand_in: Path, files: set[str]) -> dict[str, str]:
+    """The files of the tasks that a hand-in has; those that a patch does not change are the
+    project's. It may be anything, so nothing is read that is large or lies elsewhere."""
     with tempfile.TemporaryDirectory() as folder:
+        root = hand_in if hand_in.is_dir() else Path(folder)
+        if hand_in.suffix == ".zip" and hand_in.is_file():
+            unzip(hand_in, root, files)
+        elif hand_in.is_file():
+            patch(hand_in, root, files)
+        texts = {}
+        for file in sorted(files):
+            places = sorted(root.rglob(file), key=lambda path: len(path.parts))
+            for path in (path for path in places[:1] if path.is_file()):
+                inside = path.resolve().is_relative_to(root.resolve())  # links may lead outside
+                if inside and path.stat().st_size <= MOST_BYTES:
+                    texts[file] = path.read_text(encoding="utf-8", errors="replace")
+        return texts
+
+
+def unzip(hand_in: Path, root: Path, files: set[str]) -> None:
+    """Extract the files of the tasks, but none that is larger unpacked than a file may be."""
+    with zipfile.ZipFile(hand_in) as archive:
         for file in files:
-            (Path(folder) / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(paths.ROOT / file, Path(folder) / file)
-        only = [f"--include={file}" for file in files]
-        words = ["git", "apply", "--whitespace=nowarn", *only, str(patch.resolve())]
-        done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
-        if done.returncode:
-            raise ValueError(done.stderr.strip())
-        if any((Path(folder) / file).is_symlink() for file in files):
-            raise ValueError("it has symbolic links")
-        return {file: (Path(folder) / file).read_text(encoding="utf-8") for file in files}
+            entries = [e for e in archive.infolist() if f"/{e.filename}".endswith(f"/{file}")]
+            outer = min(entries, key=lambda entry: entry.filename.count("/"), default=None)
+            if outer and outer.file_size <= MOST_BYTES:
+                archive.extract(outer, root)
+
+
+def patch(hand_in: Path, root: Path, files: set[str]) -> None:
+    """Apply a patch to a copy of the tasks' files. Raises ValueError if it does not fit."""
+    for file in files:
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(paths.ROOT / file, root / file)
+    only = [f"--include={file}" for file in files]
+    words = ["git", "apply", "--whitespace=nowarn", *only, str(hand_in.resolve())]
+    done = subprocess.run(words, cwd=root, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"it does not fit this version: {done.stderr.strip()}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 
 import pytest
 
@@ -36,11 +37,15 @@ def graded(folder, tmp_path):
     return results
 
 
+def solved(body):
+    """A file whose first task has `body` in place of the reference's first line, and whose second
+    is solved in another way."""
+    return TOY.replace(LOOP, body).replace("[0] * count for", "[0 for _ in range(count)] for")
+
+
 def hand_in(project, folder, name, body, **others):
-    """A patch whose first task has `body` in place of the reference's first line, and whose second
-    is solved in another way. others: texts of other files."""
-    text = TOY.replace(LOOP, body).replace("[0] * count for", "[0 for _ in range(count)] for")
-    (project / "stage01_toy/toy.py").write_text(text)
+    """A patch. others: texts of other files."""
+    (project / "stage01_toy/toy.py").write_text(solved(body))
     for file, other in others.items():
         (project / file).write_text(other)
     folder.mkdir(exist_ok=True)
@@ -73,14 +78,24 @@ def test_a_class(project, tmp_path):
     tests = {"conftest.py": "raise SystemExit(0)\n", "stage01_toy/tests/test_toy.py": ""}
     hand_in(project, folder, "wrong", "sums = [0]\n", **tests)
     (folder / "nothing.patch").write_text("")
+    (folder / "empty").mkdir()
+    (folder / "j.doe/work/stage01_toy").mkdir(parents=True)
+    (folder / "j.doe/work/stage01_toy/toy.py").write_text(text := solved("sums = list()\n"))
+    (folder / "linked").mkdir()
+    (folder / "linked/stage01_toy").symlink_to(folder / "j.doe/work/stage01_toy")
+    for name, content in (("zipped", text), ("bomb", " " * 2**21)):
+        with zipfile.ZipFile(folder / f"{name}.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("work/stage01_toy/toy.py", content)
     hand_in(project, folder, "typo", "sums = [\n")
     hand_in(project, folder, "undone", LOOP)
     results = graded(folder, tmp_path)
     for name, (_, why) in HOSTILE.items():
         points, output = results[name]
         assert (points, why in output) == ([0, 40], True), (name, points, output)
-    assert results["right"][0] == [60, 40]
     assert results["wrong"][0] == [0, 40] and "[0] is 0, not 2" in results["wrong"][1]
+    assert results["right"][0] == results["j.doe"][0] == results["zipped"][0] == [60, 40]
+    for name in ("empty", "linked", "bomb"):
+        assert results[name][0] == [0, 0] and "is in the hand-in" in results[name][1]
     assert results["nothing"][0] == [0, 0] and "does not fit" in results["nothing"][1]
     assert results["typo"][0] == [0, 0] and "not Python" in results["typo"][1]
     assert results["undone"][0] == [0, 40] and "not done" in results["undone"][1]
@@ -90,15 +105,16 @@ def test_a_class(project, tmp_path):
 
 
 def test_what_was_graded_is_not_judged_again(project, tmp_path, monkeypatch):
-    hand_in(project, tmp_path, "right", "sums = list()\n")
-    assert graded(tmp_path / "right.patch", tmp_path)["right"][0] == [60, 40]
+    folder = tmp_path / "class"
+    hand_in(project, folder, "right", "sums = list()\n")
+    assert graded(folder / "right.patch", tmp_path)["right"][0] == [60, 40]
     monkeypatch.setattr(grade.Judge, "judge", lambda *_: pytest.fail("judged again"))
-    assert graded(tmp_path, tmp_path)["right"][0] == [60, 40]
+    assert graded(folder, tmp_path)["right"][0] == [60, 40]
 
 
-def test_without_a_container_or_a_patch_nothing_runs(project, tmp_path, monkeypatch, capsys):
+def test_without_a_container_or_a_hand_in_nothing_runs(project, tmp_path, monkeypatch, capsys):
     words = ["grade", str(project), "--out", str(tmp_path / "out")]
-    assert main([*words, "--unconfined"]) == 2
-    assert "no patch" in capsys.readouterr().err
+    assert main(["grade", str(tmp_path / "gone"), "--unconfined"]) == 2
+    assert "No hand-in is in" in capsys.readouterr().err
     monkeypatch.setattr(running.shutil, "which", lambda name: None)
     assert main(words) == 2 and "install bubblewrap" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from shared.tests.test_texts import tracked
 
 BUDGET = {  # lines of source, of tests
     "book": (400, 0),
-    "exercises": (1_355, 550),
+    "exercises": (1_385, 575),
     "reports": (2_030, 240),
     "shared": (5_010, 2_070),
     "stage01": (955, 525),
