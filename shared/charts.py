@@ -2,9 +2,8 @@
 same data.
 
 Series differ in colour, lightness, and marker, line style or hatching, any one of which tells them
-apart. Each has its name beside it instead of in a legend. There is no global state: pyplot is not
-used, and the output depends only on matplotlib's version. A chart function returns a Figure; `save`
-and `render` turn it into SVG.
+apart. There is no global state: pyplot is not used, and the output depends only on matplotlib's
+version. A chart function returns a Figure; `render` turns it into SVG.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ import io
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib
 from cycler import cycler
 from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, NullLocator
 
 # From dark to light in even steps of lightness; the hues stay distinct under the three kinds of
@@ -37,7 +34,7 @@ LINES: tuple[Any, ...] = (
 HATCHES = ("", "////", "|||", "\\\\\\\\", "xxxx")
 MARKS = 12  # markers of a line, about
 INK, FAINT = "#222222", "#d9d9d9"
-CLEAR = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # behind words on a mark or line
+BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1)}  # right of the axes
 
 STYLE: dict[str, Any] = {
     "svg.hashsalt": "staircase",  # ids inside the file would be random
@@ -48,6 +45,8 @@ STYLE: dict[str, Any] = {
     "axes.titlepad": 12,
     "xtick.labelsize": 9,
     "ytick.labelsize": 9,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
     "text.color": INK,
     "axes.labelcolor": INK,
     "xtick.color": INK,
@@ -98,19 +97,25 @@ def lines(
     series: Mapping[str, Sequence[float]],
     *,
     dashed: Sequence[str] = (),
-    limits: Mapping[str, float] | None = None,
     log_x: bool = False,
     log_y: bool = False,
 ) -> Figure:
-    """Lines over the common `x`, each with its name at its end.
+    """Lines over the common `x`, named beside the axes from the highest end to the lowest.
 
     series: name -> a value for each x, at most five names; NaN leaves a gap. dashed: names of
-    predictions, drawn thin, broken and without a marker, in the colours of the other series, in
-    their order. limits: name -> a value that nothing can exceed, as a horizontal line.
+    predictions and limits, drawn thin, broken and without a marker, in the colours of the other
+    series, in their order.
     """
-    _check(series, len(x))
     figure, axes = new_figure(title, xlabel, ylabel)
+    measured = [name for name in series if name not in dashed]
     with matplotlib.rc_context(style()):
+        for number, (name, values) in enumerate(series.items()):
+            group = dashed if name in dashed else measured
+            look: dict[str, Any] = {"linestyle": (0, (2, 2)), "linewidth": 1.2}
+            if group is measured:
+                look = {"linestyle": LINES[number], "marker": MARKERS[number]}
+                look |= {"markeredgecolor": "white", "markevery": max(1, len(x) // MARKS)}
+            axes.plot(x, values, label=name, color=COLOURS[group.index(name)], **look)
         if log_x:
             axes.set_xscale("log", base=2)
             axes.set_xticks(list(x), [f"{value:g}" for value in x])
@@ -121,31 +126,10 @@ def lines(
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_minor_locator(NullLocator())
-        ends = []
-        measured = [name for name in series if name not in dashed]
-        for number, (name, values) in enumerate(series.items()):
-            group = dashed if name in dashed else measured
-            colour = COLOURS[group.index(name)]
-            if name in dashed:
-                axes.plot(x, values, color=colour, linestyle=(0, (2, 2)), linewidth=1.2)
-            else:
-                axes.plot(
-                    x,
-                    values,
-                    color=colour,
-                    linestyle=LINES[number],
-                    marker=MARKERS[number],
-                    markeredgecolor="white",
-                    markevery=max(1, len(x) // MARKS),
-                )
-            drawn = [(at, value) for at, value in zip(x, values, strict=True) if value == value]
-            ends.append((*drawn[-1], name, colour))
-        for name, value in (limits or {}).items():
-            axes.axhline(value, color=INK, linewidth=1.0, linestyle=(0, (8, 3)))
-            _note(axes, name, (0, value), (4, 4), xycoords=("axes fraction", "data"))
-        if not log_y:
+        else:
             axes.set_ylim(bottom=0)
-        _label_ends(figure, axes, ends)
+        ends = sorted(axes.get_lines(), key=lambda line: -line.get_ydata()[-1])
+        axes.legend(handles=ends, **BESIDE)
     return figure
 
 
@@ -155,56 +139,27 @@ def bars(
     groups: Sequence[str],
     series: Mapping[str, Sequence[float]],
     *,
-    limits: Mapping[str, float] | None = None,
-    others: Sequence[str] = (),
     digits: int = 1,
 ) -> Figure:
-    """Horizontal bars in `groups` from top to bottom. Each bar shows its value, and the first bar
-    of a series its name.
+    """Horizontal bars in `groups` from top to bottom, each with its value.
 
-    series: name -> a value for each group, at most five names; NaN leaves a bar out. limits: name
-    -> a value that nothing can exceed, as a vertical line. others: groups drawn lighter, because
-    they are not ours.
+    series: name -> a value for each group, at most five names; NaN leaves a bar out.
     """
-    _check(series, len(groups))
     thick = 0.8 / len(series)
     height = max(2.4, 1.4 + len(groups) * (0.25 + 0.27 * len(series)))
     figure, axes = new_figure(title, xlabel, "", size=(7.2, height))
-    most = max(value for values in series.values() for value in values if value == value)
     with matplotlib.rc_context(style()):
         for number, (name, values) in enumerate(series.items()):
-            light = number > 2  # the hatching must show on dark bars and on light ones
             at = [group - 0.4 + (number + 0.5) * thick for group in range(len(groups))]
-            drawn = axes.barh(
-                at,
-                values,
-                thick * 0.9,
-                color=COLOURS[number],
-                hatch=HATCHES[number],
-                edgecolor=INK if light else "white",
-            )
-            drawn[0].set_label(name)
-            for bar, whose in zip(drawn, groups, strict=True):
-                if whose in others:
-                    bar.set_facecolor(COLOURS[3])
-            first = next((group for group, value in enumerate(values) if value == value), -1)
-            for group, value in enumerate(values):
-                if value != value:
-                    continue
-                text = f"{value:,.{digits}f}" + (
-                    f"  {name}" if group == first and len(series) > 1 else ""
-                )
-                _note(axes, text, (value, at[group]), (5, 0), va="center", zorder=5, bbox=CLEAR)
-        for name, value in (limits or {}).items():
-            outlined = [withStroke(linewidth=3, foreground="white")]  # it crosses dark bars
-            dashes: dict[str, Any] = {"linestyle": (0, (8, 3)), "path_effects": outlined}
-            axes.axvline(value, color=INK, linewidth=1.0, **dashes)
-            beside = {"xycoords": ("data", "axes fraction"), "ha": "right"}
-            _note(axes, name, (value, 0), (-4, 4), **beside)
-            most = max(most, value)
+            edge = INK if number > 2 else "white"  # hatching shows on dark bars and on light ones
+            look = {"color": COLOURS[number], "hatch": HATCHES[number], "edgecolor": edge}
+            drawn = axes.barh(at, values, 0.9 * thick, label=name, **look)
+            axes.bar_label(drawn, fmt=f"{{:,.{digits}f}}", padding=5, fontsize=9)
+        if len(series) > 1:
+            axes.legend(**BESIDE)
         axes.set_yticks(range(len(groups)), groups)
-        axes.set_ylim(len(groups) - 0.5 + (0.3 if limits else 0), -0.5)
-        axes.set_xlim(0, most * 1.05)
+        axes.set_ylim(len(groups) - 0.5, -0.5)
+        axes.margins(x=0.15)  # room for the values
         axes.tick_params(axis="y", length=0)
         axes.grid(False, axis="y")
         axes.spines["left"].set_visible(False)
@@ -217,10 +172,7 @@ def render(figure: Figure) -> bytes:
     A screen reader reads its title, and as its description all other words in it. On a dark page it
     is dark.
     """
-    target = io.BytesIO()
-    title = figure.axes[0].get_title(loc="left") if figure.axes else ""
-    if figure.get_suptitle():
-        title = figure.get_suptitle()
+    target, title = io.BytesIO(), figure.axes[0].get_title(loc="left")
     with matplotlib.rc_context(style()):
         metadata: dict[str, Any] = {"Date": None, "Title": " ".join(title.split())}
         figure.savefig(target, format="svg", bbox_inches="tight", metadata=metadata)
@@ -238,12 +190,6 @@ def render(figure: Figure) -> bytes:
     return content.replace(b"</title>", b"</title>\n" + described, 1)
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write the figure as SVG, and make its folder if that is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(render(figure))
-
-
 def style() -> dict[str, Any]:
     """The whole style: matplotlib's defaults with ours, whatever the user's own matplotlibrc
     says."""
@@ -252,42 +198,3 @@ def style() -> dict[str, Any]:
         for key, value in matplotlib.rcParamsDefault.items()
         if not key.startswith("backend")
     } | STYLE
-
-
-def _check(series: Mapping[str, Sequence[float]], length: int) -> None:
-    """Raises ValueError where a chart would lie or fail: also where all rows were refused."""
-    if not 1 <= len(series) <= len(COLOURS):
-        raise ValueError(f"{len(series)} series: one to {len(COLOURS)} can be told apart")
-    for name, values in series.items():
-        if len(values) != length or all(value != value for value in values):
-            raise ValueError(f"{name!r} has {len(values)} values for {length} places, or only NaN")
-
-
-def _label_ends(figure: Figure, axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Write each line's name right of its end, moved up or down where two would overlap, and never
-    up into the title."""
-    figure.draw_without_rendering()  # lays out the axes, so that data can be converted to pixels
-    right, top = axes.transAxes.transform((1, 1))
-    gap = 13 * figure.dpi / 72  # points between two lines of text
-    wanted = sorted((axes.transData.transform(end[:2])[1], end) for end in ends)
-    heights: list[float] = []
-    for height, _ in wanted:
-        heights.append(max(height, heights[-1] + gap) if heights else height)
-    shift = sum(height - want[0] for height, want in zip(heights, wanted, strict=True)) / len(
-        wanted
-    )
-    shift = max(shift, heights[-1] - top + gap / 2)
-    for height, (middle, (x, y, name, colour)) in zip(heights, wanted, strict=True):
-        start = axes.transData.transform((x, y))[0]
-        offset = (right - start + 8, height - shift - middle)
-        points = offset[0] * 72 / figure.dpi, offset[1] * 72 / figure.dpi
-        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.8, "relpos": (0, 0.5)}
-        look = {"va": "center", "color": INK, "annotation_clip": False}
-        _note(axes, name, (x, y), points, arrowprops=line | {"shrinkA": 0, "shrinkB": 6}, **look)
-
-
-def _note(
-    axes: Any, text: str, at: tuple[float, float], offset: tuple[float, float], **look: Any
-) -> None:
-    """Words beside a point of the data, `offset` in points from it."""
-    axes.annotate(text, at, offset, textcoords="offset points", fontsize=9, **look)

@@ -150,7 +150,7 @@ def chart(results: Results) -> Figure:
     (row, *_) = results.rows("capacity", load="crowd")
     rows = {name: runs[-1] for name, runs in row["rows"].items()}
     steps = range(max(map(len, rows.values())))
-    # A line stays at 0 once its requests have ended, so that its name stands beside it.
+    # A line stays at 0 once its requests have ended.
     series = {name: counts + [0] * (len(steps) - len(counts)) for name, counts in rows.items()}
     title = "In the same memory, blocks hold many times as many sequences"
     return charts.lines(title, "step of the crowd", "sequences in it", steps, series)

@@ -65,7 +65,8 @@ class Writer:
         loads = [point.load for point in self.summaries]
         title = "What users wait, from the intended start"
         if series:
-            charts.save(charts.bars(title, "s", loads, series, digits=2), self.folder / CHART)
+            figure = charts.bars(title, "s", loads, series, digits=2)
+            (self.folder / CHART).write_bytes(charts.render(figure))
 
 
 def encode(value: Any) -> Any:

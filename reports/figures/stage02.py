@@ -50,13 +50,17 @@ def roofline() -> Figure:
     """Steps of GPT-2 124M at what the machine of round numbers allows them."""
     peak, memory = ROUND.gflops["float32"], ROUND.bandwidth_gb_s
     cost = partial(forward_cost, PRESETS["gpt2"], torch.float32)
-    steps = [cost(tokens).intensity for tokens in (1, 2, 4, 8, 16, 512)]
+    costs = [cost(tokens) for tokens in (1, 2, 4, 8, 16, 512)]
+    steps = [cost.flops / cost.bytes for cost in costs]
     return charts.lines(
         "Decode waits for memory, prefill for arithmetic",
         "operations per byte read, of steps with 1 (decode), 2, 4, 8, 16 and 512 tokens", "GFLOP/s",
         [round(intensity, 1) for intensity in steps],
-        {"what the machine allows": [min(peak, memory * intensity) for intensity in steps]},
-        limits={f"arithmetic: {peak:.0f} GFLOP/s": peak}, log_x=True, log_y=True,
+        {
+            "what the machine allows": [min(peak, memory * intensity) for intensity in steps],
+            f"arithmetic: {peak:.0f} GFLOP/s": [peak] * len(steps),
+        },
+        dashed=[f"arithmetic: {peak:.0f} GFLOP/s"], log_x=True, log_y=True,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The style of all charts: the same bytes again, distinct colours, no text lost or overlapping."""
+"""The style of all charts: the same bytes again, distinct colours, no text lost or small."""
 
 from __future__ import annotations
 
@@ -12,24 +12,21 @@ import matplotlib
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from matplotlib.text import Annotation, Text
+from matplotlib.text import Text
 
 from shared import charts
 
 
 def some_lines() -> Figure:
     series: dict[str, list[float]] = {"first": [10, 20, 40, 80], "second": [10, 20, 39, 79]}
-    series |= {"third": [1, 2, 3, math.nan], "guess": [9, 18, 36, 78]}
-    limits = {"memory": 90.0}
-    return charts.lines(
-        "T", "batch", "tok/s", [1, 2, 4, 8], series, dashed=["guess"], limits=limits
-    )
+    series |= {"third": [1, math.nan, 3, 4], "guess": [9, 18, 36, 78]}
+    return charts.lines("T", "batch", "tok/s", [1, 2, 4, 8], series, dashed=["guess"])
 
 
 def some_bars() -> Figure:
-    series = {"plain": [10.0, 20.0], "packed": [30.0, math.nan], "other": [5.0, 6.0]}
+    series = {"plain": [10.0, 1020.0], "packed": [30.0, math.nan], "other": [5.0, 6.0]}
     series |= {"fourth": [1.0, 2.0], "fifth": [3.0, 4.0]}
-    return charts.bars("T", "tok/s", ["float32", "bfloat16"], series, limits={"memory": 40.0})
+    return charts.bars("T", "tok/s", ["float32", "bfloat16"], series)
 
 
 CHARTS: list[Callable[[], Figure]] = [some_lines, some_bars]
@@ -75,23 +72,13 @@ def test_colours_are_apart_in_grey():
 
 
 @pytest.mark.parametrize("draw", CHARTS)
-def test_every_series_is_named_beside_its_marks_and_no_text_is_small_or_on_another(draw):
+def test_every_series_is_named_every_bar_has_its_value_and_no_text_is_small(draw):
     figure = draw()
     texts = [text for text in figure.findobj(Text) if text.get_text().strip()]
-    names = {"first", "second", "third", "guess"}
-    names = names if draw is some_lines else {"10.0  plain", "30.0  packed", "20.0"}
-    assert {text.get_text() for text in texts} >= names | {"memory"}
+    names = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    if draw is some_lines:  # from the highest end to the lowest
+        assert names == ["first", "second", "guess", "third"]
+    else:
+        assert names == ["plain", "packed", "other", "fourth", "fifth"]
+        assert {text.get_text() for text in texts} >= {"10.0", "30.0", "1,020.0"}
     assert min(float(text.get_fontsize()) for text in texts) >= 9
-    figure.draw_without_rendering()
-    notes = [text for text in texts if isinstance(text, Annotation)]
-    boxes = [(text.get_text(), Text.get_window_extent(text)) for text in notes]
-    for (first, a), (other, b) in itertools.combinations(boxes, 2):
-        across = min(a.x1, b.x1) - max(a.x0, b.x0)
-        down = min(a.y1, b.y1) - max(a.y0, b.y0)
-        assert across <= 1 or down <= 1, f"{first!r} and {other!r} overlap"
-
-
-def test_data_that_do_not_fit_are_refused():
-    for series in ({}, {"a": [1.0]}, {"a": [math.nan] * 2}, dict.fromkeys("abcdef", [1.0, 2.0])):
-        with pytest.raises(ValueError):
-            charts.lines("t", "x", "y", [1, 2], series)
