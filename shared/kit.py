@@ -15,12 +15,10 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
-import os
 import random
 import re
 import shlex
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from functools import cache, cached_property, partial
@@ -40,11 +38,10 @@ from .config import Config, read_config
 from .errors import UserError
 from .measure import Limits
 from .parity import near_tie, random_prompt
-from .roofline import Cost, Part, pass_cost
+from .roofline import Cost, pass_cost
 
 SCHEMA = 3
-MOVED, TRIES, LONG = 0.15, 3, 120.0  # LONG: seconds, after which there is no further try
-FRESH = 2.0  # seconds for which the limits after a row are those before the next
+MOVED, TRIES = 0.15, 3
 # The machine of round numbers, for which the lessons predict by hand.
 ROUND = Limits(40.0, {"float32": 200.0, "bfloat16": 400.0})
 HELD = 1.25  # a measurement within this factor of the prediction made by hand: it held
@@ -87,8 +84,7 @@ def prove(scores: torch.Tensor, taken: torch.Tensor, dtype: torch.dtype) -> dict
     """Prove from the oracle's logits (N, V) that it would choose each of the tokens `taken` (N,)
     too. Raises AssertionError at a difference that is not a near tie; near ties are counted."""
     best, differs = scores.amax(-1), scores.argmax(-1) != taken
-    below = best - scores.gather(1, taken[:, None])[:, 0]  # (N,)
-    gaps = below[differs].tolist()
+    gaps = (best - scores.gather(1, taken[:, None])[:, 0])[differs].tolist()
     for highest, gap in zip(best[differs].tolist(), gaps, strict=True):
         if gap >= near_tie(dtype, highest):
             raise AssertionError(
@@ -115,24 +111,20 @@ def prove_answer(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> di
     ids = torch.tensor([*prompt, *answer[:-1]], device=model.device)
     places, taken = torch.arange(len(ids), device=ids.device), ids.new_tensor(answer)
     hidden = model(ids, places, attend)[len(prompt) - 1 :]  # (answer, C)
-    return together(
-        prove(model.logits(rows).float(), tokens, model.dtype)
-        for rows, tokens in zip(hidden.split(128), taken.split(128), strict=True)
-    )
+    return prove(model.logits(hidden).float(), taken, model.dtype)
 
 
 # ---- a run --------------------------------------------------------------------------------------
 
 
 class Bench:
-    """One run of a benchmark. `results`: rows by case. effort: share of the repeats, at least
-    three; quick: one repeat, an embedded model, and only the first of each of `sizes`."""
+    """One run of a benchmark. `results`: rows by case. quick: one repeat, an embedded model, and
+    only the first of each of `sizes`."""
 
-    def __init__(self, quick: bool = False, effort: float = 1.0, device: str = "cpu") -> None:
-        self.quick, self.effort, self.device = quick, effort, device
+    def __init__(self, quick: bool = False, device: str = "cpu") -> None:
+        self.quick, self.device = quick, device
         self.results: dict[str, list[dict[str, Any]]] = {}
         self.bar = tqdm(unit="row", leave=False)
-        self._limits, self._when = dict[str, float](), -1e9  # after the last row
 
     def sizes(self, *values: Any) -> tuple[Any, ...]:
         return values[:1] if self.quick else values
@@ -159,22 +151,17 @@ class Bench:
         """
         name = ", ".join(str(value) for value in about.values() if isinstance(value, (str, int)))
         self.bar.set_postfix_str(f"{case}: {name}"[:60])
-        repeats = 1 if self.quick else max(min(repeats, 3), round(repeats * self.effort))
         runs = {name: partial(timed, way) for name, way in ways.items()}
-        row: dict[str, Any] = {}
-        started = time.perf_counter()
-        for attempt in range(1, 2 if self.quick else TRIES + 1):
-            fresh = time.perf_counter() - self._when < FRESH
-            before = self._limits if fresh else measure.speeds(self.device)
-            kept = measure.turns(runs, repeats, warmup)
-            self._limits = after = measure.speeds(self.device)
-            self._when = time.perf_counter()
-            limits = {"before": before, "after": after, "tries": attempt}
-            row = about | by_variant(kept) | {"limits": limits}
-            if moved(row) <= MOVED or self._when - started > LONG:
+        for attempt in range(1, TRIES + 1):
+            before = measure.speeds(self.device)
+            kept = measure.turns(runs, 1 if self.quick else repeats, warmup)
+            after = measure.speeds(self.device)
+            row = about | {"limits": {"before": before, "after": after, "tries": attempt}}
+            if self.quick or moved(row) <= MOVED:
+                row |= by_variant(kept)
                 break
-        if moved(row) > MOVED and not self.quick:
-            row = about | {"limits": row["limits"], "refused": moved(row)}
+        else:
+            row["refused"] = moved(row)
             tqdm.write(f"refused: {case}, {name}: the machine moved by {moved(row):.0%}")
         if prove is not None:
             row["proof"] = prove()
@@ -224,8 +211,9 @@ class Passes:
         self.subject, self.costs = subject, list[list[float]]()
 
     def before(self, plan: Any) -> None:
-        parts = [Part(work.start, work.count, bool(work.rows)) for work in plan.work]
-        cost = pass_cost(self.subject.config, self.subject.dtype, parts)
+        parts = [(work.start, work.count) for work in plan.work]
+        sampled = sum(bool(work.rows) for work in plan.work)
+        cost = pass_cost(self.subject.config, self.subject.dtype, parts, sampled)
         self.costs.append([cost.flops, cost.bytes])
 
     def after(self, plan: Any) -> None: ...
@@ -274,12 +262,9 @@ def process(initial: Callable[..., object] | None = None, *arguments: Any) -> Ex
 def peak_so_far(pid: int) -> int:
     """The most memory, in bytes, that a process has had so far; what it has now, if the system
     keeps no peak."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    except OSError:
-        return int(psutil.Process(pid).memory_info().rss)
-    match = re.search(r"^VmHWM:\s+(\d+) kB", text, re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0
+    status = Path(f"/proc/{pid}/status")
+    peak = re.search(r"VmHWM:\s+(\d+)", status.read_text()) if status.exists() else None
+    return int(peak[1]) * 1024 if peak else int(psutil.Process(pid).memory_info().rss)
 
 
 def packed(lengths: Iterable[tuple[int, int]]) -> list[list[int]]:
@@ -423,7 +408,7 @@ def content_of(stage: str, bench: Bench, device: str = "cpu") -> dict[str, Any]:
     about |= {"command": shlex.join(["python", "-m", *sys.orig_argv[2:]])}
     about |= {"commit": commit, "dirty": dirty, "machine": measure.machine(device), "seed": 0}
     about |= {"versions": measure.versions(), "threads": torch.get_num_threads()}
-    about |= {"order": "rotated rounds: A B C, B C A, C A B, ...", "effort": bench.effort}
+    about |= {"order": "rotated rounds: A B C, B C A, C A B, ..."}
     return about | {"results": bench.results}
 
 
@@ -433,14 +418,12 @@ def results_file(stage: str, device: str = "cpu") -> Path:
 
 
 def save(path: Path, content: Mapping[str, Any]) -> None:
-    """Write results, all or nothing, with six digits. Raises ValueError for NaN and infinity, which
-    JSON does not have: a measurement that is not a number is a mistake."""
+    """Write results with six digits. Raises ValueError for NaN and infinity, which JSON does not
+    have: a measurement that is not a number is a mistake."""
     text = json.dumps(content, allow_nan=False)
     short = json.loads(text, parse_float=lambda number: float(f"{float(number):.6g}"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_name(f"{path.name}.{os.getpid()}.part")
-    half.write_text(json.dumps(short, separators=(",", ":")) + "\n", encoding="utf-8")
-    half.replace(path)
+    path.write_text(json.dumps(short, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
 def clean_commit() -> None:
@@ -467,11 +450,10 @@ def main(
     parser = cli.Parser(module, about or "", examples)
     smallest = "the smallest sizes, once: shows the tables and keeps nothing"
     parser.add_argument("--quick", action="store_true", help=smallest)
-    parser.add_argument("--effort", type=float, default=1.0, help="share of the repeats, 0 to 1")
     options = parser.parse_args(argv)
     if not options.quick:
         clean_commit()
-    bench = Bench(options.quick, options.effort, device)
+    bench = Bench(options.quick, device)
     run(bench)
     bench.bar.close()
     content = content_of(stage, bench, device)

@@ -31,24 +31,20 @@ class Cost:
     flops: float
     bytes: float
 
+    def times(self, limits: Limits, dtype: torch.dtype) -> dict[str, float]:
+        """Seconds that either takes alone, on a machine with these limits."""
+        rate = limits.gflops[str(dtype).removeprefix("torch.")]
+        memory = self.bytes / (limits.bandwidth_gb_s * 1e9)
+        return {"memory": memory, "compute": self.flops / (rate * 1e9)}
+
     def seconds(self, limits: Limits, dtype: torch.dtype) -> float:
-        """The least time that a machine with these limits needs."""
-        return max(self._computing(limits, dtype), self._reading(limits))
+        """The least time that such a machine needs."""
+        return max(self.times(limits, dtype).values())
 
     def bound(self, limits: Limits, dtype: torch.dtype) -> str:
         """Which of the two takes longer: "memory" or "compute"."""
-        return "compute" if self._computing(limits, dtype) > self._reading(limits) else "memory"
-
-    @property
-    def intensity(self) -> float:
-        """Operations per byte read."""
-        return self.flops / self.bytes
-
-    def _computing(self, limits: Limits, dtype: torch.dtype) -> float:
-        return self.flops / (limits.gflops[str(dtype).removeprefix("torch.")] * 1e9)
-
-    def _reading(self, limits: Limits) -> float:
-        return self.bytes / (limits.bandwidth_gb_s * 1e9)
+        times = self.times(limits, dtype)
+        return max(times, key=times.__getitem__)
 
 
 @cache
@@ -111,21 +107,13 @@ def static_costs(config: Config, dtype: torch.dtype, lengths: Lengths, size: int
     return costs
 
 
-@dataclass(frozen=True)
-class Part:
-    """What a pass computes for one request: `count` tokens after `cached`."""
-
-    cached: int
-    count: int
-    samples: bool = True  # whether it yields a token
-
-
-def pass_cost(config: Config, dtype: torch.dtype, parts: Sequence[Part]) -> Cost:
-    """The cost of one packed pass: weights are read once for all parts, and each part reads its own
-    cache."""
-    sampled = sum(part.samples for part in parts)
+def pass_cost(
+    config: Config, dtype: torch.dtype, parts: Sequence[tuple[int, int]], sampled: int
+) -> Cost:
+    """The cost of one packed pass. parts: of each request, tokens in its cache and new ones. Weights
+    are read once for all parts, and each part reads its own cache. sampled: tokens with logits."""
     weights = forward_cost(config, dtype, 0, sampled=sampled)
-    costs = [forward_cost(config, dtype, part.count, part.cached, sampled=0) for part in parts]
+    costs = [forward_cost(config, dtype, new, cached, sampled=0) for cached, new in parts]
     return Cost(
         weights.flops + sum(cost.flops for cost in costs),
         weights.bytes + sum(cost.bytes - weights.bytes for cost in costs),
