@@ -14,7 +14,6 @@ import os
 import platform
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,14 +39,13 @@ Device = torch.device | str
 
 def processor() -> str:
     """The processor's name as its maker writes it, or its architecture if the system names none."""
-    name = ""
-    if sys.platform == "linux":
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-        name = match[1] if match else ""
-    elif sys.platform == "darwin":
-        name = _output("sysctl", "-n", "machdep.cpu.brand_string") or ""
-    return " ".join(name.split()) or platform.processor() or platform.machine() or "unknown"
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        match = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
+        name = match[1] if match else None
+    else:
+        name = _output("sysctl", "-n", "machdep.cpu.brand_string")  # macOS
+    return " ".join((name or platform.processor() or platform.machine()).split())
 
 
 def cpus() -> int:
@@ -83,14 +81,12 @@ def slug(described: Mapping[str, Any]) -> str:
     the work. A cloud sells processors with AVX-512 and without under one name: the latter get
     "-avx2"."""
     on_gpu = described["device"] != "cpu"
-    name = described["device"] if on_gpu else described["processor"]
+    name = described["device" if on_gpu else "processor"]
     # "(R)" and "@ 3.2GHz" say nothing here.
     name = re.sub(r"\([A-Za-z]+\)|@.*|\b\d+-Core\b|\b(CPU|Processor)\b", " ", name)
     words = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unknown"
-    if not on_gpu:
-        words += f"-{described['cpus']}cpu"
-        words += "-avx2" if described.get("instructions") == "AVX2" else ""
-    return words
+    narrow = "-avx2" if described["instructions"] == "AVX2" else ""
+    return words if on_gpu else f"{words}-{described['cpus']}cpu{narrow}"
 
 
 def git_state() -> tuple[str | None, bool | None]:
@@ -120,18 +116,13 @@ def _output(*command: str) -> str | None:
 # ---- times ---------------------------------------------------------------------------------------
 
 
-def synchronize() -> None:
-    """Wait until the GPU, if this process has used one, has done all its work."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
 def seconds(run: Callable[[], object]) -> float:
     """How long one call of `run` takes, with all that it started on a GPU."""
-    synchronize()
+    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else int
+    wait()
     started = time.perf_counter()
     run()
-    synchronize()
+    wait()
     return time.perf_counter() - started
 
 
@@ -170,8 +161,6 @@ class Limits:
 
 def cache_folder() -> Path:
     """Where this user's programs keep what they can recreate."""
-    if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
-        return Path(os.environ["LOCALAPPDATA"]) / "staircase"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "staircase"
 
 

@@ -110,8 +110,8 @@ def static_costs(config: Config, dtype: torch.dtype, lengths: Lengths, size: int
 def pass_cost(
     config: Config, dtype: torch.dtype, parts: Sequence[tuple[int, int]], sampled: int
 ) -> Cost:
-    """The cost of one packed pass. parts: of each request, tokens in its cache and new ones. Weights
-    are read once for all parts, and each part reads its own cache. sampled: tokens with logits."""
+    """The cost of one packed pass: weights are read once, and each part's own cache. parts: of each
+    request, tokens in its cache and new ones. sampled: tokens with logits."""
     weights = forward_cost(config, dtype, 0, sampled=sampled)
     costs = [forward_cost(config, dtype, new, cached, sampled=0) for cached, new in parts]
     return Cost(
