@@ -13,40 +13,24 @@ from torch import Tensor, nn
 
 
 class Int8Linear(nn.Module):
-    weight: Tensor
-    scale: Tensor
-    bias: Tensor | None
-
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         """weight (out, in) int8, scale (out,), bias (out,)."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.packed = False
-        for name, tensor in (("weight", weight), ("scale", scale), ("bias", bias)):
-            self.register_buffer(name, tensor)
-
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        return self.weight.to(dtype) * self.scale.to(dtype)[:, None]
+        self.weight, self.scale, self.bias, self.packed = weight, scale, bias, False
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.dequantized(x.dtype), self.bias)
+        return F.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype)[:, None], self.bias)
 
     def pack(self) -> Int8Linear:
-        layer = Int8Linear(self.weight, self.scale, self.bias)
-        layer.packed = True
-        return layer
+        self.packed = True
+        return self
 
     def shard(self, rows: Tensor | None, columns: Tensor | None) -> Int8Linear:
         if columns is not None:
             return Int8Linear(self.weight[:, columns], self.scale, None)
         bias = None if self.bias is None else self.bias[rows]
         return Int8Linear(self.weight[rows], self.scale[rows], bias)
-
-
-def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight (out, in) -> int8 (out, in), scale (out,)."""
-    scale = weight.abs().amax(-1) / 127
-    return (weight / scale[:, None]).round().to(torch.int8), scale
 
 
 class Int8:
@@ -61,7 +45,9 @@ class Int8:
     def layer(self, name: str, plain: nn.Linear, tensors: Any) -> nn.Module:
         if not any(kind in name for kind in self.kinds):
             return plain
-        return Int8Linear(*quantize(plain.weight.detach()), plain.bias)
+        scale = plain.weight.detach().abs().amax(-1) / 127
+        weight = (plain.weight.detach() / scale[:, None]).round().to(torch.int8)
+        return Int8Linear(weight, scale, plain.bias)
 
     def embedding(self, name: str, plain: nn.Embedding, tensors: Any) -> nn.Embedding:
         return plain
