@@ -23,13 +23,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 # colour-blindness (tested).
 COLOURS = ("#16213f", "#6f3f9a", "#c8501e", "#3aa6a0", "#e9b824")
 MARKERS = ("o", "s", "^", "D", "v")
-LINES: tuple[Any, ...] = (
-    "-",
-    (0, (5, 1.5)),
-    (0, (1, 1.2)),
-    (0, (6, 1.5, 1, 1.5)),
-    (0, (3, 1, 1, 1, 1, 1)),
-)
+LINES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (3, 1, 1, 1, 1, 1)))
 # No dots: each would be an outline of its own, 200 kB in all.
 HATCHES = ("", "////", "|||", "\\\\\\\\", "xxxx")
 MARKS = 12  # markers of a line, about

@@ -5,8 +5,7 @@ product. oneDNN, which comes with PyTorch, can lay it out once, and computes a G
 at no cost. One rule decides, and --linear plain turns it off:
 
 - float32: packed from 2 rows on. A single row waits for the weight's bytes alone, and reads the
-  plain weight by rows, which stays in memory: twice as fast as GPT-2's transposed one. (As a batch
-  of small products it takes twice the time on an Intel processor, and 0.77 times on an AMD.)
+  plain weight by rows, which stays in memory: twice as fast as GPT-2's transposed one.
 - bfloat16, on a processor with products in it: always packed, and the plain weight can go.
 - other 16 bits on a CPU: `widened_linear` computes in float32, a piece of the weight at a time,
   from 8 rows on (on AVX2 up to 42 times as fast).

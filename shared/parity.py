@@ -13,6 +13,7 @@ import json
 import math
 import random
 from dataclasses import dataclass, field, replace
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,8 @@ def scenarios(config: Config) -> list[Scenario]:
     A negative length counts back from the end of the context.
     """
     result = []
-    entries = json.loads(Path(__file__).with_name("scenarios.json").read_text(encoding="utf-8"))
-    for number, entry in enumerate(entries):
+    text = Path(__file__).with_name("scenarios.json").read_text(encoding="utf-8")
+    for number, entry in enumerate(json.loads(text)):
         name, lengths, stop_at = entry.pop("name"), entry.pop("prompts"), entry.pop("stop_at", [])
         lengths = [length if length > 0 else config.n_positions + length for length in lengths]
         prompts = [
@@ -108,9 +109,7 @@ def compare(
         if (want.token_ids, want.finish_reason) == (have.token_ids, have.finish_reason):
             parity.tokens += len(want.token_ids)
             continue
-        pairs = enumerate(zip(want.token_ids, have.token_ids, strict=False))
-        shorter = min(len(want.token_ids), len(have.token_ids))
-        at = next((i for i, (token, other) in pairs if token != other), shorter)
+        at, gap = len(commonprefix([want.token_ids, have.token_ids])), math.inf
         if at < len(want.logprobs):
             oracle = want.logprobs[at]
             token = have.token_ids[at] if at < len(have.token_ids) else None
@@ -119,13 +118,10 @@ def compare(
                 parity.near_ties.append({"scenario": name, "row": row, "token": at, "gap": gap})
                 parity.tokens += at + 1  # later tokens answer different texts
                 continue
-            why = f"the oracle's logits of the two differ by {gap:.2g}"
-        else:
-            why = f"the oracle ended there ({want.finish_reason})"
         raise ParityError(
             f"{name}, sequence {row}, token {at}: expected {want.token_ids[at : at + 3]}, got "
             f"{have.token_ids[at : at + 3]} (finish reasons {want.finish_reason} and "
-            f"{have.finish_reason}); {why}"
+            f"{have.finish_reason}); the oracle's logits of the two differ by {gap:.2g}"
         )
 
 

@@ -31,28 +31,19 @@ def transformers_model(checkpoint: Checkpoint, dtype: torch.dtype, attention: st
     return model.to(dtype).eval()
 
 
-def transformers_greedy(
-    model: Any, prompt: list[int], count: int, use_cache: bool = True
-) -> list[int]:
+def transformers_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     """`count` greedy tokens after `prompt`, by a plain `generate`; end-of-text does not end it."""
-    return transformers_batch(model, [prompt], count, use_cache)[0]
+    return transformers_batch(model, [prompt], count)[0]
 
 
 def transformers_batch(
     model: Any, prompts: list[list[int]], count: int, use_cache: bool = True
 ) -> list[list[int]]:
     """`count` greedy tokens after each of `prompts`, in one `generate`, padded on the left."""
-    width = max(len(prompt) for prompt in prompts)
+    width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])  # (B, T)
-    real = torch.tensor(
-        [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    )  # (B, T)
-    out = model.generate(
-        ids,
-        attention_mask=real,
-        max_new_tokens=count,
-        do_sample=False,
-        use_cache=use_cache,
-        pad_token_id=0,
-    )
+    lengths = torch.tensor([*map(len, prompts)])[:, None]
+    real = (torch.arange(width) >= width - lengths).long()  # (B, T)
+    options = {"do_sample": False, "use_cache": use_cache, "pad_token_id": 0}
+    out = model.generate(ids, attention_mask=real, max_new_tokens=count, **options)
     return out[:, width:].tolist()
