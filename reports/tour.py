@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from statistics import mean
 
 from shared import cli
 
@@ -53,12 +54,10 @@ def visit(loaded: cli.Loaded, options: argparse.Namespace) -> int:
     started = time.perf_counter()
     oracle.generate(prompt, params(max_tokens=TRIAL))
     cost = (time.perf_counter() - started) / TRIAL  # seconds of a token
-    count, (prompts, counts) = MOST, workload(loaded, MOST, options.max_tokens)
-    while count > LEAST and cost * sum(counts) > SECONDS:
-        count //= 2
-        prompts, counts = workload(loaded, count, options.max_tokens)
+    count = int(SECONDS / cost / options.max_tokens / mean(SHARES))
+    prompts, counts = workload(loaded, min(MOST, max(LEAST, count)), options.max_tokens)
     print(
-        f"{count} stories: greedy answers of at most {max(counts)} tokens, in memory for "
+        f"{len(prompts)} stories: greedy answers of at most {max(counts)} tokens, in memory for "
         f"{CONTEXTS} whole contexts of {loaded.config.n_positions:,}.\n"
     )
     sampling = [params(max_tokens=count) for count in counts]
