@@ -7,8 +7,8 @@ at no cost. One rule decides, and --linear plain turns it off:
 - float32: packed from 2 rows on. A single row waits for the weight's bytes alone, and reads the
   plain weight by rows, which stays in memory: twice as fast as GPT-2's transposed one.
 - bfloat16, on a processor with products in it: always packed, and the plain weight can go.
-- other 16 bits on a CPU: `widened_linear` computes in float32, a piece of the weight at a time,
-  from 8 rows on (on AVX2 up to 42 times as fast).
+- other 16 bits on a CPU: computed in float32, a piece of the weight at a time, from 8 rows on (on
+  AVX2 up to 42 times as fast).
 - all else (CUDA, float64, a build without oneDNN): plain.
 
 Only the order of the additions differs, so results agree to rounding (tested).
@@ -87,18 +87,6 @@ class PackedLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
 
-def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x (N, in), weight (out, in) -> (N, out), in their dtype; computed in float32."""
-    wide, y = x.float(), x.new_empty(len(x), len(weight))
-    size = max(1, WIDENED // weight.shape[1])  # outputs at a time
-    for start in range(0, len(weight), size):
-        piece = slice(start, start + size)
-        y[:, piece] = F.linear(
-            wide, weight[piece].float(), None if bias is None else bias[piece].float()
-        )
-    return y
-
-
 class WidenedLinear(nn.Module):
     """`nn.Linear` in 16 bits that computes in float32 from WIDENED_ROWS rows on. For fewer it needs
     the weight by rows: as a transposed view PyTorch reads it up to 30 times as slowly."""
@@ -114,7 +102,13 @@ class WidenedLinear(nn.Module):
         flat = x.reshape(-1, self.in_features)
         if len(flat) < WIDENED_ROWS:
             return F.linear(x, self.weight, self.bias)
-        return widened_linear(flat, self.weight, self.bias).view(*x.shape[:-1], -1)
+        wide, y = flat.float(), flat.new_empty(len(flat), self.out_features)
+        size = max(1, WIDENED // self.in_features)  # outputs at a time
+        for start in range(0, self.out_features, size):
+            piece = slice(start, start + size)
+            bias = None if self.bias is None else self.bias[piece].float()
+            y[:, piece] = F.linear(wide, self.weight[piece].float(), bias)
+        return y.view(*x.shape[:-1], -1)
 
 
 def optimize(model: nn.Module, mode: str = "auto") -> str:
