@@ -55,13 +55,13 @@ def words(axes: Any, x: float, y: float, text: str, *, ha: str = "center", **loo
 
 def box(
     axes: Any, x: float, y: float, width: float, height: float, text: str = "",
-    *, fill: str = WHITE, hatch: str = "", dashed: bool = False, **look: Any,
+    *, fill: str = WHITE, hatch: str = "", **look: Any,
 ) -> None:  # fmt: skip
     """A rectangle with its top left corner at (x, y) and `text` in its middle, white on dark."""
     dark = sum(part * weight for part, weight in zip(to_rgb(fill), (0.3, 0.6, 0.1), strict=True))
     style: dict[str, Any] = {"facecolor": fill, "edgecolor": INK, "hatch": hatch, "linewidth": 0.9}
     with matplotlib.rc_context(charts.style() | {"hatch.color": "#9a9aa6"}):
-        axes.add_patch(Rectangle((x, y), width, height, linestyle="--" * dashed or "-", **style))
+        axes.add_patch(Rectangle((x, y), width, height, **style))
     if text:
         colour = {"color": "white" if dark < 0.5 else INK}
         words(axes, x + width / 2, y + height / 2, text, **colour | look)
@@ -69,7 +69,7 @@ def box(
 
 def cells(
     axes: Any, x: float, y: float, rows: Sequence[Sequence[str]], look: Callable[[str], Look],
-    *, size: Point = (3.0, 3.0), label: Callable[[str], str] = str,
+    *, size: Point = (3.0, 3.0), label: Callable[[str], str] = lambda key: "",
 ) -> None:  # fmt: skip
     """A grid of boxes from (x, y) on: a row of keys a line, " " leaves a place empty.
 
@@ -92,15 +92,11 @@ def legend(axes: Any, y: float, *entries: tuple[float, Look, str], size: float =
 
 
 def arrow(
-    axes: Any, start: Point, end: Point, *, colour: str = INK, bend: float = 0.0,
-    dashed: bool = False, width: float = 1.2,
-) -> None:  # fmt: skip
-    """From `start` to `end`; bend: how far it bows to its right, as a share of its length."""
-    look = {
-        "arrowstyle": "-|>", "color": colour, "linewidth": width,
-        "linestyle": "--" * dashed or "-", "shrinkA": 0, "shrinkB": 0,
-        "connectionstyle": f"arc3,rad={bend}", "mutation_scale": 10,
-    }  # fmt: skip
+    axes: Any, start: Point, end: Point, colour: str = INK, dashed: bool = False, width: float = 1.2
+) -> None:
+    """From `start` to `end`."""
+    look = {"arrowstyle": "-|>", "color": colour, "linewidth": width, "mutation_scale": 10}
+    look |= {"linestyle": "--" * dashed or "-", "shrinkA": 0, "shrinkB": 0}
     with matplotlib.rc_context(charts.style()):
         axes.annotate("", end, start, arrowprops=look)
 

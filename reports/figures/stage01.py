@@ -47,9 +47,9 @@ def seam() -> Figure:
         words(axes, 32.7, top + 4.2, name, ha="left")
         words(axes, 32.7, top + 6.4, slot, ha="left")
         down = top + 3.2 - len(rows) * 0.8
-        cells(axes, 64, down, rows, SLOTS.__getitem__, size=(1.8, 1.6), label=lambda _: "")
-    cells(axes, 31.5, 47.4, ["x      abc           ."], SLOTS.__getitem__, size=(1.8, 1.6),
-          label=lambda _: "")  # fmt: skip
+        cells(axes, 64, down, rows, SLOTS.__getitem__, size=(1.8, 1.6))
+    key = ["x      abc           ."]
+    cells(axes, 31.5, 47.4, key, SLOTS.__getitem__, size=(1.8, 1.6))
     for left, name in ((34, "new tokens"), (50.5, "kept, by sequence"), (72, "unused")):
         words(axes, left, 48.2, name, ha="left")
     return figure

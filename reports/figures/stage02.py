@@ -30,7 +30,7 @@ def phases() -> Figure:
 def _phase(axes: Any, left: float, rows: int, title: str) -> None:
     looks: dict[str, Look] = {"x": (ORANGE, ""), "w": (TEAL, "")}
     words(axes, left, 1, title, ha="left", weight="bold")
-    grid = partial(cells, axes, look=looks.__getitem__, size=(1.6, 1.6), label=lambda _: "")
+    grid = partial(cells, axes, look=looks.__getitem__, size=(1.6, 1.6))
     grid(left, 4 + 0.8 * (TOKENS - rows), ["xxxxxx"] * rows)
     words(axes, left + 11.2, 10.4, "x", weight="bold")
     grid(left + 12.8, 5.6, ["w" * 6] * 6)

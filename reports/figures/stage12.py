@@ -15,7 +15,7 @@ def routing() -> Figure:
         "What is computed, and what waits: the cheapest replica gets the request", 72, 36
     )
     words(axes, 0, 5.5, "request", ha="left", weight="bold")
-    cells(axes, 10, 4, ["SSSSa?"], lambda key: (FILLS[key], ""), label=lambda key: "")
+    cells(axes, 10, 4, ["SSSSa?"], lambda key: (FILLS[key], ""))
     words(axes, 19, 2.5, "six blocks, each with the digest of all before it")
     box(axes, 36, 3.5, 10, 4, "routing")
     arrow(axes, (28.5, 5.5), (35.6, 5.5))
@@ -27,7 +27,7 @@ def routing() -> Figure:
     for number, (known, compute, flight) in enumerate(replicas):
         y = 15 + 5.5 * number
         words(axes, 3, y + 1.5, str(number))
-        cells(axes, 10, y, [known], lambda key: (FILLS[key], ""), label=lambda key: "")
+        cells(axes, 10, y, [known], lambda key: (FILLS[key], ""))
         words(axes, 42, y + 1.5, str(compute))
         words(axes, 53, y + 1.5, str(flight))
         best = number == 0
