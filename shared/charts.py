@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 # From dark to light in even steps of lightness; the hues stay distinct under the three kinds of
-# colour-blindness (tested).
+# colour-blindness.
 COLOURS = ("#16213f", "#6f3f9a", "#c8501e", "#3aa6a0", "#e9b824")
 MARKERS = ("o", "s", "^", "D", "v")
 LINES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (3, 1, 1, 1, 1, 1)))

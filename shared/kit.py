@@ -402,28 +402,20 @@ def machine(results: Results) -> str:
 # ---- a benchmark as a program -------------------------------------------------------------------
 
 
-def content_of(stage: str, bench: Bench, device: str = "cpu") -> dict[str, Any]:
+def content_of(stage: str, bench: Bench) -> dict[str, Any]:
     commit, dirty = measure.git_state()
     about: dict[str, Any] = {"schema": SCHEMA, "stage": stage}
     about |= {"command": shlex.join(["python", "-m", *sys.orig_argv[2:]])}
-    about |= {"commit": commit, "dirty": dirty, "machine": measure.machine(device), "seed": 0}
-    about |= {"versions": measure.versions(), "threads": torch.get_num_threads()}
+    about |= {"commit": commit, "dirty": dirty, "machine": measure.machine(bench.device)}
+    about |= {"versions": measure.versions(), "threads": torch.get_num_threads(), "seed": 0}
     about |= {"order": "rotated rounds: A B C, B C A, C A B, ..."}
     return about | {"results": bench.results}
 
 
 def results_file(stage: str, device: str = "cpu") -> Path:
     """Where the results of a stage on this machine belong: reports/<machine>/<stage>.json."""
-    return measure.REPORTS / measure.slug(measure.machine(device)) / f"{stage}.json"
-
-
-def save(path: Path, content: Mapping[str, Any]) -> None:
-    """Write results with six digits. Raises ValueError for NaN and infinity, which JSON does not
-    have: a measurement that is not a number is a mistake."""
-    text = json.dumps(content, allow_nan=False)
-    short = json.loads(text, parse_float=lambda number: float(f"{float(number):.6g}"))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(short, separators=(",", ":")) + "\n", encoding="utf-8")
+    folder = paths.ROOT / "reports" / measure.slug(measure.machine(device))
+    return folder / f"{stage}.json"
 
 
 def clean_commit() -> None:
@@ -456,7 +448,7 @@ def main(
     bench = Bench(options.quick, device)
     run(bench)
     bench.bar.close()
-    content = content_of(stage, bench, device)
+    content = content_of(stage, bench)
     if options.quick:
         print(f"\n{machine(Results(content))}")
         for name, lines in tables(Results(content)).items():
@@ -464,6 +456,8 @@ def main(
             kept = ({key: line[key] for key in line if key != "why"} for line in lines)
             print(f"\n{name}\n\n{table(kept)}")
         return
-    path = results_file(stage, device)
-    save(path, content)
+    path, text = results_file(stage, device), json.dumps(content, allow_nan=False)
+    short = json.loads(text, parse_float=lambda number: float(f"{float(number):.6g}"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(short, separators=(",", ":")) + "\n", encoding="utf-8")
     print(f"Written: {paths.shown(path)}. Next: python -m reports.draw")

@@ -27,7 +27,6 @@ import torch
 from . import linear
 from .paths import ROOT
 
-REPORTS = ROOT / "reports"
 PACKAGES = ("torch", "transformers", "tokenizers", "tiktoken", "safetensors", "numpy", "matplotlib")
 GIB = 2**30
 BUDGET = 0.05  # seconds for each way to reach a limit
