@@ -126,7 +126,7 @@ def measure(bench: kit.Bench) -> None:
 
         def by_server() -> dict[str, Any]:
             answers = asyncio.run(ask_all(server.url, prompts, counts, ignore_eos=True))
-            return answers | {"bytes": kit.peak_so_far(server.pid)}
+            return answers | {"bytes": kit.peak_so_far(server.process.pid)}
 
         ways[MODULE], subject, seen = by_server, Subject(model, "float32"), list[Lists]()
 

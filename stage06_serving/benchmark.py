@@ -117,7 +117,7 @@ def run(bench: kit.Bench, subject: Subject, name: str, load: Any, programs: Any)
     worker, server, clients = programs
     case, streams, requests, prompt, answer = load
     prompts, seen = subject.prompts([prompt] * requests), list[Lists]()
-    process = psutil.Process(server.pid)
+    process = psutil.Process(server.process.pid)
 
     def loop_seconds() -> float:
         """Processor time so far of the event loop, which runs on the main thread."""
