@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import math
 import random
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -28,16 +29,6 @@ LIKELIEST = 5  # log probabilities from the oracle; any other token ties with no
 
 class ParityError(AssertionError):
     """A token, or its log probability, differs from the oracle's."""
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """Prompts as token ids, and the fields of SamplingParams for each of them."""
-
-    name: str
-    prompts: list[list[int]]
-    sampling: list[dict[str, Any]]
-    stop_at: list[int] = field(default_factory=list)  # stop at the oracle's token n
 
 
 @dataclass
@@ -59,27 +50,22 @@ def random_prompt(length: int, config: Config, seed: int | str) -> list[int]:
     return [rng.randrange(config.vocab_size) for _ in range(length)]
 
 
-def scenarios(config: Config) -> list[Scenario]:
-    """The scenarios of scenarios.json, with prompts for `config`.
-
-    A negative length counts back from the end of the context.
-    """
-    result = []
+def scenarios(config: Config) -> Iterator[tuple[str, list[list[int]], list[dict[str, Any]]]]:
+    """Of each scenario: its name, prompts (token ids) for `config`, and the fields of each prompt's
+    SamplingParams. In scenarios.json a negative length counts back from the end of the context, and
+    a list has a value for each prompt."""
     text = Path(__file__).with_name("scenarios.json").read_text(encoding="utf-8")
     for number, entry in enumerate(json.loads(text)):
-        name, lengths, stop_at = entry.pop("name"), entry.pop("prompts"), entry.pop("stop_at", [])
+        name, lengths = entry.pop("name"), entry.pop("prompts")
         lengths = [length if length > 0 else config.n_positions + length for length in lengths]
-        prompts = [
-            random_prompt(length, config, f"{number} {i}") for i, length in enumerate(lengths)
-        ]
+        prompts = [random_prompt(n, config, f"{number} {i}") for i, n in enumerate(lengths)]
         sampling = [
             {key: v[i] if isinstance(v, list) else v for key, v in entry.items()}
             for i in range(len(prompts))
         ]
         if "seed" in entry:  # prompts with one seed would draw alike
             sampling = [{**fields, "seed": fields["seed"] + i} for i, fields in enumerate(sampling)]
-        result.append(Scenario(name, prompts, sampling, stop_at))
-    return result
+        yield name, prompts, sampling
 
 
 def near_tie(dtype: torch.dtype, highest: float) -> float:
@@ -132,23 +118,16 @@ def prove(engine: Any, oracle: Any, params_of: Any, only: list[str] | None = Non
     change a draw, and a draw has no near ties. Raises ParityError.
     """
     parity, dtype = Parity(), oracle.model.dtype
-    for scenario in scenarios(oracle.model.config):
-        params = [params_of(**{**fields, "logprobs": LIKELIEST}) for fields in scenario.sampling]
-        if only is not None and scenario.name not in only:
+    for name, prompts, sampling in scenarios(oracle.model.config):
+        params = [params_of(**fields, logprobs=LIKELIEST) for fields in sampling]
+        if only is not None and name not in only:
             continue
         if dtype != torch.float64 and params[0].temperature > 0:
             continue
-        expected = oracle.generate(scenario.prompts, params)
-        if scenario.stop_at:
-            params = [
-                replace(param, stop_token_ids=(output.token_ids[n],))
-                for param, output, n in zip(params, expected, scenario.stop_at, strict=True)
-            ]
-            expected = oracle.generate(scenario.prompts, params)
-        got = engine.generate(scenario.prompts, params)
-        compare(scenario.name, expected, got, dtype, parity)
+        expected, got = oracle.generate(prompts, params), engine.generate(prompts, params)
+        compare(name, expected, got, dtype, parity)
         if dtype == torch.float64:
-            compare_logprobs(scenario.name, expected, got)
+            compare_logprobs(name, expected, got)
     return parity
 
 
