@@ -17,7 +17,6 @@ from typing import Any
 import matplotlib
 from cycler import cycler
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
 
 # From dark to light in even steps of lightness; the hues stay distinct under the three kinds of
 # colour-blindness.
@@ -41,11 +40,6 @@ STYLE: dict[str, Any] = {
     "ytick.labelsize": 9,
     "legend.fontsize": 9,
     "legend.frameon": False,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.edgecolor": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
@@ -56,6 +50,8 @@ STYLE: dict[str, Any] = {
     "lines.linewidth": 2.0,
     "hatch.linewidth": 0.8,
 }
+INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+STYLE |= dict.fromkeys(INKED, INK)
 
 # Verdana and Geneva have the widths of DejaVu Sans, for which the pictures are laid out.
 FONTS = b"'DejaVu Sans', Verdana, Geneva, sans-serif"
@@ -115,11 +111,8 @@ def lines(
             axes.set_xticks(list(x), [f"{value:g}" for value in x])
             axes.minorticks_off()
         if log_y:
-            axes.set_yscale("log")
-            # Powers of ten would set exponents too small to read.
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_minor_locator(NullLocator())
+            axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter("{x:g}")  # an exponent is too small to read
         else:
             axes.set_ylim(bottom=0)
         ends = sorted(axes.get_lines(), key=lambda line: -line.get_ydata()[-1])
@@ -154,9 +147,7 @@ def bars(
         axes.set_yticks(range(len(groups)), groups)
         axes.set_ylim(len(groups) - 0.5, -0.5)
         axes.margins(x=0.15)  # room for the values
-        axes.tick_params(axis="y", length=0)
         axes.grid(False, axis="y")
-        axes.spines["left"].set_visible(False)
     return figure
 
 
