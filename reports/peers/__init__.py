@@ -83,9 +83,10 @@ def cell(
 
     def run(name: str) -> dict[str, Any]:
         reply = running[name].ask(prompts, count)
-        tokens[name] = reply["tokens"]
-        seconds = reply["first"] if what == PREFILL else reply["seconds"] - reply["first"]
-        work = length if what == PREFILL else rows * count - reply["begun"]
+        tokens[name], seconds, work = reply["tokens"], reply["seconds"], length
+        if what == DECODE:  # less the time to the first tokens
+            seconds -= running[name].ask(prompts, 1)["seconds"]
+            work = rows * (count - 1)
         return {"seconds": seconds, "rate": work / seconds}
 
     prove = partial(judge.prove, prompts) if weights == judge.about["dtype"] else None

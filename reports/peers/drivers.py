@@ -4,12 +4,11 @@ standard input and writes replies to standard output, one JSON object per line.
     python drivers.py ENGINE FOLDER DTYPE THREADS [WEIGHTS]       ENGINE: a function of this file
 
 `engine(folder, dtype, threads, weights)` loads a checkpoint, which some engines first convert into
-the same folder, and returns `answer(prompts, count, emit)`: it continues prompts (token ids, all of
-one length) by `count` tokens each, and calls `emit` with each step's pairs (row, token).
+the same folder, and returns `answer(prompts, count)`: it continues prompts (token ids, all of one
+length) by `count` tokens each, and returns these.
 
-A request is {"prompts": [[ids]], "count": tokens of each answer}. The reply has "first": seconds
-until every prompt had its first token, "begun": tokens at that time, "seconds": until the end, and
-"tokens": the answers. A first line, {}, says that the engine is loaded.
+A request is {"prompts": [[ids]], "count": tokens of each answer}; the reply has its "seconds" and
+the "tokens" of the answers. A first line, {}, says that the engine is loaded.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-Emit = Callable[[Iterable[tuple[int, int]]], None]
-Answer = Callable[[list[list[int]], int, Emit], None]
+Lists = list[list[int]]
+Answer = Callable[[Lists, int], Lists]
 
 # The same limits for every engine: tokens of all sequences, sequences, tokens of one pass.
 TOKENS, SEQUENCES, BUDGET = 16_384, 64, 4096
@@ -37,7 +36,6 @@ def ours(folder: Path, dtype: str, threads: int, weights: str) -> Answer:
 
     from shared import models, registry
     from shared.kit import greedy
-    from stage04_continuous.request import Request
     from stage05_paged.blocks import BlockPool
     from stage10_quantization.convert import Quantize
 
@@ -50,10 +48,8 @@ def ours(folder: Path, dtype: str, threads: int, weights: str) -> Answer:
     make = registry.load(registry.ENGINES["kernels"])
     engine = make(model, pool=BlockPool(TOKENS // BLOCK, BLOCK), release=True, **options)
 
-    def answer(prompts: list[list[int]], count: int, emit: Emit) -> None:
-        rows = {engine.add(Request(ids, greedy(count))).id: row for row, ids in enumerate(prompts)}
-        while engine.requests:
-            emit((rows[id], token.id) for id, token in engine.step())
+    def answer(prompts: Lists, count: int) -> Lists:
+        return [output.token_ids for output in engine.generate(prompts, greedy(count))]
 
     return answer
 
@@ -61,7 +57,7 @@ def ours(folder: Path, dtype: str, threads: int, weights: str) -> Answer:
 def transformers(folder: Path, dtype: str, threads: int, weights: str) -> Answer:
     """transformers' `generate`, with the attention that was faster on a CPU: eager in bfloat16."""
     import torch
-    from transformers import AutoModelForCausalLM, StoppingCriteriaList
+    from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(threads)
     kind, attention = getattr(torch, dtype), "eager" if dtype == "bfloat16" else "sdpa"
@@ -69,16 +65,11 @@ def transformers(folder: Path, dtype: str, threads: int, weights: str) -> Answer
     model = AutoModelForCausalLM.from_pretrained(folder, **how).eval()
     model.generation_config.eos_token_id = None
 
-    def answer(prompts: list[list[int]], count: int, emit: Emit) -> None:
-        def watch(ids: Any, scores: Any, **_: Any) -> Any:
-            """Sees every step, and stops nothing."""
-            emit(enumerate(ids[:, -1].tolist()))
-            return torch.zeros(len(ids), dtype=torch.bool)
-
+    def answer(prompts: Lists, count: int) -> Lists:
         ids = torch.tensor(prompts)  # (rows, tokens)
-        real, seen = torch.ones_like(ids), StoppingCriteriaList([watch])
-        options: dict[str, Any] = {"attention_mask": real, "stopping_criteria": seen}
-        model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0, **options)
+        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
+        answers: Lists = model.generate(ids, max_new_tokens=count, **options).tolist()
+        return [tokens[-count:] for tokens in answers]
 
     return answer
 
@@ -107,7 +98,8 @@ def llama_cpp(folder: Path, dtype: str, threads: int, weights: str) -> Answer:
         options.n_threads_batch = threads
         return c.llama_init_from_model(model, options)
 
-    def answer(prompts: list[list[int]], count: int, emit: Emit) -> None:
+    def answer(prompts: Lists, count: int) -> Lists:
+        answers: Lists = [[] for _ in prompts]
         context = context_of(len(prompts), len(prompts[0]) + count)
         c.llama_memory_clear(c.llama_get_memory(context), False)
         rows, start = prompts, 0  # rows of equal length, at the positions from `start`
@@ -122,7 +114,9 @@ def llama_cpp(folder: Path, dtype: str, threads: int, weights: str) -> Answer:
                 raise SystemExit("it could not decode a batch")
             logits = np.ctypeslib.as_array(c.llama_get_logits(context), (len(rows), vocabulary))
             rows, start = logits.argmax(1)[:, None].tolist(), last + 1
-            emit((row, id) for row, (id,) in enumerate(rows))
+            for tokens, new in zip(answers, rows, strict=True):
+                tokens += new
+        return answers
 
     return answer
 
@@ -172,21 +166,18 @@ def gguf_file(folder: Path, dtype: str, weights: str) -> Path:
 def vllm(folder: Path, dtype: str, threads: int, weights: str) -> Answer:
     """vLLM's engine in this process, with prompts as token ids."""
     from vllm import LLM, SamplingParams
-    from vllm.sampling_params import RequestOutputKind
 
     folder = int8_folder(folder) if weights else folder
     options = {"max_num_seqs": SEQUENCES, "max_num_batched_tokens": BUDGET, "max_model_len": 1024}
     options |= {"skip_tokenizer_init": True, "enable_prefix_caching": False}
-    engine = LLM(model=str(folder), dtype=dtype, **options).llm_engine
-    kind = {"detokenize": False, "output_kind": RequestOutputKind.DELTA}
+    engine = LLM(model=str(folder), dtype=dtype, **options)
+    greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}
 
-    def answer(prompts: list[list[int]], count: int, emit: Emit) -> None:
-        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, **kind)
-        for row, ids in enumerate(prompts):
-            engine.add_request(str(row), {"prompt_token_ids": ids}, params)
-        while engine.has_unfinished_requests():
-            new = [(out.request_id, out.outputs[0].token_ids) for out in engine.step()]
-            emit((int(row.partition("-")[0]), token) for row, ids in new for token in ids)
+    def answer(prompts: Lists, count: int) -> Lists:
+        params = SamplingParams(max_tokens=count, **greedy)
+        inputs = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs = engine.generate(inputs, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
     return answer
 
@@ -249,34 +240,13 @@ def openvino(folder: Path, dtype: str, threads: int, weights: str) -> Answer:
     properties["INFERENCE_NUM_THREADS"] = str(threads)
     pipeline = ContinuousBatchingPipeline(str(exported), room, "CPU", properties)
 
-    def answer(prompts: list[list[int]], count: int, emit: Emit) -> None:
+    def answer(prompts: Lists, count: int) -> Lists:
         config = GenerationConfig(max_new_tokens=count, ignore_eos=True, eos_token_id=0)
         inputs = [Tensor(np.array([ids], np.int64)) for ids in prompts]
-        handles = [pipeline.add_request(row, ids, config) for row, ids in enumerate(inputs)]
-        while pipeline.has_non_finished_requests():
-            pipeline.step()
-            new = [(row, handle.read()) for row, handle in enumerate(handles) if handle.can_read()]
-            outputs = [(row, output) for row, some in new for output in some.values()]
-            emit((row, token) for row, output in outputs for token in output.generated_ids)
+        outputs = pipeline.generate(inputs, [config] * len(inputs))
+        return [output.m_generation_ids[0] for output in outputs]
 
     return answer
-
-
-def reply(answer: Answer, prompts: list[list[int]], count: int) -> dict[str, Any]:
-    """The reply to one request."""
-    tokens: list[list[int]] = [[] for _ in prompts]
-    first: dict[str, Any] = {}
-    started = time.perf_counter()
-
-    def emit(new: Iterable[tuple[int, int]]) -> None:
-        now = time.perf_counter() - started
-        for row, token in new:
-            tokens[row].append(int(token))
-        if not first and all(tokens):
-            first.update(first=now, begun=sum(map(len, tokens)))
-
-    answer(prompts, count, emit)
-    return first | {"seconds": time.perf_counter() - started, "tokens": tokens}
 
 
 def main(engine: str, folder: str, dtype: str, threads: str, weights: str = "") -> None:
@@ -285,7 +255,9 @@ def main(engine: str, folder: str, dtype: str, threads: str, weights: str = "") 
     answer: Answer = globals()[engine](Path(folder), dtype, int(threads), weights)
     print("{}", file=replies, flush=True)
     for line in sys.stdin:
-        print(json.dumps(reply(answer, **json.loads(line))), file=replies, flush=True)
+        started, tokens = time.perf_counter(), answer(**json.loads(line))
+        reply = {"seconds": time.perf_counter() - started, "tokens": tokens}
+        print(json.dumps(reply), file=replies, flush=True)
 
 
 if __name__ == "__main__":

@@ -95,9 +95,7 @@ def install(engine: Engine) -> bool:
     site = Path(sysconfig.get_path("purelib", scheme="venv", vars=base))
     packages = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
     (site / "project.pth").write_text("\n".join(sorted(packages)) + "\n", encoding="utf-8")
-    constraints = engine.folder / "constraints.txt"
-    constraints.write_text(torch + "\n", encoding="utf-8")
-    wanted = ["install", "--prefer-binary", "-c", str(constraints), *engine.packages]
+    wanted = ["install", "--prefer-binary", torch, *engine.packages]
     for words in (wanted, ["uninstall", "-y", *engine.unwanted] if engine.unwanted else []):
         command = [engine.python, "-m", "pip", "-q", *words]
         if words and subprocess.run(command, env={**BUILDING, **os.environ}).returncode:
