@@ -80,7 +80,7 @@ class Report:
             try:
                 self._stage(name, module, Results(content))
             except (ArithmeticError, LookupError, ValueError) as error:
-                self.notes.append(f"{name}: its rows do not make all tables and charts ({error!r})")
+                self.notes.append(f"note: the rows of {name} do not make all of it ({error!r})")
         for name, draw in pictures().items() if self.draws else ():
             self.files[Path("reports/figures") / f"{name}.svg"] = charts.render(draw())
         for pattern in TEXTS:
@@ -100,7 +100,7 @@ class Report:
         """Fill in the tables of one text, and name markers that lead nowhere."""
         name, text = path.relative_to(self.root).as_posix(), (_read(path) or b"").decode()
         for marker in MARKER.findall(TABLE.sub("", text)):
-            self.problems.append(f"{name}: '{marker}' is not one of a pair of markers")
+            self.problems.append(f"problem: '{marker}' in {name} is not one of a pair of markers")
 
         def fill(match: re.Match[str]) -> str:
             begin, table, kept = match.groups()
@@ -109,7 +109,7 @@ class Report:
             if short in ("stages", "beyond"):
                 drawn = {short: kit.table(self._stages(short == "beyond"))}
             elif drawn and short not in drawn:
-                self.problems.append(f"{name}: there is no table '{table}'")
+                self.problems.append(f"problem: there is no table '{table}', as {name} wants")
             content = drawn.get(short, kept.strip() or kit.UNMEASURED)
             return f"{begin}\n\n{content}\n\n{END}"
 
@@ -141,10 +141,8 @@ def report(root: Path, default: str = "", check: bool = False) -> int:
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_bytes(result.files[path])
         print(f"{'stale' if check else 'written'}: {path.as_posix()}")
-    for note in result.notes:
-        print(f"note: {note}")
-    for problem in result.problems:
-        print(f"problem: {problem}")
+    for line in result.notes + result.problems:
+        print(line)
     if not stale and not result.problems:
         print(f"All {len(result.files)} files of the reports match the results.")
     return 1 if result.problems or (check and stale) else 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from statistics import mean
 
 from shared import cli
@@ -90,10 +89,9 @@ def visit(loaded: cli.Loaded, options: argparse.Namespace) -> int:
             asyncio.run(staircase.ask_all(server.url, prompts[:1], [WARM_UP]))
             answers = asyncio.run(staircase.ask_all(server.url, prompts, counts))
         note(MODULE, answers["seconds"], answers["ids"])
-    block = "█" if "utf" in (sys.stdout.encoding or "").lower() else "#"
     print(f"{'stage':<18}{'tok/s':>7}  speed-up")
     for name, rate in rates.items():
-        bar = block * max(1, round(BAR * rate / max(rates.values())))
+        bar = "█" * max(1, round(BAR * rate / max(rates.values())))
         gain = f"{rate / next(iter(rates.values())):.1f}x"
         print(f"{name:<18}{rate:>7,.0f}  {gain:>8}  {bar}")
     if differ:
