@@ -182,7 +182,7 @@ def headline(results: Results) -> str:
     return kit.UNMEASURED
 
 
-main = partial(kit.main, NAME, __doc__, measure, tables, module="reports.staircase")
+main = partial(kit.main, NAME, __doc__, measure, tables)
 
 if __name__ == "__main__":
     cli.run(main)

@@ -434,10 +434,9 @@ def main(
     tables: Callable[[Results], Tables],
     argv: list[str] | None = None,
     device: str = "cpu",
-    module: str = "",
 ) -> None:
     """Measure, and write reports/<machine>/<stage>.json; with --quick show the tables instead."""
-    module = module or f"{stage}.benchmark"
+    module = f"{stage}.benchmark" if stage.startswith("stage") else f"reports.{stage}"
     examples = f"  python -m {module} --quick\n  python -m {module}"
     parser = cli.Parser(module, about or "", examples)
     smallest = "the smallest sizes, once: shows the tables and keeps nothing"

@@ -13,7 +13,7 @@ def main(argv: list[str] | None = None) -> None:
     options, rest = parser.parse_known_args(argv)
     rest += ["--quick"] if options.model else []
     measure = partial(peers.measure, model=options.model)
-    kit.main(peers.NAME, peers.__doc__, measure, peers.tables, rest, module="reports.peers")
+    kit.main(peers.NAME, peers.__doc__, measure, peers.tables, rest)
 
 
 if __name__ == "__main__":
