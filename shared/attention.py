@@ -30,7 +30,9 @@ def attention(
         return F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=group > 1)
     attend: Callable[..., Tensor] = F.scaled_dot_product_attention
     if q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        attend = by_hand if len(q) > 1 else widened
+        if len(q) == 1:  # then float32 is faster than two products, the conversion included
+            return attention(q.float(), keys, values, mask).to(q.dtype)
+        attend = by_hand
     if group == 1:
         return attend(q, keys, values, mask)
     # Queries that share keys become rows of one product, so that keys and values are read once.
@@ -52,10 +54,3 @@ def by_hand(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Ten
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     return scores.softmax(-1).to(values.dtype) @ values  # (B, H, T, S) @ (B, H, S, D)
-
-
-def widened(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """The kernel in float32. For one sequence, unlike for many, that is faster than two products,
-    the conversion included."""
-    out = F.scaled_dot_product_attention(q.float(), keys.float(), values.float(), mask)
-    return out.to(q.dtype)
