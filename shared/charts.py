@@ -141,7 +141,8 @@ def bars(
             edge = INK if number > 2 else "white"  # hatching shows on dark bars and on light ones
             look = {"color": COLOURS[number], "hatch": HATCHES[number], "edgecolor": edge}
             drawn = axes.barh(at, values, 0.9 * thick, label=name, **look)
-            axes.bar_label(drawn, fmt=f"{{:,.{digits}f}}", padding=5, fontsize=9)
+            clear = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # if a line crosses it
+            axes.bar_label(drawn, fmt=f"{{:,.{digits}f}}", padding=5, fontsize=9, bbox=clear)
         if len(series) > 1:
             axes.legend(**BESIDE)
         axes.set_yticks(range(len(groups)), groups)
