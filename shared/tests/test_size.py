@@ -13,8 +13,8 @@ from shared.tests.test_texts import tracked
 BUDGET = {  # lines of source, of tests
     "book": (400, 0),
     "exercises": (1_385, 575),
-    "reports": (2_030, 240),
-    "shared": (5_010, 2_070),
+    "reports": (1_935, 240),
+    "shared": (4_770, 1_910),
     "stage01": (955, 525),
     "stage02": (340, 190),
     "stage03": (465, 460),
