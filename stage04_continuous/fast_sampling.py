@@ -19,7 +19,7 @@ from stage01_forward.params import SamplingParams
 from stage01_forward.sampling import MIN_TEMPERATURE, edit, logprobs_of
 
 Weights = np.ndarray  # (N,), float32 or float64, the largest 1
-BLOCK = 64  # weights whose sum, or whose largest, stands for all of them
+BLOCK = 64  # weights whose sum stands for all of them
 DIGIT = 12  # bits of a weight that are found at a time
 
 
@@ -85,20 +85,11 @@ def _limit(weights: Weights, params: SamplingParams) -> float:
     """The smallest weight that min_p, top_k and top_p keep; 0: they keep all."""
     limit = params.min_p  # times the largest weight, 1
     if 0 < params.top_k < len(weights):
-        limit = max(limit, _kth_largest(weights, params.top_k))
+        limit = max(limit, float(np.partition(weights, -params.top_k)[-params.top_k]))
     if params.top_p < 1:
         kept = weights[np.flatnonzero(weights >= limit)] if limit else weights
         limit = _lightest_of_nucleus(kept, params.top_p)
     return limit
-
-
-def _kth_largest(weights: Weights, k: int) -> float:
-    """The k-th largest weight. The k largest are in the k blocks with the largest maxima, or tie
-    with weights there."""
-    largest = np.maximum.reduceat(weights, np.arange(0, len(weights), BLOCK))
-    if k < len(largest):
-        weights = weights[np.flatnonzero(weights >= np.partition(largest, -k)[-k])]
-    return float(np.partition(weights, -k)[-k])
 
 
 def _lightest_of_nucleus(weights: Weights, top_p: float) -> float:
