@@ -65,7 +65,7 @@ def test_samples_and_forks_that_cannot_be_leave_no_trace():
     parent = ask(engine, 9, 6, "parent", priority=2)
     for _ in range(3):
         engine.step()
-    for call, *given, message in (
+    wrong: list[tuple[Any, ...]] = [
         (add_samples, [], two, "prompt is empty"),
         (add_samples, [1] * 9, [], "no samples to generate"),
         (add_samples, [1] * 9, [greedy(3), greedy(30)], "takes 10 blocks of 4 tokens, but there"),
@@ -74,7 +74,8 @@ def test_samples_and_forks_that_cannot_be_leave_no_trace():
         (fork, "parent", greedy(3), "'parent' has 3 tokens already: give its fork a larger max_t"),
         (fork, "parent", greedy(40), "takes 12 blocks of 4 tokens, but there are 8"),
         (fork, "parent", SamplingParams(stop_token_ids=(101,)), "stop_token_ids"),
-    ):
+    ]
+    for call, *given, message in wrong:
         with pytest.raises(UserError, match=message):
             call(engine, *given)
         assert list(engine.requests) == ["parent"] and engine.scheduler.unfinished == 1
