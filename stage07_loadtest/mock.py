@@ -20,6 +20,7 @@ from typing import Any
 from aiohttp import web
 
 from shared import cli
+from shared.errors import UserError
 from shared.server import READY, own_server
 
 MODEL = "mock"
@@ -34,14 +35,18 @@ class Behaviour:
     max_num_seqs: int = 100_000  # answers that run at a time, the rest queue
     chunk_tokens: int = 1  # tokens in one event, sent when the last of them is due
     stall: float = 0.0  # of each freeze
-    stall_every: float = 0.0  # from freeze to freeze, the first after that time; 0: no freeze
+    stall_every: float = 0.0  # from freeze to freeze, the first after that time
     fault: str | None = None  # an HTTP status, "reset" half-way, or "short" of one token
     fault_every: int = 1  # every n-th request has the fault
+
+    def __post_init__(self) -> None:
+        if self.stall and self.stall >= self.stall_every:
+            raise UserError(f"A freeze of {self.stall:g} s needs a longer --stall-every.")
 
     def due(self, start: float, work: float) -> float:
         """When `work` seconds of work that began at `start` are done, both in seconds since the
         first request. A frozen server does no work, so each freeze on the way delays the end."""
-        if not (self.stall and self.stall_every):
+        if not self.stall:
             return start + work
         number = max(1, int(start // self.stall_every))  # current, last or next freeze
         while start + work > number * self.stall_every:
@@ -180,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     for name, what in (
         ("ttft", "to the first token"), ("itl", "between tokens"), ("stall", "of each freeze"),
-        ("stall-every", "from one freeze to the next; 0: no freeze"),
+        ("stall-every", "from one freeze to the next"),
     ):  # fmt: skip
         default = getattr(Behaviour, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=seconds, default=default, help=f"seconds {what}")

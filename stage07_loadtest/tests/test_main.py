@@ -99,18 +99,12 @@ def test_no_prompt_comes_twice_in_a_run(capsys):
     assert {body["model"] for body in bodies} == {"mock"}
 
 
-INTERRUPTIBLE = (  # processes in the background of a shell ignore SIGINT, and their children do
-    "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    "runpy.run_module('stage07_loadtest', run_name='__main__', alter_sys=True)"
-)
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT to send")
-def test_control_c_keeps_what_was_measured(tmp_path):
+def test_control_c_keeps_what_was_measured(interruptible, tmp_path):
     with mocked() as running:
         load = f"--url {running.url} --users 2 --requests 100000 --out {tmp_path}"
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        command = [sys.executable, "-c", INTERRUPTIBLE, *load.split()]
+        command = [sys.executable, "-m", "stage07_loadtest", *load.split()]
         with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
             try:
                 while len(running.bodies) < 30 and process.poll() is None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 import pytest
 from pytest import approx
 
+from shared.errors import UserError
 from stage07_loadtest import metrics
 from stage07_loadtest.client import TOKENS
 from stage07_loadtest.metrics import Slo, summarize
@@ -45,7 +46,9 @@ def test_the_pace_of_an_answer():
     frozen = [at for at, _ in paced(5, ttft=1, itl=1, stall=2.5, stall_every=4)]
     assert frozen == approx([1, 2, 3, 4, 7.5])
     assert Behaviour(stall=2, stall_every=10).due(21.5, 0) == 22  # nothing is sent while frozen
-    assert Behaviour(stall=1).due(2, 3) == 5  # without --stall-every there is no freeze
+    for every in (0, 1):  # it would never thaw
+        with pytest.raises(UserError, match="longer --stall-every"):
+            Behaviour(stall=1, stall_every=every)
 
 
 def against(*load, **options):
