@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import logging
@@ -10,34 +9,28 @@ import signal
 import socket
 import sys
 import threading
-from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 
-from shared import catalog, cli, models, registry
+from shared import cli
 from shared.errors import UserError
-from shared.files import read_json
-from stage05_paged.memory import default_memory, free_memory, make_pool, parse_memory, size
+from stage05_paged.memory import size
 
 from . import logs
 from .async_engine import EngineThread
-from .settings import OFF, Settings, parse
+from .loading import Served, make_engine
+from .settings import Settings, parse
 
-if TYPE_CHECKING:  # the settings are checked, and the port is taken, before these are imported
+if TYPE_CHECKING:  # the settings are checked, and the port is taken, before it is imported
     from fastapi import FastAPI
 
-    from .choice import Served
-
 log = logging.getLogger(__name__)
-BUDGET = 256  # tokens in a step, by default
 SWITCH = 0.0002  # seconds until the engine's thread, which runs little Python, gets the lock
 BACKLOG = 1024  # connections that wait to be accepted
 CLOSE = 2  # seconds for connections to close once their answers have ended
 MOST_CONNECTIONS = 4096  # and requests at a time; uvicorn answers more with 503
-GENERATION = "generation_config.json"
-SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class Server(uvicorn.Server):
@@ -72,95 +65,22 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def make_engine(settings: Settings) -> Served:
-    """The model and its engine. Raises UserError for a model that cannot be loaded, for an engine
-    that cannot run here, and for lack of memory."""
-    from .choice import Served, choose
-
-    speculative, drafts = settings.speculate, settings.speculate == "draft"
-    if bool(settings.speculative_model) != drafts or settings.drawn_drafts > drafts:
-        raise UserError(
-            "--speculate draft and --speculative-model NAME need each other, and --drawn-drafts "
-            "needs both: give them together, or none."
-        )
-    device, dtype = cli.device_and_dtype(settings)
-    choice = choose(settings.engine, dtype, device)
-    changed = {"seed": 0, "linear": choice.linear("auto"), "threads": settings.threads or None}
-    loaded = cli.load_model_from(argparse.Namespace(**settings.model_dump() | changed))
-    config, dtype, free = loaded.config, loaded.kv_dtype, free_memory(device)
-    if loaded.tokenizer.eos_id not in (None, *config.eos_ids):
-        log.warning(
-            "Answers end at the ids %s, as the model's files say, and not at the tokenizer's %d: "
-            "clients can add it as stop_token_ids.",
-            *(config.eos_ids, loaded.tokenizer.eos_id),
-        )
-    memory = default_memory(config, dtype, settings.max_num_seqs, free)
-    if settings.kv_memory:
-        memory = parse_memory(settings.kv_memory, free)
-    engine = choice.make(
-        *(loaded, "auto"),
-        pool=make_pool(memory, config, dtype),
-        sanitize=settings.sanitize,
-        max_sequences=settings.max_num_seqs,
-        token_budget=settings.max_num_batched_tokens or max(BUDGET, settings.max_num_seqs),
-        policy="priority",
-        prefix_caching=settings.enable_prefix_caching,
-        **cli.cache_options(settings.kv_dtype),
-    )
-    served = Served(engine, loaded, choice, sampling_defaults(settings, loaded.folder))
-    if speculative != OFF:
-        model = None
-        if drafts:
-            weights = models.load(catalog.checked(settings.speculative_model))
-            model = models.load_model(weights, loaded.device, loaded.dtype)
-        speculate = registry.load(registry.DRAFTS[speculative])
-        options = speculative, settings.num_speculative_tokens, model, settings.drawn_drafts
-        served.engine = speculate(engine, *options)
-        served.drafts = served.engine.scheduler.draft_counts
-    return served
-
-
-def sampling_defaults(settings: Settings, folder: Path | None) -> dict[str, Any]:
-    """The sampling options of requests that do not give them: the server's, else those of the
-    model's generation_config.json, else OpenAI's. Raises UserError for an invalid file."""
-    from stage01_forward.params import SamplingParams
-
-    fields: dict[str, Any] = {}
-    if folder and (folder / GENERATION).exists():
-        kept = read_json(folder / GENERATION).items()
-        fields = {name: value for name, value in kept if name in SAMPLED and value is not None}
-    try:
-        SamplingParams(**fields)
-    except UserError as error:
-        why = str(error).removesuffix(".")
-        raise UserError(f"{folder}/{GENERATION} has a wrong value ({why}): correct it.") from None
-    options = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k")}
-    given = {name: value for name, value in options.items() if value is not None}
-    return {"temperature": 1.0, **fields, **given}
-
-
 def plan(settings: Settings, served: Served, address: str) -> str:
     """The text at the start: address, model, memory, and a command to try."""
     loaded, pool = served.loaded, served.engine.scheduler.pool
-    config, count = loaded.config, pool.count
-    whole = count // -(-config.n_positions // pool.block_size)
-    memory = size(count * pool.block_size * config.kv_bytes_per_token(loaded.kv_dtype))
-    contexts = f"{whole} whole context{'' if whole == 1 else 's'}"
-    drafts = f"{settings.speculate}, at most {settings.num_speculative_tokens} in a step"
-    drafts += ", drawn" if settings.drawn_drafts else ""
+    config, selection = loaded.config, served.selection
+    memory = size(pool.count * pool.block_size * config.kv_bytes_per_token(loaded.kv_dtype))
     sampling = ", ".join(f"{name} {value:g}" for name, value in served.defaults.items())
     key = ' -H "Authorization: Bearer $STAIRCASE_API_KEY"' if settings.keys else ""
     return (
         f"Staircase serves {config.name} at {address}\n"
         f"  model    {config.name}, context of {config.n_positions:,} tokens\n"
-        f"  engine   {served.choice.name}, {loaded.machine}\n"
-        + (f"  faster   {served.choice.reason}\n" if served.choice.reason else "")
-        + f"  memory   {memory} in {count} blocks of {pool.block_size} tokens: {contexts} of "
-        f"{config.n_positions}; at most {settings.max_num_seqs} sequences at a time, "
-        f"{settings.max_queue} more in the queue\n"
+        f"  engine   {selection.name}, {loaded.machine}\n"
+        + (f"  faster   {selection.reason}\n" if selection.reason else "")
+        + f"  memory   {memory} in {pool.count} blocks of {pool.block_size} tokens; at most "
+        f"{settings.max_num_seqs} sequences at a time, {settings.max_queue} more in the queue\n"
         f"  sampling {sampling}, unless a request says otherwise\n"
-        + (f"  drafts   {drafts}\n" if settings.speculate != OFF else "")
-        + f"  page     {address}/\n"
+        f"  page     {address}/\n"
         f"  try      curl -N {address}/v1/completions{key} -H 'Content-Type: application/json' "
         f"""-d '{{"prompt": "Once upon a time", "max_tokens": 40, "stream": true}}'"""
     )

@@ -52,10 +52,10 @@ class Door:
             nonlocal size
             message = await receive()
             if coding != "identity":
-                raise HTTPException(415)
+                raise HTTPException(415, "The body is encoded: send it without Content-Encoding.")
             size += len(message.get("body", b""))
             if size > LARGEST_BODY:
-                raise HTTPException(413)
+                raise HTTPException(413, "The body exceeds a megabyte: send a shorter one.")
             return message
 
         method = "GET" if scope["method"] == "HEAD" else scope["method"]

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from itertools import count, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -24,25 +24,22 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import Receive, Scope, Send
 
 from shared import registry
-from shared.errors import UserError
 from stage05_paged.blockmap import blockmap
 
 from .access import Door, Keys
-from .async_engine import CLOSING, AsyncEngine, Broken, EngineDead, EngineThread, Overloaded, Step
+from .async_engine import CLOSING, AsyncEngine, EngineDead, EngineThread, Step
 from .chat import Simple, template_of
-from .errors import REFUSALS, ApiError, failure, validation_message
+from .errors import ANSWERS, ApiError, failure
 from .formats import Completion, Format, Generate
+from .loading import Served
 from .metrics import Metrics
-from .protocol import ChatBody, CompletionBody, GenerateBody, TokenizeBody
+from .protocol import Body, CompletionBody, GenerateBody, TokenizeBody
 from .service import Generation, Service
 from .settings import Settings
 
-if TYPE_CHECKING:
-    from .choice import Served
-
 PAGE = Path(__file__).with_name("page.html")
 STEPS = 256  # of the page's chart
-MOST_BLOCKS = 2**14  # on the page's map
+MOST_BLOCKS = 2**12  # on the page's map, the first ones
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 NO_RESPONSES = "This server has no Responses API: send the messages to /v1/chat/completions."
 Result = TypeVar("Result")
@@ -117,47 +114,30 @@ async def respond(
         raise
 
 
-def answer_errors(app: FastAPI) -> None:
-    """Have all errors answered in the form that OpenAI's clients expect."""
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return ApiError(400, *validation_message(error.errors())).response()
-
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> Response:
-        message = REFUSALS.get(error.status_code, "The request cannot be read.")
-        return ApiError(error.status_code, message, headers=error.headers).response()
-
-    async def failed(request: Request, error: Exception) -> Response:
-        return failure(error).response()
-
-    for kind in (ApiError, UserError, Overloaded, EngineDead, Broken, TimeoutError, Exception):
-        app.add_exception_handler(kind, failed)
+async def failed(request: Request, error: Exception) -> Response:
+    """The answer to any error, in the form that OpenAI's clients expect."""
+    return failure(error).response()
 
 
-def create_app(served: "Served", settings: Settings, thread: EngineThread | None = None) -> FastAPI:
+def create_app(served: Served, settings: Settings, thread: EngineThread | None = None) -> FastAPI:
     """The server's application, with the engine of `served`, which runs on `thread`."""
     loaded, created, numbers = served.loaded, int(time.time()), count(1)
+    engine = AsyncEngine(served.engine, settings.max_queue, thread)
     template, steps = template_of(loaded), deque[dict[str, Any]](maxlen=STEPS)
     forms = registry.load(registry.FORMS["json"])(served.engine, loaded, template)
-    if TYPE_CHECKING:
-        Chats: TypeAlias = ChatBody
-    else:  # FastAPI reads bodies as this type, which has more fields
-        Chats = forms.chat_body
+    service = Service(engine, loaded, template, forms, settings.request_timeout, served.defaults)
+    drafts = getattr(served.engine.scheduler, "draft_counts", None)  # of a later stage
+    counters = Metrics(engine, service.name, drafts)
 
     def record(step: Step, *_: Any) -> None:
         if step.shares:
             counts = step.prefill_tokens, step.decode_tokens, round(1000 * step.seconds, 1)
             steps.append({"number": next(numbers), "counts": counts, "rows": step.shares})
 
+    engine.listeners.append(record)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        state.engine = engine = AsyncEngine(served.engine, settings.max_queue, thread)
-        options = settings.request_timeout, served.defaults
-        state.service = Service(engine, loaded, template, forms, *options)
-        state.metrics = Metrics(engine, loaded.config.name, served.drafts)
-        engine.listeners.append(record)
         engine.start()
         yield
         await engine.drain(0)
@@ -170,96 +150,81 @@ def create_app(served: "Served", settings: Settings, thread: EngineThread | None
         redoc_url=None,
         redirect_slashes=False,  # a redirect would name the host that the client chose
     )
-    state: Any = app.state
-    state.engine = None
-    answer_errors(app)
+    app.state.engine = engine
+    for kind in (ApiError, RequestValidationError, ValidationError, HTTPException, *ANSWERS):
+        app.add_exception_handler(kind, failed)
+    app.add_exception_handler(Exception, failed)
     app.add_middleware(Door)
     # No other name: the page of another site could have its own resolve to this server's address.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.hosts, www_redirect=False)
-
-    def service_of(request: Request) -> Service:
-        service: Service = request.app.state.service
-        return service
-
-    Ready = Annotated[Service, Depends(service_of)]
     Tenant = Annotated[bytes, Depends(Keys(settings.keys))]
 
+    class Chats(forms.chat_body):  # type: ignore[misc]
+        """POST /v1/chat/completions, with the fields of a later stage."""
+
     @app.post("/generate")
-    async def generate(
-        request: Request, body: GenerateBody, service: Ready, tenant: Tenant
-    ) -> Response:
+    async def generate(request: Request, body: GenerateBody, tenant: Tenant) -> Response:
         generation = await service.generate(body, tenant)
         return await respond(request, generation, Generate)
 
     @app.post("/v1/completions")
-    async def completions(
-        request: Request, body: CompletionBody, service: Ready, tenant: Tenant
-    ) -> Response:
+    async def completions(request: Request, body: CompletionBody, tenant: Tenant) -> Response:
         generation = await unless_gone(request, service.complete(body, tenant))
         return await respond(request, generation, Completion)
 
     @app.post("/v1/chat/completions")
-    async def chat(request: Request, body: Chats, service: Ready, tenant: Tenant) -> Response:
+    async def chat(request: Request, body: Chats, tenant: Tenant) -> Response:
         generation = await unless_gone(request, service.chat(body, tenant))
-        return await respond(request, generation, service.forms.answer)
+        return await respond(request, generation, forms.answer)
 
     @app.post("/v1/responses", include_in_schema=False)
     async def responses(tenant: Tenant) -> Response:
         raise ApiError(404, NO_RESPONSES)
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str, service: Ready, tenant: Tenant) -> dict[str, Any]:
+    async def model(name: str, tenant: Tenant) -> dict[str, Any]:
         service.check_model(name)
         about = {"id": service.name, "object": "model", "created": created}
         about |= {"owned_by": "staircase", "max_model_len": service.context}
-        return about | {"chat": not isinstance(service.template, Simple)}  # for the page
+        return about | {"chat": not isinstance(template, Simple)}  # for the page
 
     @app.get("/v1/models")
-    async def models(service: Ready, tenant: Tenant) -> dict[str, Any]:
-        return {"object": "list", "data": [await model(service.name, service, tenant)]}
+    async def models(tenant: Tenant) -> dict[str, Any]:
+        return {"object": "list", "data": [await model(service.name, tenant)]}
 
     @app.post("/tokenize")
-    async def tokenize(
-        request: Request, body: TokenizeBody, service: Ready, tenant: Tenant
-    ) -> Response:
+    async def tokenize(request: Request, body: TokenizeBody, tenant: Tenant) -> dict[str, Any]:
         service.check_model(body.model)
-        if body.messages is None:
-            ids = await unless_gone(request, service.encode(body.prompt or ""))
+        rest = body.model_dump(exclude={"prompt"})
+        if body.prompt is None:
+            ids = await service.chat_ids(Chats.model_validate(rest))
         else:
-            try:
-                asked = Chats.model_validate(body.model_dump(exclude={"prompt"}))
-            except ValidationError as error:
-                raise ApiError(400, *validation_message(error.errors())) from None
-            ids = await service.chat_ids(asked)
-        fields = {"count": len(ids), "max_model_len": service.context, "tokens": ids}
-        if body.return_token_strs:
-            fields["token_strs"] = [service.loaded.tokenizer.decode([id]) for id in ids]
-        return JSONResponse(fields)
+            Body.model_validate(rest)  # refuses what is not supported
+            ids = await unless_gone(request, service.encode(body.prompt))
+        return {"count": len(ids), "max_model_len": service.context, "tokens": ids}
 
     @app.get("/health")
-    async def health(service: Ready) -> dict[str, Any]:
-        """Whether requests can be answered. If not once the model is loaded, only a restart
-        helps."""
-        if not service.engine.alive:
+    async def health() -> dict[str, Any]:
+        """Whether requests can be answered. If not, only a restart helps."""
+        if not engine.alive:
             raise ApiError(503, "The engine has stopped: restart the server.")
-        return {"status": "draining" if service.engine.draining else "ok"}
+        return {"status": "draining" if engine.draining else "ok"}
 
     @app.get("/ready")
-    async def ready(service: Ready) -> dict[str, Any]:
+    async def ready() -> dict[str, Any]:
         """Whether requests are accepted, for a router."""
-        if service.engine.draining:
+        if engine.draining:
             raise EngineDead(CLOSING)
-        return await health(service)
+        return await health()
 
     @app.get("/metrics")
-    async def metrics(service: Ready, tenant: Tenant) -> Response:
-        return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(tenant: Tenant) -> Response:
+        return Response(counters.render(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/live")
-    async def live(service: Ready, tenant: Tenant, after: int = 0) -> dict[str, Any]:
+    async def live(tenant: Tenant, after: int = 0) -> dict[str, Any]:
         """What the page draws beside the chat: the blocks now, and the steps after number
         `after`."""
-        engine = service.engine
         blocks = await engine.call(lambda engine: blockmap(engine.scheduler)[:MOST_BLOCKS])
         runs = [(state, len(list(run))) for state, run in groupby(blocks)]
         newer = [step for step in steps if step["number"] > after]

@@ -3,8 +3,8 @@
 A forward pass takes tens of milliseconds, and an event loop that waits for it serves no client in
 the meantime. So only the thread touches the engine. The loop sends commands through a queue, which
 the thread empties before every step; tokens come back in one call a step. Apart from that the two
-share only settings that never change and the engine's status, which is frozen: each step replaces
-it.
+share only settings that never change, the engine's status, which is frozen (each step replaces it),
+and the scores of prompts, which the thread completes before their first token.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Ticket:
     ended: bool = False  # the engine has released it
     reason: str | None = None  # "stop", "length", "abort" or "error"
     error: str | None = None  # the failure that ended it
-    scores: asyncio.Future[Scores] | None = None  # of a prompt that is scored
+    scores: Scores = field(default_factory=lambda: [None])  # of its prompt, if wanted: see `begun`
     cached_tokens: int | None = None  # of the prompt; None before its first step
     last_token: float | None = None  # when it came
 
@@ -116,16 +116,6 @@ def failure(ticket: Ticket) -> Exception:
         return UserError(ticket.error)
     dead = ticket.error in (CLOSING, DEAD)
     return (EngineDead if dead else Broken)(ticket.error or BROKEN)
-
-
-def settle(future: asyncio.Future[Scores], scores: Scores) -> None:
-    """Give the event loop the scores, unless their request has ended."""
-
-    def settled() -> None:
-        if not future.done():
-            future.set_result(scores)
-
-    future.get_loop().call_soon_threadsafe(settled)
 
 
 def fulfil(future: Future[Any], do: Callable[[], Any]) -> None:
@@ -161,8 +151,8 @@ class EngineThread:
 
 
 class AsyncEngine:
-    """Runs `engine` on `thread`, by default a new one. All methods are for the event loop that
-    calls `start`.
+    """Runs `engine` on `thread`, by default a new one. After `start`, all methods are for the event
+    loop that calls it.
 
     max_queue: sequences accepted beyond those that can run at once; the rest are refused.
     """
@@ -185,9 +175,8 @@ class AsyncEngine:
         self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = EngineThread() if thread is None else thread
         self._finished: asyncio.Future[None] | None = None  # the thread no longer steps
-        self._loop = asyncio.get_running_loop()
+        self._loop: asyncio.AbstractEventLoop  # that called `start`
         self._names = itertools.count(1)
-        self._news: dict[Callable[[], object], None] = {}  # of tickets with something to read
         # The thread's: all requests with an unreported end, those of the running step, and their
         # shares of it.
         self._requests: dict[str, Request] = {}
@@ -208,7 +197,7 @@ class AsyncEngine:
 
     def start(self) -> None:
         """Let the thread run steps."""
-        self.alive = True
+        self.alive, self._loop = True, asyncio.get_running_loop()
         self._finished = asyncio.wrap_future(self._thread.run(self._run))
         self._finished.add_done_callback(self._die)
 
@@ -223,7 +212,7 @@ class AsyncEngine:
         """Accept `prompts`, each with one sample per `sampling`. Returns a list of tickets per
         prompt.
 
-        score: likeliest tokens beside each token of a prompt, whose scores `scores` waits for.
+        score: likeliest tokens beside each token of a prompt, in the scores of its first ticket.
         prepare: called with each request on the engine's thread.
         All or none are accepted. Raises UserError for a request that can never be answered,
         Overloaded without room for all of them, EngineDead.
@@ -238,18 +227,19 @@ class AsyncEngine:
         groups = [[Ticket(f"sequence-{next(names)}", now) for _ in sampling] for prompt in prompts]
         for prompt, group in zip(prompts, groups, strict=True):
             self.in_flight |= {ticket.id: ticket for ticket in group}
-            if score is not None:
-                group[0].scores = self._loop.create_future()
             self._commands.put(partial(self._add, prompt, sampling, salt, score, prepare, group))
         return groups
 
-    async def scores(self, ticket: Ticket) -> Scores:
-        """The scores of the prompt, once they are computed. Raises Broken, EngineDead."""
-        assert ticket.scores is not None
-        await asyncio.wait([ticket.scores])
-        if ticket.scores.cancelled():
+    async def begun(self, ticket: Ticket) -> None:
+        """Wait for the first token of `ticket`: its `scores` are complete by then. Raises Broken,
+        EngineDead."""
+        news = asyncio.Event()
+        ticket.news = news.set
+        while not (ticket.fresh or ticket.ended):
+            await news.wait()
+            news.clear()
+        if not ticket.fresh:
             raise failure(ticket)
-        return ticket.scores.result()
 
     def _need_room(self, count: int) -> None:
         if count > self.capacity:
@@ -309,8 +299,9 @@ class AsyncEngine:
             await asyncio.wait([self._finished], timeout=STUCK)
 
     def _deliver(self, step: Step) -> None:
-        """Hand the tokens and ends of a step to their tickets, and the step to the listeners; have
-        the readers called."""
+        """Hand the tokens and ends of a step to their tickets, and the step to the listeners; then
+        call the readers. If the loop is slower than the engine, they run after all steps that wait,
+        read several steps' tokens at a time, and so catch up."""
         now = time.perf_counter()
         for name, *_, start in step.shares:
             if (ticket := self.in_flight.get(name)) and ticket.cached_tokens is None:
@@ -320,30 +311,17 @@ class AsyncEngine:
             if ticket := self.in_flight.get(name):
                 ticket.fresh.append(token)
                 emitted[ticket] = None
-        ended = [self.in_flight[name] for name, *_ in step.ended if name in self.in_flight]
+        ended = list[Ticket]()
         for name, reason, error in step.ended:
-            if ticket := self.in_flight.get(name):
-                self._end(ticket, reason, error)
+            if ticket := self.in_flight.pop(name, None):
+                ticket.ended, ticket.reason, ticket.error = True, ticket.reason or reason, error
+                ended.append(ticket)
         for listener in self.listeners:  # before these tokens' times replace the last ones
             listener(step, list(emitted), ended)
         for ticket in emitted:
             ticket.last_token = now
-        if not self._news:  # after all steps that wait in this turn of the loop
-            self._loop.call_soon(self._announce)
-        self._news |= dict.fromkeys(ticket.news for ticket in (*emitted, *ended))
-
-    def _announce(self) -> None:
-        """Call the readers. If the loop is slower than the engine, they get several steps' tokens
-        at a time, and so catch up."""
-        readers, self._news = self._news, {}
-        for news in readers:
+        for news in {ticket.news: None for ticket in (*emitted, *ended)}:  # once for each reader
             news()
-
-    def _end(self, ticket: Ticket, reason: str, error: str | None) -> None:
-        ticket.ended, ticket.reason, ticket.error = True, ticket.reason or reason, error
-        if ticket.scores is not None:
-            ticket.scores.cancel()  # unless they are there
-        self.in_flight.pop(ticket.id, None)
 
     def _die(self, finished: asyncio.Future[None]) -> None:
         """The thread has ended, in whatever way: answer everything that waits for it."""
@@ -425,13 +403,14 @@ class AsyncEngine:
 
     def _ended(self) -> list[tuple[str, str, str | None]]:
         """Forget the requests that have ended: id, finish reason and error of each."""
-        ended = [request for request in self._requests.values() if request.output.finish_reason]
-        for request in ended:
-            del self._requests[request.id]
-        return [
-            (request.id, request.output.finish_reason or "", request.output.error)
-            for request in ended
+        ended = [
+            (name, request.output.finish_reason, request.output.error)
+            for name, request in self._requests.items()
+            if request.output.finish_reason
         ]
+        for name, *_ in ended:
+            del self._requests[name]
+        return ended
 
     def _enter(self, request: Request) -> None:
         self._engine.enqueue(request)
@@ -453,9 +432,9 @@ class AsyncEngine:
         try:
             for ticket, params in zip(group, sampling, strict=True):
                 request = Request(prompt, params, ticket.id)
-                if ticket.scores is not None and score is not None:
-                    done = partial(settle, ticket.scores)
-                    request = ScoredRequest(prompt, params, ticket.id, top=score, done=done)
+                if score is not None and first is None:
+                    scores = ticket.scores
+                    request = ScoredRequest(prompt, params, ticket.id, top=score, scores=scores)
                 if prepare is not None:
                     prepare(request)
                 self._enter(request)

@@ -13,6 +13,7 @@ from typing import Any
 from shared import chat_template
 from shared.cli import Loaded
 from shared.errors import UserError
+from shared.tokenizer import AnyTokenizer
 
 from .protocol import Message
 
@@ -24,11 +25,14 @@ class Simple:
 
     stops: tuple[str, ...] = ("\nUser:",)
 
-    def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> str:
+    def __init__(self, tokenizer: AnyTokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """There is no place for `tools`."""
         names = (message.role.capitalize().replace("Developer", "System") for message in messages)
         lines = [f"{name}: {it.text}\n" for name, it in zip(names, messages, strict=True)]
-        return "".join(lines) + "Assistant:"
+        return self.tokenizer.encode("".join(lines) + "Assistant:")
 
 
 class OwnTemplate:
@@ -66,6 +70,6 @@ def template_of(loaded: Loaded) -> Template:
     """The model's own template, if its folder has one. Raises UserError if that is invalid."""
     control = getattr(loaded.tokenizer, "control", None)
     if control is None:  # no tokenizer.json: no control tokens
-        return Simple()
+        return Simple(loaded.tokenizer)
     template = chat_template.load(loaded.folder, control)
-    return Simple() if template is None else OwnTemplate(template, loaded.tokenizer)
+    return OwnTemplate(template, loaded.tokenizer) if template else Simple(loaded.tokenizer)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 
 from shared.errors import UserError
 
 from .async_engine import Broken, EngineDead, Overloaded, log
-from .protocol import LONGEST_STOP, MOST_PROMPTS, MOST_STOPS, NOT_UNICODE, WrongField
+from .protocol import WrongField
 
 LONGEST_MESSAGE = 300  # characters of up to 6 bytes: a small request must not get a large error
 LATE = (
@@ -18,18 +21,14 @@ LATE = (
     "--request-timeout."
 )
 NOT_AN_OBJECT = "The body is not a JSON object: send one, as application/json."
-REFUSALS = {
-    404: "This path does not exist: /openapi.json lists those that do.",
-    405: "This path does not allow this method.",
-    413: "The body exceeds a megabyte: send a shorter one.",
-    415: "The body is encoded: send plain JSON, without the header Content-Encoding.",
+ANSWERS: dict[type[Exception], tuple[int, dict[str, str]]] = {  # status and headers
+    UserError: (400, {}),
+    Broken: (500, {}),
+    Overloaded: (503, {"Retry-After": "1"}),
+    EngineDead: (503, {"Retry-After": "5"}),
+    TimeoutError: (504, {"x-should-retry": "false"}),  # a retry would double the work
 }
-# Where several kinds of value are valid, pydantic only explains why a value is not the first kind.
-KINDS = {
-    "prompt": f"send text or token ids, or a list of at most {MOST_PROMPTS} of either, none empty",
-    "stop": f"send a text, or a list of at most {MOST_STOPS} texts, "
-    f"each 1 to {LONGEST_STOP} characters long",
-}
+WRONG_TYPE = "no value of this type is valid: /openapi.json describes those that are"
 
 
 class ApiError(Exception):
@@ -60,24 +59,23 @@ def failure(error: Exception) -> ApiError:
     """The answer to a request that failed with `error`; a defect of ours is logged."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, UserError):
-        return ApiError(400, str(error))
-    if isinstance(error, Overloaded):
-        return ApiError(503, str(error), headers={"Retry-After": "1"})
-    if isinstance(error, EngineDead):
-        return ApiError(503, str(error), headers={"Retry-After": "5"})
-    if isinstance(error, Broken):
-        return ApiError(500, str(error))
-    if isinstance(error, TimeoutError):  # a retry would double the work
-        return ApiError(504, LATE, headers={"x-should-retry": "false"})
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, error.detail, headers=error.headers)
+    if isinstance(error, RequestValidationError | ValidationError):
+        return ApiError(400, *validation_message(error.errors()))
+    for kind, (status, headers) in ANSWERS.items():
+        if isinstance(error, kind):
+            return ApiError(status, str(error) or LATE, headers=headers)
     log.error("a request failed", exc_info=error)
     return ApiError(500, "The server failed to answer this request: see its log for the reason.")
 
 
 def validation_message(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """The first of pydantic's errors as one sentence, and its field; never the value that was
-    sent."""
-    first = max(errors, key=lambda error: len(error["loc"]))
+    """The most telling of pydantic's errors as one sentence, and its field; never the value that
+    was sent."""
+    # Where several kinds of value are valid, pydantic also says that a value is not of the others.
+    precise = [error for error in errors if not error["type"].endswith("_type")]
+    first = max(precise or errors, key=lambda error: len(error["loc"]))
     place = first["loc"][first["loc"][:1] == ("body",) :]  # where FastAPI has read it
     field = next((part for part in place if isinstance(part, str)), None)
     reason = first.get("ctx", {}).get("error")
@@ -85,10 +83,6 @@ def validation_message(errors: Sequence[Any]) -> tuple[str, str | None]:
         field = reason.field
     if first["type"] == "json_invalid" or field is None:
         return NOT_AN_OBJECT, None
-    what = f"'{field[:64]}'"
-    if any(error["type"] == NOT_UNICODE for error in errors):
-        return f"{what} contains half of a surrogate pair: send whole characters.", field
-    # After the field, "loc" names the kind of value that was tried.
-    kinds = KINDS.get(field) if len(place) > 1 else None
-    reason = kinds or str(first["msg"]).removeprefix("Value error, ")
-    return f"{what}: {reason}.", field
+    several = not precise and len(errors) > 1
+    message = WRONG_TYPE if several else str(first["msg"]).removeprefix("Value error, ")
+    return f"'{field[:64]}': {message}.", field

@@ -13,7 +13,6 @@ from shared.tokenizer import AnyTokenizer
 from stage01_forward.generation import Logprobs
 
 from .protocol import ChatBody, CompletionBody, GenerateBody, OpenAIBody
-from .scoring import Scores
 from .service import Choice, Generation, Piece
 
 MINUS_INFINITY = -9999.0  # JSON has no infinity
@@ -34,12 +33,6 @@ class Format(Protocol):
 
 def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else MINUS_INFINITY
-
-
-def finish(piece: Piece) -> dict[str, Any]:
-    """The finish reason, and what stopped the answer if that was a stop string or token."""
-    reason: dict[str, Any] = {"finish_reason": piece.finish_reason}
-    return reason if piece.stop_reason is None else reason | {"stop_reason": piece.stop_reason}
 
 
 class Generate:
@@ -88,12 +81,10 @@ class Completion(OpenAI):
         self.body = body
         super().__init__(generation, body, "cmpl", "text_completion")
         self._echoes = {choice.index: self._echo(choice) for choice in generation.choices}
-        self._eos_ids, n = generation.service.loaded.config.eos_ids, body.n or 1
+        self._eos_ids = generation.service.loaded.config.eos_ids
         self._offsets = [Offsets(len(text)) for text in self._echoes.values()]
-        self._scores = {
-            choice.index: self._prompt_logprobs(choice, generation.scores[choice.index // n])
-            for choice in (generation.choices if generation.scores else ())
-        }
+        scored = generation.choices if body.echo and body.logprobs is not None else ()
+        self._scores = {choice.index: self._prompt_logprobs(choice) for choice in scored}
 
     def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
         pairs = zip(self.generation.choices, answers, strict=True)
@@ -115,7 +106,8 @@ class Completion(OpenAI):
             if before := self._scores.pop(index, None):
                 logprobs = {name: before[name] + logprobs[name] for name in logprobs}
         text = self._echoes.pop(index, "") + piece.text
-        part = {"index": index, "text": text, "logprobs": logprobs, **finish(piece)}
+        part: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs}
+        part["finish_reason"] = piece.finish_reason
         if self.body.return_token_ids:
             part["token_ids"] = [token.id for token in piece.tokens]
         return part
@@ -127,7 +119,7 @@ class Completion(OpenAI):
         sent = choice.prompt
         return sent if isinstance(sent, str) else self.tokenizer.decode(sent)
 
-    def _prompt_logprobs(self, choice: Choice, scores: Scores) -> dict[str, Any]:
+    def _prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
         """The columns of a prompt. Tokens that the tokenizer puts before a text, such as BOS, have
         no text in its echo; nor has the space that sentencepiece puts before its first word."""
         ids = choice.prompt_ids
@@ -139,7 +131,9 @@ class Completion(OpenAI):
         whole = b"".join(data).decode("utf-8", "replace")
         if len(self._echoes[choice.index]) < len(whole):
             data[before] = data[before].removeprefix(b" ")
-        return columns(self.tokenizer, list(zip(ids, scores, strict=True)), data, Offsets(0))
+        first = self.generation.choices[choice.index // self.body.n * self.body.n]
+        scored = list(zip(ids, first.ticket.scores, strict=True))
+        return columns(self.tokenizer, scored, data, Offsets(0))
 
     def _bytes(self, token_id: int) -> bytes:
         return self.tokenizer.decode_bytes([token_id])
@@ -154,15 +148,10 @@ class Chat(OpenAI):
         self._greeted: set[int] = set()  # choices whose role has been sent
 
     def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
-        choices = [
-            {
-                "index": choice.index,
-                "message": {"role": "assistant", "content": answer.text},
-                "logprobs": self._logprobs(answer),
-                **finish(answer),
-            }
-            for choice, answer in zip(self.generation.choices, answers, strict=True)
-        ]
+        choices = []
+        for choice, answer in zip(self.generation.choices, answers, strict=True):
+            message = {"role": "assistant", "content": answer.text}
+            choices.append(self._part(choice, answer, message=message))
         return self.answer(choices, object="chat.completion")
 
     def chunks(self, choice: Choice, piece: Piece) -> list[dict[str, Any]]:
@@ -177,9 +166,11 @@ class Chat(OpenAI):
         return events
 
     def chunk(self, choice: Choice, delta: dict[str, Any], piece: Piece) -> dict[str, Any]:
-        logprobs = self._logprobs(piece)
-        part = {"index": choice.index, "delta": delta, "logprobs": logprobs, **finish(piece)}
-        return {**self.head, "choices": [part]}
+        return {**self.head, "choices": [self._part(choice, piece, delta=delta)]}
+
+    def _part(self, choice: Choice, piece: Piece, **content: Any) -> dict[str, Any]:
+        end = {"logprobs": self._logprobs(piece), "finish_reason": piece.finish_reason}
+        return {"index": choice.index, **content, **end}
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if not self.body.logprobs:
@@ -239,9 +230,8 @@ def columns(
     offsets: Offsets,
 ) -> dict[str, list[Any]]:
     """Log-probabilities of tokens, and where their bytes `data` are, as completions have them."""
-    table: dict[str, list[Any]] = {
-        "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
-    }  # fmt: skip
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    table: dict[str, list[Any]] = {name: [] for name in names}
     for (token_id, logprobs), text_bytes in zip(scored, data, strict=True):
         text, score, top = token_text(tokenizer, token_id), None, None
         if logprobs is not None:

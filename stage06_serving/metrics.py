@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -15,17 +15,8 @@ from .async_engine import PROBE, AsyncEngine, Step, Ticket
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 REASONS = ("stop", "length", "abort", "error")
-HISTOGRAMS = {
-    "time_to_first_token_seconds": "From arrival to the first token.",
-    "inter_token_latency_seconds": "Between two tokens of an answer.",
-    "e2e_request_latency_seconds": "From arrival to the last token.",
-}
-DRAFTS = {  # counts that an engine with drafts keeps: names and fields
-    "spec_decode_num_drafts": ("passes", "Passes of a sequence that verified drafts."),
-    "spec_decode_num_draft_tokens": ("proposed", "Drafts verified."),
-    "spec_decode_num_accepted_tokens": ("accepted", "Drafts accepted."),
-}
-disable_created_metrics()
+DRAFTS = {"drafts": "passes", "draft_tokens": "proposed", "accepted_tokens": "accepted"}
+prometheus_client.disable_created_metrics()
 
 
 class Metrics(Collector):
@@ -39,13 +30,21 @@ class Metrics(Collector):
         self.engine, self.model, self.drafts = engine, model, drafts
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self.prompt_tokens = self.generated = 0
-        self.ended = Counter(dict.fromkeys(REASONS, 0))
-        self.histograms: dict[str, Histogram] = {}
-        for name, about in HISTOGRAMS.items():
-            options: dict[str, Any] = {"buckets": SECONDS, "registry": self.registry}
-            histogram = Histogram(f"vllm:{name}", about, ["model_name"], **options)
-            self.histograms[name] = histogram.labels(model)
+
+        def metric(kind: Any, name: str, about: str, *labels: str, **options: Any) -> Any:
+            names = ["model_name", *labels]
+            return kind(f"vllm:{name}", about, names, registry=self.registry, **options)
+
+        def seconds(name: str, about: str) -> Any:
+            return metric(Histogram, f"{name}_seconds", about, buckets=SECONDS).labels(model)
+
+        self.first = seconds("time_to_first_token", "From arrival to the first token.")
+        self.gap = seconds("inter_token_latency", "Between two tokens of an answer.")
+        self.whole = seconds("e2e_request_latency", "From arrival to the last token.")
+        self.prompt = metric(Counter, "prompt_tokens", "Prompt tokens computed.").labels(model)
+        self.generated = metric(Counter, "generation_tokens", "Tokens generated.").labels(model)
+        ended = metric(Counter, "request_success", "Sequences that ended.", "finished_reason")
+        self.ended = {reason: ended.labels(model, reason) for reason in REASONS}
         engine.listeners.append(self._listen)
 
     def render(self) -> bytes:
@@ -53,45 +52,32 @@ class Metrics(Collector):
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        status, drafts = self.engine.status, self.drafts
-        usage = status.owned / status.blocks
-        for name, about, value in (
-            ("num_requests_running", "Sequences in a step.", status.running),
-            ("num_requests_waiting", "Accepted, not running.", self.engine.waiting),
-            ("kv_cache_usage_perc", "Share of the blocks owned, 0 to 1.", usage),
+        """What the engine itself counts."""
+        status, gauge, counter = self.engine.status, GaugeMetricFamily, CounterMetricFamily
+        drafts = {
+            f"spec_decode_num_{name}": getattr(self.drafts, field)
+            for name, field in (DRAFTS if self.drafts else {}).items()
+        }
+        for kind, name, about, value in (
+            (gauge, "num_requests_running", "Sequences in a step.", status.running),
+            (gauge, "num_requests_waiting", "Accepted, not running.", self.engine.waiting),
+            (gauge, "kv_cache_usage_perc", "Share of owned blocks.", status.owned / status.blocks),
+            (counter, "num_preemptions", "Sequences preempted.", status.preemptions),
+            (counter, "prefix_cache_queries", "Tokens looked up.", status.lookup_tokens),
+            (counter, "prefix_cache_hits", "Tokens found.", status.hit_tokens),
+            *((counter, name, "Of drafts.", value) for name, value in drafts.items()),
         ):
-            gauge = GaugeMetricFamily(f"vllm:{name}", about, labels=["model_name"])
-            gauge.add_metric([self.model], value)
-            yield gauge
-        for name, about, value in (
-            ("num_preemptions", "Sequences preempted.", status.preemptions),
-            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", status.lookup_tokens),
-            ("prefix_cache_hits", "Tokens found in the prefix cache.", status.hit_tokens),
-            ("prompt_tokens", "Prompt tokens computed.", self.prompt_tokens),
-            ("generation_tokens", "Tokens generated.", self.generated),
-            *((name, about, getattr(drafts, f)) for name, (f, about) in DRAFTS.items() if drafts),
-        ):
-            counter = CounterMetricFamily(f"vllm:{name}", about, labels=["model_name"])
-            counter.add_metric([self.model], value)
-            yield counter
-        labels = ["model_name", "finished_reason"]
-        ended = CounterMetricFamily("vllm:request_success", "Sequences that ended.", labels=labels)
-        for reason, count in self.ended.items():
-            ended.add_metric([self.model, reason], count)
-        yield ended
+            family = kind(f"vllm:{name}", about, labels=["model_name"])
+            family.add_metric([self.model], value)
+            yield family
 
     def _listen(self, step: Step, emitted: list[Ticket], ended: list[Ticket]) -> None:
         now = time.perf_counter()
-        self.generated += sum(name != PROBE for name, _ in step.tokens)
-        self.prompt_tokens += step.prefill_tokens
+        self.generated.inc(sum(name != PROBE for name, _ in step.tokens))
+        self.prompt.inc(step.prefill_tokens)
         for ticket in emitted:
-            if ticket.last_token is None:
-                self._observe("time_to_first_token_seconds", now - ticket.arrived)
-            else:
-                self._observe("inter_token_latency_seconds", now - ticket.last_token)
+            start = ticket.arrived if ticket.last_token is None else ticket.last_token
+            (self.first if ticket.last_token is None else self.gap).observe(now - start)
         for ticket in ended:
-            self.ended[ticket.reason or "error"] += 1
-            self._observe("e2e_request_latency_seconds", now - ticket.arrived)
-
-    def _observe(self, name: str, value: float) -> None:
-        self.histograms[name].observe(value)
+            self.ended[ticket.reason or "error"].inc()
+            self.whole.observe(now - ticket.arrived)

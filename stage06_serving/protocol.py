@@ -20,58 +20,72 @@ MOST_STOPS, LONGEST_STOP = 4, 256
 MOST_BIASES = 300
 MOST_LOGPROBS = 20
 MOST_MESSAGES = 1000
-TEXT_ONLY = "this model reads and writes text, not images or audio: leave it out"
-NO_FORMAT = "this server cannot constrain an answer so: send a 'response_format' in a chat"
 UNSUPPORTED = "this server does not support it: leave it out"
-# Each would change the answer, or run a client's program. The values are the reasons.
+# Each would change the answer, or run a client's program. The values say what to do instead.
 REFUSED = {
-    "functions": "it is deprecated: send 'tools'",
-    "function_call": "it is deprecated: send 'tool_choice'",
-    "stop_sequences": "send 'stop'",
-    "min_new_tokens": "send 'min_tokens'",
-    "repeat_penalty": "send 'repetition_penalty'",
-    "do_sample": "send 'temperature', 0 for the likeliest tokens",
-    "best_of": "send 'n', and choose among the samples yourself",
-}
-for names, reason in (
-    ("audio modalities images prompt_embeds", TEXT_ONLY),
-    ("guided_json guided_regex guided_choice guided_grammar guided_decoding", NO_FORMAT),
-    ("grammar regex ebnf json_schema structured_outputs", NO_FORMAT),
-    ("max_new_tokens max_length n_predict num_predict", "send a limit as 'max_tokens'"),
-    ("response_format tools tool_choice", UNSUPPORTED),  # see `Forms`
-    ("chat_template chat_template_kwargs continue_final_message suffix", UNSUPPORTED),
-    ("prediction documents", UNSUPPORTED),
-    ("add_generation_prompt add_special_tokens skip_special_tokens", UNSUPPORTED),
-    ("spaces_between_special_tokens include_stop_str_in_output use_beam_search", UNSUPPORTED),
-    ("allowed_token_ids bad_words logits_processors prompt_logprobs", UNSUPPORTED),
-    ("truncate_prompt_tokens length_penalty typical_p tfs_z top_a", UNSUPPORTED),
-    ("mirostat dynatemp_range dry_multiplier xtc_probability samplers", UNSUPPORTED),
-    ("reasoning_effort thinking verbosity web_search_options num_beams", UNSUPPORTED),
-):
-    REFUSED |= dict.fromkeys(names.split(), reason)
+    name: advice
+    for names, advice in (
+        ("functions", "it is deprecated: send 'tools'"),
+        ("function_call", "it is deprecated: send 'tool_choice'"),
+        ("stop_sequences", "send 'stop'"),
+        ("min_new_tokens", "send 'min_tokens'"),
+        ("repeat_penalty", "send 'repetition_penalty'"),
+        ("do_sample", "send 'temperature', 0 for the likeliest tokens"),
+        ("best_of", "send 'n', and choose among the samples yourself"),
+        ("max_new_tokens max_length n_predict num_predict", "send a limit as 'max_tokens'"),
+        ("audio modalities images prompt_embeds", "this model reads and writes text: leave it out"),
+        ("guided_json guided_regex guided_choice guided_grammar guided_decoding grammar regex ebnf"
+         " json_schema structured_outputs", "to constrain a chat, send 'response_format'"),
+        ("response_format tools tool_choice", UNSUPPORTED),  # see `Forms`
+        ("chat_template chat_template_kwargs continue_final_message suffix prediction documents"
+         " add_generation_prompt add_special_tokens skip_special_tokens use_beam_search num_beams"
+         " spaces_between_special_tokens include_stop_str_in_output allowed_token_ids bad_words"
+         " logits_processors prompt_logprobs truncate_prompt_tokens length_penalty typical_p tfs_z"
+         " top_a mirostat dynatemp_range dry_multiplier xtc_probability samplers reasoning_effort"
+         " thinking verbosity web_search_options return_token_strs", UNSUPPORTED),
+    )
+    for name in names.split()
+}  # fmt: skip
 # The values that ask for nothing more than this server does.
-NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
+NOTHING: tuple[Any, ...] = (False, 0, "", [], {})
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("best_of", "num_beams", "repeat_penalty", "length_penalty"), (*NOTHING, 1)),
-    **dict.fromkeys(("typical_p", "tfs_z"), (*NOTHING, 1)),
-    **dict.fromkeys(("tool_choice", "function_call"), (*NOTHING, "none", "auto")),
-    **dict.fromkeys(("add_generation_prompt", "add_special_tokens", "do_sample"), (None, True)),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (None, True)),
-    "modalities": (*NOTHING, ["text"]),
-    "response_format": (*NOTHING, {"type": "text"}),
-    "reasoning_effort": (*NOTHING, "none"),
-    "verbosity": (*NOTHING, "medium"),
+    name: values
+    for names, values in (
+        ("best_of num_beams repeat_penalty length_penalty typical_p tfs_z", (*NOTHING, 1)),
+        ("tool_choice function_call", (*NOTHING, "none", "auto")),
+        ("add_generation_prompt add_special_tokens do_sample skip_special_tokens", (True,)),
+        ("spaces_between_special_tokens", (True,)),
+        ("modalities", (*NOTHING, ["text"])),
+        ("response_format", (*NOTHING, {"type": "text"})),
+        ("reasoning_effort", (*NOTHING, "none")),
+        ("verbosity", (*NOTHING, "medium")),
+    )
+    for name in names.split()
 }
 # Fields that the engine takes as they are.
-SAME = (
+SAME = {
     *("temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-)
-# pydantic's name for a text with half a surrogate pair, which JSON can hold and UTF-8 cannot.
-NOT_UNICODE = "string_unicode"
+    *("logit_bias", "stop_token_ids"),
+}
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 BiasId = Annotated[int, Field(strict=False, ge=0, le=2**31 - 1)]  # a key of JSON, so a text
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Limit = Annotated[int, Field(ge=0, le=1_000_000)]  # tokens
+# A limit on its length, which the body's is below, makes pydantic read a text as Unicode: half a
+# surrogate pair, which JSON can hold and UTF-8 cannot, is refused.
+Text = Annotated[str, Field(max_length=2**20)]
+Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP)]
+Item = TypeVar("Item")
+# One error is enough: half a million of them from one body keep the event loop busy for seconds.
+Many = Annotated[list[Item], Field(fail_fast=True)]
+Ids = Annotated[Many[TokenId], Field(min_length=1)]
+Prompts = (
+    Text
+    | Ids
+    | Annotated[Many[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
+    | Annotated[Many[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
+)
 
 
 class WrongField(ValueError):
@@ -82,50 +96,32 @@ class WrongField(ValueError):
         self.field = field
 
 
-# A limit on its length, which the body's is below, makes pydantic read a text as Unicode.
-Text = Annotated[str, Field(max_length=2**20)]
-Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP)]
-Item = TypeVar("Item")
-# One error is enough: half a million of them from one body keep the event loop busy for seconds.
-Many = Annotated[list[Item], Field(fail_fast=True)]
-Ids = Annotated[Many[TokenId], Field(min_length=1)]
-
-
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse(cls, data: Any) -> Any:
-        for name in data if isinstance(data, dict) and not cls._read_later(data) else ():
-            own = name in cls.model_fields  # a later stage may have it
-            if name in REFUSED and not own and data[name] not in HARMLESS.get(name, NOTHING):
+    def _leave_out_nulls_and_refuse(cls, data: Any) -> Any:
+        """A field that is declared is not refused: a later stage may have it."""
+        if not isinstance(data, dict):
+            return data
+        data = {name: value for name, value in data.items() if value is not None}
+        for name, value in data.items() if cls.model_config.get("extra") == "ignore" else ():
+            wanted = name in REFUSED and value not in HARMLESS.get(name, NOTHING)
+            if wanted and name not in cls.model_fields:
                 raise WrongField(name, REFUSED[name])
         return data
 
-    @classmethod
-    def _read_later(cls, data: dict[str, Any]) -> bool:
-        """Whether another body will check the fields."""
-        return False
-
-
-Prompts = (
-    Text
-    | Ids
-    | Annotated[Many[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
-    | Annotated[Many[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
-)
-
 
 class StreamOptions(Body):
-    include_usage: bool | None = None
+    include_usage: bool = False
 
 
 class SamplingBody(Body):
     """The options of all endpoints that generate."""
 
-    max_tokens: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    max_tokens: Limit | None = None
+    min_tokens: Limit = 0
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
@@ -135,15 +131,15 @@ class SamplingBody(Body):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[BiasId, Bias], Field(max_length=MOST_BIASES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Stop | Annotated[Many[Stop], Field(max_length=MOST_STOPS)] | None = None
-    stop_token_ids: Annotated[Many[TokenId], Field(max_length=64)] | None = None
-    ignore_eos: bool | None = None
-    stream: bool | None = None
+    stop: Stop | Annotated[Many[Stop], Field(max_length=MOST_STOPS)] = []
+    stop_token_ids: Annotated[Many[TokenId], Field(max_length=64)] = []
+    ignore_eos: bool = False
+    stream: bool = False
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
     def _fit_together(self) -> SamplingBody:
-        if self.max_tokens == 0 and not getattr(self, "echo", None):
+        if self.max_tokens == 0 and not getattr(self, "echo", False):
             raise WrongField("max_tokens", "it must be at least 1, or 0 with 'echo': true")
         if self.stream_options is not None and not self.stream:
             raise WrongField("stream_options", "it needs 'stream': true")
@@ -151,7 +147,7 @@ class SamplingBody(Body):
 
     @property
     def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def params(
         self, max_tokens: int, logprobs: int | None, sample: int, defaults: Mapping[str, Any]
@@ -161,12 +157,8 @@ class SamplingBody(Body):
         seed = self.seed
         if seed not in (None, -1) and sample:  # -1 is random
             seed = (seed + sample) % 2**63
-        options: dict[str, Any] = {**defaults, "seed": seed}
-        options |= {name: value for name in SAME if (value := getattr(self, name)) is not None}
-        if self.logit_bias is not None:
-            options["logit_bias"] = self.logit_bias
-        if self.stop_token_ids is not None:
-            options["stop_token_ids"] = tuple(self.stop_token_ids)
+        sent = self.model_dump(include=SAME, exclude_unset=True)
+        options: dict[str, Any] = {**defaults, **sent, "seed": seed}
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **options)
 
 
@@ -178,7 +170,7 @@ class GenerateBody(SamplingBody):
 
 class OpenAIBody(SamplingBody):
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 1
 
 
 class CompletionBody(OpenAIBody):
@@ -186,8 +178,8 @@ class CompletionBody(OpenAIBody):
 
     prompt: Prompts
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    echo: bool | None = None
-    return_token_ids: bool | None = None
+    echo: bool = False
+    return_token_ids: bool = False
 
     @property
     def prompts(self) -> list[Any]:
@@ -198,12 +190,12 @@ class CompletionBody(OpenAIBody):
 
 class TextPart(Body):
     type: Literal["text"]
-    text: Text | None = None
+    text: Text = ""
 
 
 class Message(Body):
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: Text | Annotated[Many[TextPart], Field(max_length=MOST_MESSAGES)] | None = None
+    content: Text | Annotated[Many[TextPart], Field(max_length=MOST_MESSAGES)] = ""
     name: Annotated[str, Field(max_length=64)] | None = None
 
     @property
@@ -215,7 +207,7 @@ class Message(Body):
     def text(self) -> str:
         if isinstance(self.content, str):
             return self.content
-        return "\n".join(part.text or "" for part in self.content or ())
+        return "\n".join(part.text for part in self.content)
 
 
 class ChatBody(OpenAIBody):
@@ -223,8 +215,8 @@ class ChatBody(OpenAIBody):
 
     messages: Annotated[Many[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatBody:
@@ -234,18 +226,14 @@ class ChatBody(OpenAIBody):
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: of a prompt, or of a chat, with all that a chat takes."""
+    """POST /tokenize: of a prompt, or of a chat, with all that a chat takes. The endpoint checks
+    the other fields."""
 
     model_config = ConfigDict(extra="allow")
 
     prompt: Text | None = None
     messages: list[Any] | None = None
     model: str | None = None
-    return_token_strs: bool | None = None
-
-    @classmethod
-    def _read_later(cls, data: dict[str, Any]) -> bool:
-        return data.get("messages") is not None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> TokenizeBody:

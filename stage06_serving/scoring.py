@@ -3,7 +3,7 @@ other request's, so no other request waits for them, and an abort ends them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +32,7 @@ class ScoredRequest(Request):
 
     priority: int = 2**31
     top: int = 0  # likeliest tokens beside each token of the prompt
-    done: Callable[[Scores], object] = lambda scores: None  # called once
-    scores: Scores = field(init=False, default_factory=lambda: [None])
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.wanted:  # of a prompt of one token, which no row scores
-            self.done(self.scores)
+    scores: Scores = field(default_factory=lambda: [None])  # complete before the first token
 
     @property
     def wanted(self) -> range:
@@ -53,8 +47,6 @@ class ScoredRequest(Request):
         targets = self.output.prompt_ids[first : first + len(logits)]
         pairs = zip(logits, targets, strict=True)
         self.scores += [logprobs_of(row, target, self.top) for row, target in pairs]
-        if not self.wanted:
-            self.done(self.scores)
 
 
 class ScoringRunner:

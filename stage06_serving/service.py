@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from shared.cli import Loaded
@@ -15,8 +15,7 @@ from stage01_forward.generation import Token
 from .async_engine import AsyncEngine, Prepare, Ticket
 from .chat import Template, Tools
 from .errors import ApiError
-from .protocol import ChatBody, CompletionBody, GenerateBody, Message, OpenAIBody, SamplingBody
-from .scoring import Scores
+from .protocol import ChatBody, CompletionBody, GenerateBody, Message, SamplingBody
 from .text import TextStream
 
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
@@ -34,7 +33,6 @@ class Piece(NamedTuple):
     text: str
     tokens: Sequence[Token]  # new ones; the text of some may still be held back
     finish_reason: str | None = None
-    stop_reason: str | int | None = None  # the stop string or token that ended it
 
 
 @dataclass
@@ -76,7 +74,6 @@ class Generation:
     body: SamplingBody
     choices: Sequence[Choice]
     deadline: float  # event-loop time by which the answer must be made
-    scores: list[Scores] = field(default_factory=list)  # of the prompts, where they are wanted
 
     async def pieces(self) -> AsyncIterator[tuple[Choice, Piece]]:
         """What is new in the text of the choices, as it comes; the last piece of each has its
@@ -112,7 +109,7 @@ class Generation:
             Piece(
                 "".join(piece.text for piece in pieces),
                 [token for piece in pieces for token in piece.tokens],
-                *pieces[-1][2:],
+                pieces[-1].finish_reason,
             )
             for pieces in parts
         ]
@@ -125,10 +122,10 @@ class Generation:
     @property
     def usage(self) -> dict[str, Any]:
         """Token counts of all choices; a prompt counts once, however many samples it has."""
-        prompts = {id(choice.prompt_ids): choice for choice in reversed(self.choices)}
-        prompt = sum(len(choice.prompt_ids) for choice in prompts.values())
+        firsts = self.choices[:: getattr(self.body, "n", 1)]
+        prompt = sum(len(choice.prompt_ids) for choice in firsts)
         completion = sum(choice.completion_tokens for choice in self.choices)
-        cached = sum(choice.ticket.cached_tokens or 0 for choice in prompts.values())
+        cached = sum(choice.ticket.cached_tokens or 0 for choice in firsts)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -176,8 +173,8 @@ class Service:
         if score is not None:
             try:
                 async with asyncio.timeout_at(generation.deadline):
-                    for choice in generation.choices[:: body.n or 1]:
-                        generation.scores.append(await self.engine.scores(choice.ticket))
+                    for choice in generation.choices[:: body.n]:
+                        await self.engine.begun(choice.ticket)
             except BaseException:
                 generation.release()
                 raise
@@ -187,7 +184,7 @@ class Service:
         self.check_model(body.model)
         form, ids = await self.forms.prepare(body), await self.chat_ids(body)
         limit = body.max_completion_tokens or body.max_tokens or max(1, self.context - len(ids))
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        logprobs = body.top_logprobs if body.logprobs else None
         return await self._begin(
             body, [ids], limit, tenant, logprobs=logprobs, form=form, stops=self.template.stops
         )
@@ -196,20 +193,18 @@ class Service:
         """The ids of a chat's prompt. Raises ApiError."""
         try:  # off the event loop: a template may take its time
             messages, tools = self.forms.conversation(body)
-            render: Callable[..., str | list[int]] = self.template.prompt
-            prompt = await asyncio.to_thread(render, messages, tools)
+            return await asyncio.to_thread(self.template.prompt, messages, tools)
         except UserError as error:
             raise ApiError(400, str(error), "messages") from None
-        return await self.encode(prompt, "messages") if isinstance(prompt, str) else prompt
 
-    async def encode(self, text: str, field: str = "prompt") -> list[int]:
+    async def encode(self, text: str) -> list[int]:
         """The ids of a text. Raises ApiError."""
         encode = self.loaded.tokenizer.encode
         try:
             long = len(text) > LONG_TEXT
             return await asyncio.to_thread(encode, text) if long else encode(text)
         except UserError as error:
-            raise ApiError(400, str(error), field) from None
+            raise ApiError(400, str(error), "prompt") from None
 
     async def _begin(
         self,
@@ -227,7 +222,7 @@ class Service:
         tokens beside each of a prompt's; None: prompts are not scored. form: gives each request its
         form."""
         deadline = asyncio.get_running_loop().time() + self.timeout
-        n = (body.n or 1) if isinstance(body, OpenAIBody) else 1
+        n = getattr(body, "n", 1)
         limit = min(limit, self.context) or 1  # a token ends a prompt of which only scores are sent
         ids = [await self.encode(it) if isinstance(it, str) else it for it in prompts]
         count = 0 if score is None else sum(map(len, ids)) * (1 + score)
@@ -246,7 +241,7 @@ class Service:
             named = FIELD.search(str(error))
             field = "messages" if isinstance(body, ChatBody) else "prompt"
             raise ApiError(400, str(error), named[0] if named else field) from None
-        options = self.loaded.config.eos_ids, [*body.stops, *stops], body.min_tokens or 0
+        options = self.loaded.config.eos_ids, [*body.stops, *stops], body.min_tokens
         choices: list[Choice] = []
         for prompt, prompt_ids, tickets in zip(prompts, ids, groups, strict=True):
             for ticket in tickets:
@@ -279,9 +274,5 @@ class Service:
             if stream.stop is None and token.finish_reason is not None:
                 text += stream.flush()
             if stream.stop is not None:
-                return Piece(text, tokens[:count], "stop", stream.stop)
-            if token.finish_reason is not None:
-                stopped = token.finish_reason == "stop"
-                by_id = stopped and token.id not in self.loaded.config.eos_ids
-                return Piece(text, tokens[:count], token.finish_reason, token.id if by_id else None)
-        return Piece(text, tokens)
+                return Piece(text, tokens[:count], "stop")
+        return Piece(text, tokens, tokens[-1].finish_reason)

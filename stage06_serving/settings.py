@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import ipaddress
-from typing import Annotated, Literal
+from collections.abc import Collection
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
 from shared import catalog, cli, registry
 from shared.catalog import AUTO
 from shared.cli import MOST_TOKENS
-from shared.errors import UserError, advised
+from shared.errors import UserError
 
 PREFIX = "STAIRCASE_"
 PAGED, KERNELS = "paged", "kernels"  # engines, by their names in registry.ENGINES
@@ -19,16 +19,12 @@ OFF = "off"  # no drafts
 ABOUT_ENGINE = "auto is the newest that runs correctly on this machine"
 ABOUT_DRAFTS = "what drafts the next tokens, which a step then verifies"
 ANYWHERE = ("0.0.0.0", "::")
-NAMES = {  # options whose values a registry or a list names
-    "engine": [AUTO, PAGED, KERNELS],
-    "weights": cli.WEIGHT_FORMATS,
-    "kv_dtype": cli.KV_FORMATS,
-    "speculate": [OFF, *registry.DRAFTS],
-}
+LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-def one_of(option: str, about: str) -> str:
-    return f"{about}: {', '.join(NAMES[option])}"
+def one_of(names: Collection[str], about: str) -> Any:
+    """A field with one of `names`, which a registry or a list has."""
+    return Field(pattern=f"^({'|'.join(names)})$", description=f"{about}: {', '.join(names)}")
 
 
 class Settings(BaseSettings):
@@ -56,7 +52,7 @@ class Settings(BaseSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """number format of the weights"""
-    weights: Annotated[str, Field(description=one_of("weights", cli.ABOUT_WEIGHTS))] = AUTO
+    weights: Annotated[str, one_of(cli.WEIGHT_FORMATS, cli.ABOUT_WEIGHTS)] = AUTO
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """CPU threads; 0 is PyTorch's choice"""
 
@@ -66,33 +62,30 @@ class Settings(BaseSettings):
     """port to listen on; 0 takes a free one"""
     allowed_host: str = ""
     """more names to accept in the Host header, with commas between; * is any"""
-    api_key: str = ""
+    api_key: Annotated[str, Field(pattern=r"^$|[^,\s]")] = ""
     """keys, with commas between; clients must send one of them; set them in the environment: every
     user of the machine can read a command line"""
     log_requests: bool = False
     """log each request in a line on standard error"""
 
-    engine: Annotated[str, Field(description=one_of("engine", ABOUT_ENGINE))] = AUTO
+    engine: Annotated[str, one_of([AUTO, PAGED, KERNELS], ABOUT_ENGINE)] = AUTO
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 32
     """maximum sequences running at a time"""
     max_num_batched_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """maximum tokens computed per step; 0: automatic"""
     kv_memory: str = ""
     """memory for keys and values: 512MiB, 2GB, 25% of free; '': automatic"""
-    kv_dtype: Annotated[str, Field(description=one_of("kv_dtype", cli.ABOUT_KV))] = AUTO
+    kv_dtype: Annotated[str, one_of(cli.KV_FORMATS, cli.ABOUT_KV)] = AUTO
     enable_prefix_caching: bool = True
     """reuse the blocks of common prefixes"""
     sanitize: bool = False
     """check the memory after every step; slow"""
 
-    speculate: Annotated[str, Field(description=one_of("speculate", ABOUT_DRAFTS))] = OFF
+    speculate: Annotated[str, one_of([OFF, *registry.DRAFTS], ABOUT_DRAFTS)] = OFF
     num_speculative_tokens: Annotated[int, Field(ge=1, le=64)] = 4
     """maximum drafts of a sequence in a step"""
     speculative_model: str = ""
     """model for --speculate draft: a name, such as stories-draft, or a folder"""
-    drawn_drafts: bool = False
-    """sample the drafts of --speculate draft, too, and verify them by rejection: a seed then fixes
-    how answers are distributed, not their tokens"""
 
     max_queue: Annotated[int, Field(ge=0, le=100_000)] = 1024
     """maximum waiting sequences; more get 503"""
@@ -110,21 +103,6 @@ class Settings(BaseSettings):
     def _may_exist(cls, name: str) -> str:
         return catalog.checked(name)
 
-    @field_validator(*NAMES)
-    @classmethod
-    def _known(cls, name: str, field: ValidationInfo) -> str:
-        names = NAMES[str(field.field_name)]
-        if name not in names:
-            raise ValueError(advised(f"choose one of {', '.join(names)}", name, names))
-        return name
-
-    @field_validator("api_key")
-    @classmethod
-    def _has_a_key(cls, text: str) -> str:
-        if text and not parts_of(text):  # the server would be open
-            raise ValueError("it has no key: write one, or leave the option out")
-        return text
-
     @property
     def keys(self) -> list[str]:
         return parts_of(self.api_key)
@@ -140,11 +118,7 @@ class Settings(BaseSettings):
     @property
     def open_to_all(self) -> bool:
         """Whether other machines can reach the server without a key."""
-        try:
-            local = ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            local = self.host == "localhost"
-        return not local and not self.keys
+        return self.host not in LOCAL and not self.keys
 
 
 def parts_of(text: str) -> list[str]:

@@ -34,8 +34,6 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """The text that may be shown once this token has arrived. Do not call it after `stop`."""
         new = "" if token_id in self._eos_ids else self._decoder.push(token_id)
-        if not self._stops:
-            return new
         self._early -= 1
         return new if self._early >= 0 else self._release(new)
 

@@ -7,13 +7,12 @@ import sys
 from typing import TYPE_CHECKING
 
 from shared import cli
-from shared.catalog import AUTO
 from shared.errors import UserError
 
 if TYPE_CHECKING:
     from stage01_forward.params import SamplingParams
     from stage05_paged.engine import Engine
-    from stage06_serving.choice import Choice
+    from stage06_serving.loading import Selection
 
 ABOUT = (
     "Stage 08, the Llama family: continue a text, or chat, on the fastest engine. The default is "
@@ -40,24 +39,20 @@ def main(argv: list[str] | None = None) -> int:
     return talk(parser.parse_args(argv))
 
 
-def load(options: argparse.Namespace) -> tuple[cli.Loaded, Engine, SamplingParams, Choice]:
-    """The model, an engine for one context of it and how it was chosen, and the sampling
+def load(options: argparse.Namespace) -> tuple[Selection, Engine, SamplingParams]:
+    """The model and how its engine was selected, this engine for one context, and the sampling
     options."""
     from stage01_forward.params import SamplingParams
-    from stage06_serving.choice import choose
+    from stage06_serving.loading import select
 
     sampling = SamplingParams(**cli.sampling_fields(options))
-    device, dtype = cli.device_and_dtype(options)
-    chosen = choose(AUTO, dtype, device)
-    wanted, options.linear = options.linear, chosen.linear(options.linear)
-    loaded = cli.load_model_from(options)
-    formats = cli.cache_options(options.kv_dtype)
-    return loaded, chosen.make(loaded, wanted, contexts=1, **formats), sampling, chosen
+    selection = select(options)
+    return selection, selection.make(contexts=1), sampling
 
 
 def speak(options: argparse.Namespace, prompt: str) -> int:
-    loaded, engine, sampling, _ = load(options)
-    cli.speak(engine, loaded, prompt, sampling)
+    selection, engine, sampling = load(options)
+    cli.speak(engine, selection.loaded, prompt, sampling)
     return 0
 
 
@@ -66,7 +61,8 @@ def talk(options: argparse.Namespace) -> int:
 
     from .chat import Chat
 
-    loaded, engine, sampling, chosen = load(options)
+    selection, engine, sampling = load(options)
+    loaded = selection.loaded
     name, control = loaded.config.name, getattr(loaded.tokenizer, "control", None)
     template = chat_template.load(loaded.folder, control) if control else None
     if template is None:
@@ -74,7 +70,7 @@ def talk(options: argparse.Namespace) -> int:
             f"{name} has no chat template and was not trained to chat: give it a prompt, or choose "
             "a model with one."
         )
-    print(f"[{name}, engine {chosen.name}, {loaded.machine}]", file=sys.stderr)
+    print(f"[{name}, engine {selection.name}, {loaded.machine}]", file=sys.stderr)
     if name == "stories-chat":
         print("[this small model knows only its own stories: ask it for one]", file=sys.stderr)
     return Chat(engine, loaded, template, sampling).run()

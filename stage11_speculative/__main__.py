@@ -9,7 +9,6 @@ import time
 from typing import TYPE_CHECKING
 
 from shared import catalog, cli, models, registry
-from shared.catalog import AUTO
 from shared.errors import UserError
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 def speak(options: argparse.Namespace, prompt: str) -> int:
     from stage01_forward.params import SamplingParams
     from stage04_continuous.request import Request
-    from stage06_serving.choice import choose
+    from stage06_serving.loading import select
 
     from .draft_model import first_layers
     from .engine import speculate
@@ -66,11 +65,8 @@ def speak(options: argparse.Namespace, prompt: str) -> int:
     if (name or options.drawn_drafts) and options.speculate != "draft":
         raise UserError("A model that drafts needs --speculate draft: give both or neither.")
     catalog.checked(name or options.model)
-    device, dtype = cli.device_and_dtype(options)
-    chosen = choose(AUTO, dtype, device)
-    wanted, options.linear = options.linear, chosen.linear(options.linear)
-    loaded = cli.load_model_from(options)
-    draft = None
+    selection = select(options)
+    loaded, draft = selection.loaded, None
     if options.speculate == "draft":
         draft = loaded.model
         if name:
@@ -79,8 +75,7 @@ def speak(options: argparse.Namespace, prompt: str) -> int:
         if layers > draft.config.n_layer:
             raise UserError(f"--layers {layers}: {draft.config.name} has {draft.config.n_layer}.")
         draft = first_layers(draft, layers)
-    formats = cli.cache_options(options.kv_dtype)
-    plain = chosen.make(loaded, wanted, contexts=1, **formats)
+    plain = selection.make(contexts=1)
     engine = speculate(plain, options.speculate, options.drafts, draft, options.drawn_drafts)
     show(engine, loaded, engine.add(Request(loaded.tokenizer.encode(prompt), sampling)))
     return 0

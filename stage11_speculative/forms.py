@@ -198,7 +198,7 @@ class ToolChat:
         deltas = reader.push(piece.text, end=done)
         events += [self.chat.chunk(choice, delta, Piece("", ())) for delta in deltas]
         if done:
-            last = Piece("", (), reader.reason(piece.finish_reason), piece.stop_reason)
+            last = Piece("", (), reader.reason(piece.finish_reason))
             events.append(self.chat.chunk(choice, {}, last))
         return events
 

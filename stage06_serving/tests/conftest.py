@@ -21,7 +21,7 @@ from stage05_paged.blocks import BlockPool
 from stage05_paged.engine import make as make_paged
 from stage06_serving.settings import PREFIX
 
-from .tools import HANG, House, Passes, Plans, started
+from .tools import HANG, House, Passes, started
 
 FEW_BLOCKS = ("--kv-memory", "8MiB")  # the sanitizer checks all blocks after every step
 KEYS = "first-key, second-key, zweiter-schlüssel"
@@ -112,9 +112,7 @@ def engine(tiny_model):
 
     def make(blocks=80, **options):
         options = {"max_sequences": 8, **options}
-        made = make_paged(tiny_model, pool=BlockPool(blocks, 4), sanitize=True, **options)
-        Plans(made)
-        return made
+        return make_paged(tiny_model, pool=BlockPool(blocks, 4), sanitize=True, **options)
 
     return make
 

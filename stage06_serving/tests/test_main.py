@@ -14,6 +14,7 @@ from shared.errors import UserError
 from shared.server import free_ports, own_server, python
 from stage05_paged.sanitizer import Sanitizer
 from stage06_serving import __main__ as stage
+from stage06_serving.loading import BUDGET, make_engine
 from stage06_serving.settings import PREFIX, Settings, parse
 
 from .conftest import environment
@@ -48,23 +49,19 @@ def test_every_option_is_a_variable_too_and_the_command_line_wins(monkeypatch, c
 
 def test_the_defaults_are_safe_and_what_is_open_to_all():
     assert (parse([]).host, parse([]).keys) == ("127.0.0.1", [])
-    for host, key, open_to_all in (
-        *((host, "", False) for host in ("127.0.0.1", "localhost", "::1")),
-        *(("0.0.0.0", "", True), ("192.168.1.5", "", True), ("0.0.0.0", "secret", False)),
-    ):
-        assert parse(["--host", host, "--api-key", key]).open_to_all == open_to_all
+    for host in ("127.0.0.1", "localhost", "::1"):
+        assert not parse(["--host", host]).open_to_all
+    for host in ("0.0.0.0", "192.168.1.5"):
+        assert parse(["--host", host]).open_to_all
+        assert not parse(["--host", host, "--api-key", "secret"]).open_to_all
 
 
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        *(
-            ("port", "65536", "less than"),
-            ("port", "http", "integer"),
-            ("threads", "-1", "greater"),
-        ),
-        *(("request-timeout", "0", "greater"), ("device", "tpu", "'cuda'")),
-        *(("api-key", ",", "has no key"), ("engine", "pagd", "did you mean paged? Choose")),
+        *(("port", "65536", "less than"), ("port", "http", "integer"), ("device", "tpu", "'cuda'")),
+        *(("threads", "-1", "greater"), ("request-timeout", "0", "greater")),
+        *(("api-key", ",", "match pattern"), ("engine", "pagd", "auto|paged|kernels")),
         ("prot", "80", "unrecognized"),
     ],
 )
@@ -111,13 +108,13 @@ def test_the_engine_has_the_settings(tiny_folder):
     arguments = ["--model", str(tiny_folder), *options.split()]
 
     def made(*more):
-        engine = stage.make_engine(parse([*arguments, *more])).engine
+        engine = make_engine(parse([*arguments, *more])).engine
         sanitized = any(isinstance(observer, Sanitizer) for observer in engine.observers)
         return engine.scheduler, sanitized
 
     scheduler, sanitized = made("--no-enable-prefix-caching", "--sanitize")
     assert (scheduler.pool.count, scheduler.pool.block_size) == (8, 16)
-    assert (scheduler.max_sequences, scheduler.token_budget) == (3, stage.BUDGET)
+    assert (scheduler.max_sequences, scheduler.token_budget) == (3, BUDGET)
     assert not scheduler.prefix_caching and sanitized
     for memory, words in (("100TB", "free"), ("1KiB", "block")):
         with pytest.raises(UserError, match=words):
@@ -137,7 +134,7 @@ def test_a_process_from_its_start_to_its_end(interruptible, tiny_folder):
             f"Staircase serves tiny at {address}\n",
             "\n  model    tiny, context of 256 tokens\n",
             "\n  engine   paged, float32 on cpu, 1 thread\n",
-            "\n  memory   64.0 KiB in 16 blocks of 16 tokens: 1 whole context of 256; at most 3",
+            "\n  memory   64.0 KiB in 16 blocks of 16 tokens; at most 3 sequences",
             f"\n  try      curl -N {address}/v1/completions -H 'Content-Type: application/json' -d",
         ):
             assert line in shown

@@ -58,7 +58,7 @@ def test_the_names_are_those_of_vllm_and_nothing_of_a_client_becomes_a_label(ser
         (f"/{word}", {}, 404),
     ):
         assert server.post(path, json=body, headers={"User-Agent": word}).status_code == status
-    answer = server.get("/metrics")
+    answer = server.ask("GET", "/metrics")
     kind = answer.headers["content-type"]
     assert kind.startswith("text/plain") and "version=" in kind and word not in answer.text
     families = list(text_string_to_metric_families(answer.text))

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shared.errors import UserError
 from stage06_serving import protocol
 from stage06_serving.errors import ApiError, validation_message
 from stage06_serving.protocol import ChatBody, CompletionBody, GenerateBody, TokenizeBody
@@ -51,9 +50,6 @@ def test_types_are_strict(name):
     wrong += [0, 1, 1.0] if name in BOOLEANS else [True] if name in NUMBERS else [True, 1.0]
     for value in wrong:
         assert named(CompletionBody, prompt="a", **{name: value}) == name
-    if name in NUMBERS:  # or the bounds would refuse it: "less than or equal to 1"
-        errors = refused(CompletionBody, prompt="a", **{name: math.nan})
-        assert "a finite number" in validation_message(errors)[0]
 
 
 @pytest.mark.parametrize("name", protocol.REFUSED)
@@ -92,36 +88,31 @@ def test_any_body_is_accepted_or_refused_briefly(kind, data):
 
 
 HALF = "a \ud800"  # JSON can express it, UTF-8 cannot: no tokens, and no answer can repeat it
-HALVES = [
-    *((kind, "prompt", HALF) for kind in (CompletionBody, GenerateBody, TokenizeBody)),
-    (CompletionBody, "stop", ["b", "\ude00\ud83d"]),
-    (ChatBody, "messages", [{"role": "user", "content": HALF}]),
-    (ChatBody, "messages", [{"role": "a", "content": [{"type": "text", "text": HALF}]}]),
-]
-BIASES: list[Any] = [{"5": bias} for bias in (math.nan, math.inf, True, "1")]
-BIASES += [{id: 1} for id in ("٣", "1" * 11, "", "1.5")]
+UNICODE, FINITE = "a unicode string", "a finite number"
 # A body of 1 MB with an error in each of its items kept the event loop busy for 5 seconds.
-FULL: list[Any] = [
-    *((CompletionBody, "prompt", [wrong] * 50_000) for wrong in ("", -1)),
-    *((CompletionBody, name, [""] * 50_000) for name in ("stop", "stop_token_ids")),
-    (ChatBody, "messages", [{"role": "user", "content": [5] * 1000}] * 900),
-]
+FULL: list[Any] = [{"role": "user", "content": [5] * 1000}] * 900
 
 
-def test_a_refusal_names_its_field_and_is_brief():
-    """The table below tests how long a list may be."""
-    for kind, field, value in (
-        *HALVES,
-        *((CompletionBody, "logit_bias", bias) for bias in BIASES),
-        *FULL,
-    ):
-        errors = refused(kind, **{"prompt": "a", field: value})
-        message, found = validation_message(errors)
-        assert found == field and f"'{field}'" in message and len(errors) < 30, (field, message)
-        half = "half of a surrogate pair" in message
-        assert half == ((kind, field, value) in HALVES)
-    assert len(completion(prompt=["a"] * 1024).prompts) == 1024
-    assert completion(stop=["a" * 256] * 4).stops == ["a" * 256] * 4
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "words"),
+    [
+        *((kind, "prompt", HALF, UNICODE) for kind in (CompletionBody, GenerateBody, TokenizeBody)),
+        (CompletionBody, "stop", ["b", "\ude00\ud83d"], UNICODE),
+        (ChatBody, "messages", [USER | {"content": HALF}], UNICODE),
+        (ChatBody, "messages", [USER | {"content": [{"type": "text", "text": HALF}]}], UNICODE),
+        *((CompletionBody, "logit_bias", {"5": bias}, FINITE) for bias in (math.nan, math.inf)),
+        *((CompletionBody, "logit_bias", {id: 1.0}, "") for id in ("٣", "1" * 11, "", "1.5")),
+        (CompletionBody, "prompt", [""] * 50_000, "at most 1024"),
+        (CompletionBody, "prompt", [-1] * 50_000, "greater"),
+        *((CompletionBody, name, [""] * 50_000, "") for name in ("stop", "stop_token_ids")),
+        (ChatBody, "messages", FULL, "/openapi.json"),
+    ],
+    ids=lambda value: ascii(value)[:30],
+)
+def test_a_refusal_names_its_field_and_is_brief(kind, field, value, words):
+    errors = refused(kind, **{"prompt": "a", field: value})
+    message, found = validation_message(errors)
+    assert found == field and f"'{field}'" in message and words in message and len(errors) < 30
 
 
 @pytest.mark.parametrize(
@@ -136,10 +127,6 @@ def test_each_sample_has_a_seed_of_its_own(seed, seeds):
 
 def test_all_options_reach_the_sampler():
     """Where a request has none, the server's defaults do."""
-    most = {str(id): 1 for id in range(protocol.MOST_BIASES)}
-    assert (
-        len(completion(logit_bias=most).params(5, None, 0, {}).logit_bias) == protocol.MOST_BIASES
-    )
     params = CompletionBody(prompt="a").params(7, 3, 0, {"temperature": 1, "top_k": 4})
     assert (params.temperature, params.top_p, params.seed, params.top_k) == (1, 1, None, 4)
     assert (params.max_tokens, params.logprobs, params.greedy) == (7, 3, False)
@@ -150,8 +137,6 @@ def test_all_options_reach_the_sampler():
     params = body.params(7, 1, 0, {"temperature": 1.5, "top_p": 0.1})
     assert {name: getattr(params, name) for name in fields} == fields
     assert params.stop_token_ids == (1, 2) and params.logit_bias == {5: 1.5, 6: -2}
-    with pytest.raises(UserError, match="min_tokens"):
-        completion(min_tokens=8).params(7, None, 0, {})
 
 
 def test_an_error_is_small_whatever_its_message():
@@ -178,10 +163,11 @@ MANY = {"logprobs": 20, "prompt": [[5] * 900] * 3}
         *((COMPLETIONS, {"n": 10**9}, ""), (COMPLETIONS, {"max_tokens": -1}, "")),  # CVE-2026-34756
         *((COMPLETIONS, {"logit_bias": value}, "") for value in ({"x": 1}, {"2048": 1}, {"-1": 1})),
         *((COMPLETIONS, {"stop_token_ids": value}, "") for value in ([-1], [2048])),
-        *((COMPLETIONS, {"stop": value}, "at most 4") for value in ("", [""], ["a"] * 5)),
+        *((COMPLETIONS, {"stop": value}, "at least 1 char") for value in ("", [""])),
+        (COMPLETIONS, {"stop": ["a"] * 5}, "at most 4"),
         *((COMPLETIONS, {"prompt": value}, "at most 1024") for value in TOO_MANY),
         *((COMPLETIONS, {"prompt": value}, "") for value in EMPTY),
-        (COMPLETIONS, {"prompt": 5}, "at most 1024"),
+        *((COMPLETIONS, {name: 5}, "/openapi.json") for name in ("prompt", "stop")),
         *((COMPLETIONS, {"prompt": value}, "") for value in ([PROMPT, 5], [[5], PROMPT], [2048])),
         (COMPLETIONS, {"guided_regex": "(a+)+$"}, "constrain"),  # CVE-2025-48942
         (COMPLETIONS, {"chat_template": "{{ 1 }}"}, "not support"),  # CVE-2025-61620
@@ -200,7 +186,7 @@ MANY = {"logprobs": 20, "prompt": [[5] * 900] * 3}
         (CHATS, {"tools": [{"type": {}}]}, ""),  # CVE-2025-48944
         (CHATS, {"response_format": {"type": "xml"}}, "json_object"),
         (CHATS, {"tool_choice": "required"}, "one of the 'tools'"),
-        (CHATS, {"modalities": ["text", "audio"]}, "not images or audio"),
+        (CHATS, {"modalities": ["text", "audio"]}, "reads and writes text"),
         (CHATS, {"top_logprobs": 2}, "needs 'logprobs'"),
         *((CHATS, {"messages": value}, "") for value in ([], "hello", [{"content": "a"}])),
         (CHATS, {"messages": [USER | {"content": [IMAGE]}]}, "'text'"),  # CVE-2026-22773

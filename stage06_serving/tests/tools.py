@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -21,18 +20,10 @@ from shared.tokenizer import Tokenizer
 from stage01_forward.engine import Engine as Naive
 from stage01_forward.generation import Token
 from stage01_forward.params import SamplingParams
-from stage04_continuous.plan import Plan
 from stage06_serving import __main__ as program
 from stage06_serving.app import create_app
-from stage06_serving.async_engine import (
-    CLOSING,
-    DEAD,
-    AsyncEngine,
-    Broken,
-    EngineDead,
-    EngineThread,
-    Ticket,
-)
+from stage06_serving.async_engine import AsyncEngine, Broken, EngineDead, EngineThread, Ticket
+from stage06_serving.loading import make_engine
 from stage06_serving.settings import parse
 
 HANG = 60.0  # seconds: on an idle machine nothing here takes a tenth of that
@@ -50,13 +41,13 @@ class House:
     def __init__(self, *arguments: str) -> None:
         self.settings = parse(["--sanitize", "--engine", "paged", "--grace", "0", *arguments])
         self.thread = EngineThread()
-        self.served = self.thread.run(partial(program.make_engine, self.settings)).result()
+        self.served = self.thread.run(partial(make_engine, self.settings)).result()
         self.app = create_app(self.served, self.settings, self.thread)
         place = program.bind("127.0.0.1", 0)
         self.url, self.port = program.address_of(place), place.getsockname()[1]
         self.server = program.Server(self.app, self.settings.grace)
-        serve = lambda: asyncio.run(self.server.serve(sockets=[place]))  # noqa: E731
-        self.work = threading.Thread(target=serve, daemon=True)
+        serving = self.server.serve(sockets=[place])
+        self.work = threading.Thread(target=asyncio.run, args=[serving], daemon=True)
         self.work.start()
         until(lambda: self.server.started)
 
@@ -73,20 +64,17 @@ class House:
         self.server.should_exit = True
         self.work.join(HANG)
 
-    def post(self, path: str = "/v1/completions", **options: Any) -> httpx2.Response:
-        return self.ask("POST", path, **options)
-
-    def get(self, path: str, **options: Any) -> httpx2.Response:
-        return self.ask("GET", path, **options)
-
     def ask(self, method: str, path: str, **options: Any) -> httpx2.Response:
         options = {"trust_env": False, "timeout": HANG} | options
         return httpx2.request(method, self.url + path, **options)
 
+    def post(self, path: str = "/v1/completions", **options: Any) -> httpx2.Response:
+        return self.ask("POST", path, **options)
+
     def numbers(self) -> dict[str, float]:
         """Metrics by name without "vllm:", and by the reason why a sequence ended."""
         values = {}
-        for family in text_string_to_metric_families(self.get("/metrics").text):
+        for family in text_string_to_metric_families(self.ask("GET", "/metrics").text):
             for sample in family.samples:
                 if "le" not in sample.labels:
                     name = sample.labels.get("finished_reason", sample.name.removeprefix("vllm:"))
@@ -111,9 +99,9 @@ def complete(client: openai.OpenAI, prompt: Any = PROMPT, **fields: Any) -> Any:
     return client.completions.create(prompt=prompt, **{**GREEDY, "max_tokens": TOKENS, **fields})
 
 
-def first(client: openai.OpenAI, prompt: Any = PROMPT, **fields: Any) -> Any:
+def first(*arguments: Any, **fields: Any) -> Any:
     """The first choice of a completion."""
-    return complete(client, prompt, **fields).choices[0]
+    return complete(*arguments, **fields).choices[0]
 
 
 def chat(client: openai.OpenAI, messages: Any = CHAT, **fields: Any) -> Any:
@@ -174,23 +162,9 @@ def alone(model: Any, prompt: Sequence[int], params: SamplingParams) -> list[int
     return Naive(model).generate([prompt], params)[0].token_ids
 
 
-class Plans:
-    """What each pass of an engine ran: `seen` of the observed engine."""
-
-    def __init__(self, engine: Any) -> None:
-        engine.observers.append(self)
-        engine.seen = self.seen = list[SimpleNamespace]()
-
-    def before(self, plan: Plan) -> None:
-        """The end of the step counts."""
-
-    def after(self, plan: Plan) -> None:
-        prefill = sum(work.prefill_tokens for work in plan.work)
-        decode = sum(work.count for work in plan.work) - prefill
-        ids = [work.request.id for work in plan.work]
-        if ids:
-            pass_ = {"rows": len(ids), "prefill_tokens": prefill, "decode_tokens": decode}
-            self.seen.append(SimpleNamespace(ids=ids, **pass_))
+def ran(engine: Any) -> list[str]:
+    """The ids of the requests of all passes, one after the other."""
+    return [share.request_id for step in engine.steps for share in step.shares]
 
 
 def is_empty(engine: Any) -> bool:
@@ -201,7 +175,7 @@ def is_empty(engine: Any) -> bool:
 @asynccontextmanager
 async def started(engine: Any, max_queue: int = 64) -> AsyncIterator[AsyncEngine]:
     """`engine` on its thread, which then ends. Unless it has died, nothing may be left in it. An
-    error in a callback of the loop ends the test, and so does an open task in the thread."""
+    error in a callback of the loop ends the test."""
     running, test = AsyncEngine(engine, max_queue), asyncio.current_task()
     errors: list[Any] = []
 
@@ -217,9 +191,6 @@ async def started(engine: Any, max_queue: int = 64) -> AsyncIterator[AsyncEngine
             yield running
     finally:
         await running.stop()
-        if (thread := running._finished) and thread.done():
-            open_task = isinstance(thread.exception(), NotImplementedError)
-            errors += [thread.exception()] if open_task else []
         for error in errors:
             raise error
     assert is_empty(engine) or not running.alive
@@ -265,6 +236,5 @@ async def error_of(running: AsyncEngine, ticket: Ticket) -> str | None:
     try:
         await said(running, ticket)
     except (Broken, EngineDead) as error:
-        assert isinstance(error, EngineDead) == (str(error) in (CLOSING, DEAD))
         return str(error)
     return None

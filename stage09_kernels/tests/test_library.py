@@ -19,8 +19,8 @@ from shared.models import load_model
 from shared.testing import random_checkpoint
 from stage01_forward.params import SamplingParams
 from stage05_paged.cache import PagedCache
-from stage06_serving.__main__ import make_engine, plan
-from stage06_serving.choice import choose
+from stage06_serving.__main__ import plan
+from stage06_serving.loading import make_engine
 from stage06_serving.settings import parse
 from stage06_serving.tests.conftest import checkpoint
 from stage08_llama.config import LlamaConfig
@@ -163,15 +163,16 @@ def test_a_blank_cache_takes_no_memory_before_it_is_written():
 
 
 def test_the_kernels_are_chosen_where_they_compile(fresh, monkeypatch):
-    here = torch.float32, torch.device("cpu")
-    assert parse([]).engine == "auto"
-    assert [choose(name, *here).name for name in ("auto", "paged")] == ["kernels", "paged"]
+    def selected(*words):
+        return make_engine(parse(["--kv-memory", "2MiB", *words])).selection
+
+    assert [selected(*words).name for words in ((), ("--engine", "paged"))] == ["kernels", "paged"]
     library.load.cache_clear()
     monkeypatch.setenv("CC", "no-such-compiler")
-    choice = choose("auto", *here)
-    assert choice.name == "paged" and "cannot be compiled" in choice.reason
+    selection = selected()
+    assert selection.name == "paged" and "cannot be compiled" in selection.reason
     with pytest.raises(UserError, match="cannot be compiled .*--engine auto"):
-        choose("kernels", *here)
+        selected("--engine", "kernels")
 
 
 def test_a_model_that_the_kernels_do_not_support_gets_another_engine(tmp_path):
