@@ -3,6 +3,8 @@ fixtures: shared/testing.py."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -43,6 +45,22 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of the programs that tests start
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test may be a coroutine: it has an event loop of its own."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
+
+    async def limited() -> None:
+        async with asyncio.timeout(120):
+            await test(**arguments)
+
+    asyncio.run(limited())
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -67,8 +67,8 @@ class Server(uvicorn.Server):
 
 def plan(settings: Settings, served: Served, address: str) -> str:
     """The text at the start: address, model, memory, and a command to try."""
-    loaded, pool = served.loaded, served.engine.scheduler.pool
-    config, selection = loaded.config, served.selection
+    selection, pool = served.selection, served.engine.scheduler.pool
+    loaded, config = selection.loaded, selection.loaded.config
     memory = size(pool.count * pool.block_size * config.kv_bytes_per_token(loaded.kv_dtype))
     sampling = ", ".join(f"{name} {value:g}" for name, value in served.defaults.items())
     key = ' -H "Authorization: Bearer $STAIRCASE_API_KEY"' if settings.keys else ""

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import ValidationError
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
@@ -121,7 +121,7 @@ async def failed(request: Request, error: Exception) -> Response:
 
 def create_app(served: Served, settings: Settings, thread: EngineThread | None = None) -> FastAPI:
     """The server's application, with the engine of `served`, which runs on `thread`."""
-    loaded, created, numbers = served.loaded, int(time.time()), count(1)
+    loaded, created, numbers = served.selection.loaded, int(time.time()), count(1)
     engine = AsyncEngine(served.engine, settings.max_queue, thread)
     template, steps = template_of(loaded), deque[dict[str, Any]](maxlen=STEPS)
     forms = registry.load(registry.FORMS["json"])(served.engine, loaded, template)
@@ -219,7 +219,7 @@ def create_app(served: Served, settings: Settings, thread: EngineThread | None =
 
     @app.get("/metrics")
     async def metrics(tenant: Tenant) -> Response:
-        return Response(counters.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(counters.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/live")
     async def live(tenant: Tenant, after: int = 0) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from stage01_forward.params import SamplingParams
 from stage04_continuous.plan import Plan
 from stage04_continuous.request import Request
 
-from .scoring import ScoredRequest, Scores, ScoringRunner, own_salt
+from .scoring import ScoredRequest, Scores, ScoringRunner
 
 Engine = Any  # stage 05's, or a later one with the same kind of scheduler
 Prepare = Callable[[Request], None]  # gives a request its form, before it is queued
@@ -170,8 +170,8 @@ class AsyncEngine:
         # The engine's newest status: the thread replaces it before and after each step.
         self.status = Status(scheduler.pool.count)
         self._engine = engine
-        engine.runner = scoring = ScoringRunner(engine.runner)
-        engine.observers += [scoring, self]
+        engine.runner = ScoringRunner(engine)
+        engine.observers.append(self)
         self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = EngineThread() if thread is None else thread
         self._finished: asyncio.Future[None] | None = None  # the thread no longer steps
@@ -427,27 +427,20 @@ class AsyncEngine:
     ) -> None:
         """Queue the samples of one prompt; all but the first share its blocks, and its scores."""
         first: Request | None = None
-        if score is not None:
-            salt = own_salt(group[0].id, salt)
-        try:
-            for ticket, params in zip(group, sampling, strict=True):
-                request = Request(prompt, params, ticket.id)
-                if score is not None and first is None:
-                    scores = ticket.scores
-                    request = ScoredRequest(prompt, params, ticket.id, top=score, scores=scores)
-                if prepare is not None:
-                    prepare(request)
-                self._enter(request)
-                if first is None:
-                    first, self._engine.scheduler.tables[request].salt = request, salt
-                else:
-                    self._engine.scheduler.follow(request, first)
-        except Exception as error:  # a defect, as `submit` has checked: its readers must not wait
-            log.error("a prompt could not be added", exc_info=error)
-            step = Step(ended=[(ticket.id, "error", BROKEN) for ticket in group])
-            self._loop.call_soon_threadsafe(self._deliver, step)
-            for ticket in group:
-                self._abort(ticket.id)
+        if score is not None:  # a token that is found in the prefix cache would not be scored
+            salt = b"for one prompt: " + group[0].id.encode() + b"\0" + salt
+        for ticket, params in zip(group, sampling, strict=True):
+            request = Request(prompt, params, ticket.id)
+            if score is not None and first is None:
+                scores = ticket.scores
+                request = ScoredRequest(prompt, params, ticket.id, top=score, scores=scores)
+            if prepare is not None:
+                prepare(request)
+            self._enter(request)
+            if first is None:
+                first, self._engine.scheduler.tables[request].salt = request, salt
+            else:
+                self._engine.scheduler.follow(request, first)
 
     def _abort(self, name: str) -> None:
         """End a request, if it has not ended, before the next step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -31,18 +32,14 @@ ANSWERS: dict[type[Exception], tuple[int, dict[str, str]]] = {  # status and hea
 WRONG_TYPE = "no value of this type is valid: /openapi.json describes those that are"
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An error that becomes the answer to a request."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.headers = status, message, param, headers
+    status: int
+    message: str
+    param: str | None = None
+    headers: Mapping[str, str] | None = None
 
     def body(self) -> dict[str, Any]:
         """Of an answer, or the event that ends a stream."""

@@ -68,11 +68,10 @@ def select(options: argparse.Namespace, name: str = AUTO) -> Selection:
 
 @dataclass
 class Served:
-    """An engine with its model, how it was selected, and the sampling options of requests that do
+    """An engine, how it and its model were selected, and the sampling options of requests that do
     not give them."""
 
     engine: Any
-    loaded: cli.Loaded
     selection: Selection
     defaults: dict[str, Any]
 
@@ -113,21 +112,20 @@ def make_engine(settings: Settings) -> Served:
             model = models.load_model(weights, loaded.device, loaded.dtype)
         speculate = registry.load(registry.DRAFTS[kind])
         engine = speculate(engine, kind, settings.num_speculative_tokens, model)
-    return Served(engine, loaded, selection, sampling_defaults(settings, loaded.folder))
+    return Served(engine, selection, sampling_defaults(settings, loaded.folder))
 
 
 def sampling_defaults(settings: Settings, folder: Path | None) -> dict[str, Any]:
     """The sampling options of requests that do not give them: the server's, else those of the
     model's generation_config.json, else OpenAI's. Raises UserError for an invalid file."""
-    fields: dict[str, Any] = {}
-    if folder and (folder / GENERATION).exists():
-        kept = read_json(folder / GENERATION).items()
-        fields = {name: value for name, value in kept if name in SAMPLED and value is not None}
+    file = folder / GENERATION if folder else None
+    kept = read_json(file) if file and file.exists() else {}
+    fields = {name: kept[name] for name in SAMPLED if kept.get(name) is not None}
     try:
         SamplingParams(**fields)
     except UserError as error:
         why = str(error).removesuffix(".")
-        raise UserError(f"{folder}/{GENERATION} has a wrong value ({why}): correct it.") from None
+        raise UserError(f"{file} has a wrong value ({why}): correct it.") from None
     options = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k")}
     given = {name: value for name, value in options.items() if value is not None}
     return {"temperature": 1.0, **fields, **given}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -47,12 +47,8 @@ class Metrics(Collector):
         self.ended = {reason: ended.labels(model, reason) for reason in REASONS}
         engine.listeners.append(self._listen)
 
-    def render(self) -> bytes:
-        """The text that Prometheus reads. Must be called on the event loop."""
-        return generate_latest(self.registry)
-
     def collect(self) -> Iterator[Metric]:
-        """What the engine itself counts."""
+        """What the engine itself counts. Must be called on the event loop."""
         status, gauge, counter = self.engine.status, GaugeMetricFamily, CounterMetricFamily
         drafts = {
             f"spec_decode_num_{name}": getattr(self.drafts, field)

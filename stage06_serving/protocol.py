@@ -16,8 +16,6 @@ from stage01_forward.params import SamplingParams
 
 MOST_PROMPTS = 1024
 MOST_SAMPLES = 16
-MOST_STOPS, LONGEST_STOP = 4, 256
-MOST_BIASES = 300
 MOST_LOGPROBS = 20
 MOST_MESSAGES = 1000
 UNSUPPORTED = "this server does not support it: leave it out"
@@ -75,7 +73,7 @@ Limit = Annotated[int, Field(ge=0, le=1_000_000)]  # tokens
 # A limit on its length, which the body's is below, makes pydantic read a text as Unicode: half a
 # surrogate pair, which JSON can hold and UTF-8 cannot, is refused.
 Text = Annotated[str, Field(max_length=2**20)]
-Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP)]
+Stop = Annotated[Text, Field(min_length=1, max_length=256)]
 Item = TypeVar("Item")
 # One error is enough: half a million of them from one body keep the event loop busy for seconds.
 Many = Annotated[list[Item], Field(fail_fast=True)]
@@ -129,9 +127,9 @@ class SamplingBody(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    logit_bias: Annotated[dict[BiasId, Bias], Field(max_length=MOST_BIASES)] | None = None
+    logit_bias: Annotated[dict[BiasId, Bias], Field(max_length=300)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Stop | Annotated[Many[Stop], Field(max_length=MOST_STOPS)] = []
+    stop: Stop | Annotated[Many[Stop], Field(max_length=4)] = []
     stop_token_ids: Annotated[Many[TokenId], Field(max_length=64)] = []
     ignore_eos: bool = False
     stream: bool = False

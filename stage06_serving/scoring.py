@@ -3,26 +3,18 @@ other request's, so no other request waits for them, and an abort ends them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from stage01_forward.generation import Logprobs
-from stage04_continuous.plan import Plan, Share
+from stage04_continuous.plan import Share
 from stage04_continuous.request import Request
 
 if TYPE_CHECKING:  # the settings are checked before PyTorch is imported
     from torch import Tensor
 
-    from stage04_continuous.runner import AnyRunner
-
 Scores = list[Logprobs | None]  # of the tokens of a prompt; None for the first: it has no context
-
-
-def own_salt(name: str, salt: bytes) -> bytes:
-    """A salt that only the samples of one prompt have: a token that is found in the prefix cache is
-    not computed, and so not scored."""
-    return b"for one prompt: " + name.encode() + b"\0" + salt
 
 
 @dataclass(eq=False)
@@ -50,18 +42,11 @@ class ScoredRequest(Request):
 
 
 class ScoringRunner:
-    """Runs the passes of `runner`, and hands scored requests the rows that they want. Observes the
-    engine's plans, to know which these are."""
+    """Runs the passes of `engine` in place of its runner, and hands scored requests the rows that
+    they want, which the engine's plan tells."""
 
-    def __init__(self, runner: AnyRunner) -> None:
-        self.runner, self.config = runner, runner.config
-        self._plan = Plan()
-
-    def before(self, plan: Plan) -> None:
-        self._plan = plan
-
-    def after(self, plan: Plan) -> None:
-        """The scores are taken in the pass."""
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.runner, self.config = engine, engine.runner, engine.config
 
     def move(self, moves: Sequence[Any]) -> None:
         self.runner.move(moves)
@@ -70,7 +55,7 @@ class ScoringRunner:
         """As stage 04's Runner."""
         takers: list[tuple[ScoredRequest, range]] = []  # with the places of its rows among `ids`
         end = 0
-        for work in self._plan.work:
+        for work in self.engine.plan.work:
             begin, end = end, end + work.count
             request = work.request
             if isinstance(request, ScoredRequest):
@@ -78,10 +63,11 @@ class ScoringRunner:
                 first = max(begin, begin + wanted.start - work.start)
                 if places := range(first, min(end, begin + wanted.stop - work.start)):
                     takers.append((request, places))
+        run: Callable[..., Tensor] = self.runner.run
         if not takers:
-            return self.runner.run(ids, shares, rows)
+            return run(ids, shares, rows)
         computed = sorted({*rows, *(row for _, places in takers for row in places)})
-        logits = self.runner.run(ids, shares, computed)
+        logits = run(ids, shares, computed)
         order = {row: place for place, row in enumerate(computed)}
         for request, places in takers:
             request.take(logits[[order[row] for row in places]])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -25,17 +23,6 @@ from .tools import HANG, House, Passes, started
 
 FEW_BLOCKS = ("--kv-memory", "8MiB")  # the sanitizer checks all blocks after every step
 KEYS = "first-key, second-key, zweiter-schlüssel"
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test may be a coroutine: it has an event loop of its own."""
-    test = pyfuncitem.obj
-    if not inspect.iscoroutinefunction(test):
-        return None
-    names = inspect.signature(test).parameters
-    asyncio.run(test(**{name: pyfuncitem.funcargs[name] for name in names}))
-    return True
 
 
 def environment(**extra: str) -> dict[str, str]:

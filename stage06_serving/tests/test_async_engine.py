@@ -234,24 +234,6 @@ async def test_requests_that_outlast_the_grace_end_with_an_error(gated):
     assert len(made.steps) <= 3 and len(ended) == 3
 
 
-async def test_a_defect_in_adding_ends_all_samples_and_nothing_else(engine, expected):
-    """Tickets of requests that the engine does not know end, too, and free their places."""
-    made, prompt = engine(), prompt_of(4)
-    enqueue, faults = made.enqueue, iter([None, RuntimeError("a planted fault")])
-
-    def broken(request):
-        if error := next(faults, None):
-            raise error
-        enqueue(request)
-
-    made.enqueue = broken
-    async with started(made) as running:
-        (group,) = running.submit([prompt], [words(50)] * 3)
-        assert [await error_of(running, ticket) for ticket in group] == [BROKEN] * 3
-        assert not running.in_flight
-        assert await said(running, submit(running, prompt, 5)) == expected(prompt, 5)
-
-
 async def test_a_failing_step_ends_only_its_requests(engine, expected):
     """Two run when it fails, and two wait. The waiting ones and a later request get their
     tokens."""

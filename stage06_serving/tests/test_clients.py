@@ -16,7 +16,7 @@ from shared.tests.test_json_tokenizer import qwen, sentencepiece
 from stage06_serving.__main__ import plan
 
 from .conftest import checkpoint
-from .tools import GREEDY, PROMPT, complete, counts
+from .tools import GREEDY, PROMPT
 
 BOS, END = "<|im_start|>", "<|im_end|>"
 DROPPING = CHATML.replace("{%- for message in messages", "{%- for message in messages if "
@@ -140,18 +140,6 @@ def test_sampling_defaults_are_the_model_s_and_a_request_wins(chatting):
         return {choice["text"] for choice in chatting.post(json=body).json()["choices"]}
 
     assert len(texts()) == 1 < len(texts(temperature=2, top_k=0))
-
-
-def test_cached_tokens_are_reported(client):
-    """As OpenAI's clients read them; a stream has them, too."""
-    prompt, found = list(range(100, 164)), []
-    for stream in (False, False, True):
-        options: Any = {"stream_options": {"include_usage": True}} if stream else {}
-        answer = complete(client, prompt, stream=stream, **options)
-        usage = ([*answer][-1] if stream else answer).usage
-        found.append(usage.prompt_tokens_details.cached_tokens)
-    assert found == [0, 48, 48]  # the last token is always computed
-    assert counts(complete(client, prompt))[0] == 64
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/ready", "/v1/models", "/metrics"])

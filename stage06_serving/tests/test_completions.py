@@ -29,7 +29,6 @@ def test_a_prompt_may_be_text_or_ids_or_a_list_of_either(client):
         assert [choice.text for choice in complete(client, prompt).choices] == [text]
     both = complete(client, [other, ids])
     assert [choice.text for choice in both.choices] == [first(client, OTHER).text, text]
-    assert counts(both)[:2] == (len(other) + len(ids), 2 * TOKENS)
 
 
 def test_choices_are_prompt_major(client):
@@ -57,15 +56,14 @@ def test_the_default_limits(client):
 
 def test_a_token_may_end_the_text(client):
     """The end-of-text token has no text, but it counts."""
-
-    def ended(**body: Any) -> tuple[Any, ...]:
+    for body, want in (
+        ({}, (False, "stop", 1)),
+        ({"ignore_eos": True}, (False, "length", TOKENS)),
+        ({"min_tokens": 3}, (True, "stop", 4)),
+    ):
         answer = complete(client, logit_bias={str(TOKENIZER.eos_id): 100}, extra_body=body)
-        choice = answer.choices[0]
-        return bool(choice.text), choice.finish_reason, counts(answer)[1]
-
-    assert ended() == (False, "stop", 1)
-    assert ended(ignore_eos=True) == (False, "length", TOKENS)
-    assert ended(min_tokens=3) == (True, "stop", 4)
+        (choice,) = answer.choices
+        assert (bool(choice.text), choice.finish_reason, counts(answer)[1]) == want
     ids = TOKENIZER.encode(first(client).text)
     choice = first(client, extra_body={"stop_token_ids": [ids[5]]})
     stopped = TOKENIZER.decode(ids[: ids.index(ids[5]) + 1])
@@ -109,30 +107,26 @@ def test_a_chat_is_the_completion_of_its_template(client):
         {"role": "narrator", "content": "It rains.", "name": "Mira"},
     ]
     prompt = "System: Be kind.\nUser: Tell me\na story.\nAssistant: \nNarrator: It rains.\n"
-    answer = chat(client, messages)
+    answer, same = chat(client, messages), complete(client, prompt + "Assistant:")
     (choice,) = answer.choices
     assert answer.id.startswith("chatcmpl-")
     assert (answer.object, answer.model) == ("chat.completion", "stories")
     assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "length", None)
-    assert choice.message.role == "assistant"
-    assert choice.message.content == first(client, prompt + "Assistant:").text
-    tokens = len(TOKENIZER.encode(prompt + "Assistant:"))
-    assert counts(answer) == (tokens, TOKENS, tokens + TOKENS)
+    assert choice.message.role == "assistant" and choice.message.content == same.choices[0].text
+    assert counts(answer) == counts(same)
 
 
 def test_the_first_chunk_of_each_choice_has_the_role(client):
     fields = {"n": 2, "temperature": 1, "seed": 4}
-    whole = chat(client, **fields)
-    chunks = list(chat(client, stream=True, stream_options={"include_usage": True}, **fields))
-    assert chunks[-1].choices == [] and counts(chunks[-1]) == counts(whole)
+    whole, chunks = chat(client, **fields), list(chat(client, stream=True, **fields))
     heads = {(chunk.id, chunk.created, chunk.object) for chunk in chunks}
     assert heads == {(chunks[0].id, chunks[0].created, "chat.completion.chunk")}
     for index in range(2):
         mine = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
         role, *rest = [choice.delta.role for choice in mine]
         assert (role, mine[0].delta.content) == ("assistant", "") and not any(rest)
-        reasons = [choice.finish_reason for choice in mine]
-        assert reasons == [None] * (len(mine) - 1) + ["length"]
+        *before, last = [choice.finish_reason for choice in mine]
+        assert last == "length" and not any(before)
         text = "".join(choice.delta.content or "" for choice in mine)
         assert text == whole.choices[index].message.content
 
@@ -151,8 +145,8 @@ def test_the_model_is_listed_and_no_other_is_found(client, server):
     (model,) = client.models.list().data
     assert (model.id, model.object, model.owned_by) == ("stories", "model", "staircase")
     assert isinstance(model.created, int) and model.max_model_len == 1024
-    assert client.models.retrieve("stories") == model
     retrieve = client.models.retrieve
+    assert retrieve("stories") == model
     for asking in (
         *(partial(retrieve, name) for name in ("gpt-5", "folder/name")),
         *(partial(one, client, model="gpt-5") for one in (complete, chat)),
@@ -160,7 +154,6 @@ def test_the_model_is_listed_and_no_other_is_found(client, server):
         with pytest.raises(openai.NotFoundError, match="does not exist") as refusal:
             asking()
         assert refusal.value.param == "model"
-    assert server.post(json={"prompt": PROMPT, "max_tokens": 1}).status_code == 200  # no model
     assert server.post("/tokenize", json={"prompt": "a", "model": "gpt-5"}).status_code == 404
 
 

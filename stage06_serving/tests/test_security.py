@@ -171,7 +171,7 @@ async def test_keys_are_compared_in_constant_time(monkeypatch):
 
 def test_keys_do_not_share_a_prefix(locked):
     """CVE-2025-46570: the time to the first token showed whether another client had sent the same
-    prompt."""
+    prompt. OpenAI's clients read `cached_tokens`, too; a prompt's last token is always computed."""
     cached, body = [], {"prompt": list(range(40)), "max_tokens": 1}
     for key in ("first-key", "first-key", "second-key", "second-key"):
         usage = locked.post(json=body, headers=bearer(key)).json()["usage"]

@@ -1,23 +1,11 @@
-"""Tests may be coroutines, and their processes begin quickly."""
+"""Processes that tests start begin quickly."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import multiprocessing
 from collections.abc import Iterator
 
 import pytest
-
-
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test may be a coroutine: it has an event loop of its own."""
-    test = pyfuncitem.obj
-    if not inspect.iscoroutinefunction(test):
-        return None
-    names = inspect.signature(test).parameters
-    asyncio.run(asyncio.wait_for(test(**{n: pyfuncitem.funcargs[n] for n in names}), 60))
-    return True
 
 
 @pytest.fixture(scope="module", autouse=True)
