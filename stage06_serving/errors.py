@@ -17,10 +17,7 @@ from .async_engine import Broken, EngineDead, Overloaded, log
 from .protocol import WrongField
 
 LONGEST_MESSAGE = 300  # characters of up to 6 bytes: a small request must not get a large error
-LATE = (
-    "The request took longer than the server allows: ask for fewer tokens, or raise "
-    "--request-timeout."
-)
+LATE = "The request took longer than the server's --request-timeout: ask for fewer tokens."
 NOT_AN_OBJECT = "The body is not a JSON object: send one, as application/json."
 ANSWERS: dict[type[Exception], tuple[int, dict[str, str]]] = {  # status and headers
     UserError: (400, {}),

@@ -25,18 +25,15 @@ def expected(tiny_model):
 
 
 async def test_samples_of_a_prompt_share_its_blocks(gated, tiny_model):
-    """They are read together, and each token belongs to its ticket."""
+    """Each token belongs to its ticket."""
     options: dict[str, Any] = {"max_tokens": 6, "temperature": 1, "ignore_eos": True}
     sampling = [SamplingParams(seed=seed, **options) for seed in range(3)]
     prompt = prompt_of(10)
     async with gated() as (running, made, gate):
         (group,) = running.submit([prompt], sampling)
         gate.allow()
-        news = tools.reading(running, *group)
-        read = [(ticket, token.id) async for ticket, tokens in news for token in tokens]
-    for ticket, params in zip(group, sampling, strict=True):
-        mine = [token for owner, token in read if owner is ticket]
-        assert mine == tools.alone(tiny_model, prompt, params)
+        for ticket, params in zip(group, sampling, strict=True):
+            assert await said(running, ticket) == tools.alone(tiny_model, prompt, params)
     assert sum(step.prefill_tokens for step in made.steps) < 2 * len(prompt)
 
 
@@ -47,10 +44,7 @@ async def test_a_slow_reader_delays_no_other(engine, expected):
         stalled = submit(running, slow, 40)
         for _ in range(3):  # others come and go
             assert await said(running, submit(running, quick, 15)) == expected(quick, 15)
-        await soon(lambda: stalled.ended)
-        news = tools.reading(running, stalled)
-        parts = [[token.id for token in tokens] async for _, tokens in news]
-        assert parts == [expected(slow, 40)]  # all of it at once
+        assert await said(running, stalled) == expected(slow, 40)  # all of it at once
 
 
 async def test_each_step_is_one_message_with_its_tokens_and_its_ends(gated):

@@ -6,19 +6,19 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 import httpx2
 import openai
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from shared.catalog import STORIES
 from shared.tokenizer import Tokenizer
 from stage01_forward.engine import Engine as Naive
-from stage01_forward.generation import Token
 from stage01_forward.params import SamplingParams
 from stage06_serving import __main__ as program
 from stage06_serving.app import create_app
@@ -208,33 +208,15 @@ def submit(running: AsyncEngine, prompt: list[int], count: int) -> Ticket:
     return running.submit([prompt], [words(count)])[0][0]
 
 
-async def reading(
-    running: AsyncEngine, *tickets: Ticket
-) -> AsyncGenerator[tuple[Ticket, list[Token]], None]:
-    """The tokens of tickets as they arrive, until all have ended."""
-    news, unread = asyncio.Event(), list(tickets)
-    for ticket in tickets:
-        ticket.news = news.set
-    while unread:
-        for ticket in list(unread):
-            while tokens := running.read(ticket):
-                yield ticket, tokens
-            if ticket.ended:
-                unread.remove(ticket)
-        if unread:
-            await news.wait()
-            news.clear()
-
-
 async def said(running: AsyncEngine, ticket: Ticket) -> list[int]:
-    """All tokens of a ticket, until it ends."""
-    return [token.id async for _, tokens in reading(running, ticket) for token in tokens]
+    """All tokens of a ticket, once it has ended. Raises the error that ended it."""
+    await soon(lambda: ticket.ended)
+    tokens, _ = running.read(ticket), running.read(ticket)
+    return [token.id for token in tokens]
 
 
-async def error_of(running: AsyncEngine, ticket: Ticket) -> str | None:
+async def error_of(running: AsyncEngine, ticket: Ticket) -> str:
     """The failure that ended a ticket."""
-    try:
+    with pytest.raises((Broken, EngineDead)) as error:
         await said(running, ticket)
-    except (Broken, EngineDead) as error:
-        return str(error)
-    return None
+    return str(error.value)

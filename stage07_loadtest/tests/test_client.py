@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from stage07_loadtest import client, mock
+from stage07_loadtest import client
 from stage07_loadtest.client import Record, Target, open_session, read, send
-from stage07_loadtest.mock import Behaviour
+from stage07_loadtest.schedule import closed
 from stage07_loadtest.server import Counters, describe, parse, scrape, settled
 from stage07_loadtest.workload import Ask
 
-from .helpers import QUICK
+from .helpers import QUICK, against
 
 DONE = b"[DONE]"
 USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}}
@@ -42,24 +42,12 @@ def http(body: bytes, status: str = "200 OK") -> bytes:
     return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-async def ask(url, count=1, pause=0.0, timeout=10.0):
-    """Requests one after the other through one session."""
-    target, records = Target(url, timeout=timeout), list[Record]()
-    clock = asyncio.get_running_loop().time
+async def ask(url, timeout=10.0):
+    """The record of one request."""
+    target, clock = Target(url, timeout=timeout), asyncio.get_running_loop().time
     started = clock()
     async with open_session(target) as session:
-        for index in range(count):
-            records.append(await send(session, target, ASK, 0, lambda: clock() - started, index))
-            await asyncio.sleep(pause)
-    return records
-
-
-def ask_mock(count=1, timeout=10.0, **behaviour):
-    async def run():
-        async with mock.serving(Behaviour(**QUICK | behaviour)) as server:
-            return await ask(server.url, count, timeout=timeout), server
-
-    return asyncio.run(run())
+        return await send(session, target, ASK, 0, lambda: clock() - started)
 
 
 def with_raw(answer, use, close=True):
@@ -97,14 +85,16 @@ def streamed(*pieces):
 
 
 def test_an_answer_is_recorded_whole():
-    (record,), server = ask_mock()
+    point, server = against({}, [ASK], closed(1, 1))
+    (record,) = point.records
     assert (record.failure, record.detail, record.status, record.done) == (None, None, 200, True)
     assert (record.asked_tokens, record.prompt_tokens, record.completion_tokens) == (6, 3, 6)
     assert record.finish_reason == "length" and record.chunk_tokens == [1] * 6 and record.index == 0
     assert record.sent is not None
     times = [record.intended, record.sent, *record.chunks, record.end]
     assert len(record.chunks) == 6 and times == sorted(times)
-    assert record.chunks[-1] - record.sent >= 0.005 + 5 * 0.001  # the mock sends nothing earlier
+    took = QUICK["ttft"] + 5 * QUICK["itl"]
+    assert record.chunks[-1] - record.sent >= took - 1e-9  # the mock sends nothing earlier
     assert server.bodies[0]["max_tokens"] == 6 and server.bodies[0]["ignore_eos"] is True
 
 
@@ -162,10 +152,10 @@ def test_failures_of_every_kind(answer, failure, detail):
     """Nothing is retried."""
     silent = failure == "timeout"
     if answer is None:
-        (record,) = asyncio.run(ask("http://127.0.0.1:1"))
+        record = asyncio.run(ask("http://127.0.0.1:1"))
     else:
         timeout = 0.3 if silent else 10.0
-        (record,), heads = with_raw(answer, partial(ask, timeout=timeout), close=not silent)
+        record, heads = with_raw(answer, partial(ask, timeout=timeout), close=not silent)
         assert sum(map(len, heads)) == 1
     assert record.failure == failure and record.sent is not None, record
     assert record.end >= max(record.sent, 0.3 * silent)  # the clock of both begins with the ask
