@@ -159,7 +159,7 @@ def create_app(served: Served, settings: Settings, thread: EngineThread | None =
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.hosts, www_redirect=False)
     Tenant = Annotated[bytes, Depends(Keys(settings.keys))]
 
-    class Chats(forms.chat_body):  # type: ignore[misc]
+    class Chats(forms.chat_body):  # type: ignore[name-defined]
         """POST /v1/chat/completions, with the fields of a later stage."""
 
     @app.post("/generate")

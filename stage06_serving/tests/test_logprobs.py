@@ -84,9 +84,9 @@ def test_logprobs_of_completions(bytes_server, byte_tokens, top, more):
     *chunks, last = events(bytes_server.post(json=body | stream).text)
     assert last["usage"] == whole["usage"] and last["choices"] == []
     assert whole["usage"]["prompt_tokens"] == sum(map(len, PROMPTS))
-    parts = [part for chunk in chunks for part in chunk["choices"]]
+    streamed = [part for chunk in chunks for part in chunk["choices"]]
     for choice in whole["choices"]:
-        mine = [part for part in parts if part["index"] == choice["index"]]
+        mine = [part for part in streamed if part["index"] == choice["index"]]
         assert "".join(part["text"] for part in mine) == choice["text"]
         assert mine[-1]["finish_reason"] == choice["finish_reason"]
         for column in ("tokens", "text_offset"):  # the scores differ in their last digits
