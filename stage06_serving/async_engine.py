@@ -170,18 +170,14 @@ class AsyncEngine:
         # The engine's newest status: the thread replaces it before and after each step.
         self.status = Status(scheduler.pool.count)
         self._engine = engine
-        engine.runner = ScoringRunner(engine)
+        engine.runner = self._scoring = ScoringRunner(engine.runner)
         engine.observers.append(self)
         self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = EngineThread() if thread is None else thread
         self._finished: asyncio.Future[None] | None = None  # the thread no longer steps
         self._loop: asyncio.AbstractEventLoop  # that called `start`
         self._names = itertools.count(1)
-        # The thread's: all requests with an unreported end, those of the running step, and their
-        # shares of it.
-        self._requests: dict[str, Request] = {}
-        self._inside: list[Request] = []
-        self._shares: list[tuple[str, int, int, int]] = []
+        self._requests: dict[str, Request] = {}  # the thread's: all with an unreported end
 
     # ---- on the event loop ----------------------------------------------------------------------
 
@@ -364,16 +360,22 @@ class AsyncEngine:
         return all(request.output.finish_reason for request in self._requests.values())
 
     def _step(self) -> Step:
-        self._inside, self._shares, started = [], [], time.perf_counter()
+        self._scoring.plan, started = Plan(), time.perf_counter()
         tokens = self._engine.step()
         self._report()
         seconds = time.perf_counter() - started
-        return Step(tokens, self._ended(), self._shares, seconds)
+        shares = [
+            (work.request.id, work.prefill_tokens, work.count - work.prefill_tokens, work.start)
+            for work in self._scoring.plan.work
+            if work.request.id != PROBE
+        ]
+        return Step(tokens, self._ended(), shares, seconds)
 
     def _fail(self) -> None:
         """After a step that has raised, end the requests of its pass, or all if the pass had not
         begun, because then no memory can be trusted."""
-        for request in self._inside or list(self._engine.requests.values()):
+        inside = [work.request for work in self._scoring.plan.work]
+        for request in inside or list(self._engine.requests.values()):
             if request.id in self._engine.requests:
                 if request.output.finish_reason is None:
                     request.output.fail(UserError(BROKEN))
@@ -382,12 +384,7 @@ class AsyncEngine:
     def before(self, plan: Plan) -> None:
         """The engine's observer: what the step computes."""
         self._report()
-        self._inside = [work.request for work in plan.work]
-        self._shares = [
-            (work.request.id, work.prefill_tokens, work.count - work.prefill_tokens, work.start)
-            for work in plan.work
-            if work.request.id != PROBE
-        ]
+        self._scoring.plan = plan
 
     def after(self, plan: Plan) -> None:
         """The step's own report follows."""

@@ -3,16 +3,18 @@ other request's, so no other request waits for them, and an abort ends them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from stage01_forward.generation import Logprobs
-from stage04_continuous.plan import Share
+from stage04_continuous.plan import Plan, Share
 from stage04_continuous.request import Request
 
 if TYPE_CHECKING:  # the settings are checked before PyTorch is imported
     from torch import Tensor
+
+    from stage04_continuous.runner import AnyRunner
 
 Scores = list[Logprobs | None]  # of the tokens of a prompt; None for the first: it has no context
 
@@ -42,11 +44,11 @@ class ScoredRequest(Request):
 
 
 class ScoringRunner:
-    """Runs the passes of `engine` in place of its runner, and hands scored requests the rows that
-    they want, which the engine's plan tells."""
+    """Runs the passes of `runner`, and hands scored requests the rows that they want. `plan`, which
+    an observer sets before each pass, has them."""
 
-    def __init__(self, engine: Any) -> None:
-        self.engine, self.runner, self.config = engine, engine.runner, engine.config
+    def __init__(self, runner: AnyRunner) -> None:
+        self.runner, self.config, self.plan = runner, runner.config, Plan()
 
     def move(self, moves: Sequence[Any]) -> None:
         self.runner.move(moves)
@@ -55,7 +57,7 @@ class ScoringRunner:
         """As stage 04's Runner."""
         takers: list[tuple[ScoredRequest, range]] = []  # with the places of its rows among `ids`
         end = 0
-        for work in self.engine.plan.work:
+        for work in self.plan.work:
             begin, end = end, end + work.count
             request = work.request
             if isinstance(request, ScoredRequest):
@@ -63,11 +65,10 @@ class ScoringRunner:
                 first = max(begin, begin + wanted.start - work.start)
                 if places := range(first, min(end, begin + wanted.stop - work.start)):
                     takers.append((request, places))
-        run: Callable[..., Tensor] = self.runner.run
         if not takers:
-            return run(ids, shares, rows)
+            return self.runner.run(ids, shares, rows)
         computed = sorted({*rows, *(row for _, places in takers for row in places)})
-        logits = run(ids, shares, computed)
+        logits = self.runner.run(ids, shares, computed)
         order = {row: place for place, row in enumerate(computed)}
         for request, places in takers:
             request.take(logits[[order[row] for row in places]])
