@@ -67,13 +67,6 @@ def test_offsets_of_scored_tokens_are_places_in_the_echo(house, tmp_path_factory
 
 
 @pytest.fixture(scope="module")
-def dropping(house, tmp_path_factory):
-    """A server whose template leaves out system messages, and knows no other role by its name."""
-    settings = {"chat_template": DROPPING}
-    return house("--model", folder_of(tmp_path_factory, "dropping", qwen(), **settings))
-
-
-@pytest.fixture(scope="module")
 def chatting(house, tmp_path_factory):
     """A server with a ChatML template that refuses some messages, and sampling defaults in
     generation_config.json."""
@@ -84,8 +77,10 @@ def chatting(house, tmp_path_factory):
     return house("--model", folder)
 
 
-def test_a_system_message_that_the_template_leaves_out_is_refused(dropping):
+def test_a_system_message_that_the_template_leaves_out_is_refused(house, tmp_path_factory):
     """It vanished, with 200."""
+    folder = folder_of(tmp_path_factory, "dropping", qwen(), chat_template=DROPPING)
+    dropping = house("--model", folder)
     for role in ("system", "developer"):
         messages = [{"role": role, "content": "Be kind."}, USER]
         for path in ("/tokenize", "/v1/chat/completions"):

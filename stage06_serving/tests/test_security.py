@@ -29,10 +29,6 @@ BODY = b'{"prompt": "a", "max_tokens": 1}'
 JSON = {"Content-Type": "application/json"}
 
 
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
-
-
 def refused(answer, status=400):
     """The message of a refusal, which must be small and reveal nothing of the server's
     internals."""
@@ -145,7 +141,7 @@ def test_a_key_opens_every_route_but_two_and_nothing_else_does(locked):
     assert {("GET", "/live"), ("POST", "/generate"), ("GET", "/metrics")} <= {*routes}
     for (method, path), key in product([*routes, ("HEAD", "/metrics")], ("wrong", "first-key")):
         body: Any = {} if method == "POST" else None
-        answer = locked.ask(method, path, json=body, headers=bearer(key))
+        answer = locked.ask(method, path, json=body, headers={"Authorization": f"Bearer {key}"})
         allowed = path in ("/health", "/ready") or key == "first-key"
         assert (answer.status_code != 401) == allowed, path
 
@@ -174,8 +170,8 @@ def test_keys_do_not_share_a_prefix(locked):
     prompt. OpenAI's clients read `cached_tokens`, too; a prompt's last token is always computed."""
     cached, body = [], {"prompt": list(range(40)), "max_tokens": 1}
     for key in ("first-key", "first-key", "second-key", "second-key"):
-        usage = locked.post(json=body, headers=bearer(key)).json()["usage"]
-        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+        answer = locked.post(json=body, headers={"Authorization": f"Bearer {key}"}).json()
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert cached == [0, 32, 0, 32]
 
 
