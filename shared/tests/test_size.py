@@ -15,7 +15,7 @@ BUDGET = {  # lines of source, of tests
     "exercises": (1_385, 575),
     "reports": (1_935, 240),
     "shared": (4_770, 1_910),
-    "stage01": (955, 525),
+    "stage01": (955, 520),
     "stage02": (340, 190),
     "stage03": (465, 460),
     "stage04": (1_365, 1_300),
