@@ -1,9 +1,9 @@
 """Grade what a class has handed in: patches, zip files and folders, one command for all.
 
-Each task is judged by the bodies of its functions in a clean tree of `shared` and the stages up to
-its own: full marks need exactly the tests of the reference's run, each with the same outcome; and
-one more, with a random name, that must fail. What is aimed at these very checks from inside the
-process can still forge them: see INSTRUCTORS.md.
+Each task is judged by the bodies of its functions in a clean tree: full marks need exactly the
+tests of the reference's run, each with the same outcome; and one more, with a random name, that
+must fail. What is aimed at these very checks from inside the process can still forge them: see
+INSTRUCTORS.md.
 
 For each hand-in OUT/NAME.json has the results in Gradescope's format, and OUT/grades.csv the
 points of all. What is graded there already, and has not changed, is not judged again.
@@ -20,47 +20,35 @@ import secrets
 import shutil
 import subprocess
 import tempfile
-import textwrap
 import threading
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+from tqdm.contrib.concurrent import thread_map
 
 from shared import paths
 from shared.errors import UserError
 
 from . import running, tasks
-from .running import Run
+from .running import Run, Sandbox
 from .splice import Refused, splice
 from .tasks import Task
 
-LEFT_OUT = shutil.ignore_patterns(*(".*", "__pycache__", "*.md", "*.ipynb", "*.svg", "*.png"))
 LEAST, PATIENCE = 60.0, 5.0  # seconds of a run, and times those of the reference
 MOST_BYTES = 2**20  # of a file with functions
-UNUSUAL = re.compile(r"\b(?:sys|os|pytest|inspect|gc|open|eval|exec|importlib)\b|\b__(?!init__)")
-
-
-def build(tree: Path, stage: str) -> None:
-    """A clean tree: `shared` and the stages up to this one, with nothing that shows a solution."""
-    tree.mkdir(parents=True)
-    for name in ("conftest.py", "pyproject.toml"):
-        shutil.copy2(paths.ROOT / name, tree / name)
-    for name in ("shared", *(s for s in paths.discover() if s <= stage)):
-        shutil.copytree(paths.ROOT / name, tree / name, ignore=LEFT_OUT)
+UNUSUAL = r"\b(?:sys|os|pytest|inspect|gc|open|eval|exec|importlib)\b|\b__(?!init__)"
+UNUSUAL += r"|\b(?:from|import) +(?:\.|shared|stage)[\w.]*"
 
 
 class Judge:
-    """Judges tasks, within `home`, an empty folder. container: of `running`."""
+    """Judges tasks by the outcomes of the reference's run of their stage."""
 
-    def __init__(self, home: Path, container: str) -> None:
-        self.container, self.home, self.cache = container, home, home / "cache"
-        self.cache.mkdir()
-        home.chmod(0o755)
-        self.cache.chmod(0o777)  # the reference's runs write here, and no hand-in's
-        self.seed = 1 + secrets.randbelow(2**31 - 1)
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.sandbox, self.seed = sandbox, 1 + secrets.randbelow(2**31 - 1)
+        self.must_fail = f"test_{secrets.token_hex(6)}"
         self._references: dict[str, Run] = {}
         self._lock = threading.Lock()
 
@@ -69,51 +57,37 @@ class Judge:
         reference = tasks.source(task.file)
         try:
             source, notes = splice(reference, submitted, task.functions, task.others())
-        except Refused as error:
+        except (Refused, RecursionError) as error:
             return str(error), []
-        left, right = (set(UNUSUAL.findall(text)) for text in (reference, submitted))
-        if right - left:
-            notes.append(f"to read: it uses {', '.join(sorted(right - left))}")
-        return self._verdict(task, source), notes
+        if unusual := {*re.findall(UNUSUAL, submitted)} - {*re.findall(UNUSUAL, reference)}:
+            notes.append(f"to read: it uses {', '.join(sorted(unusual))}")
+        expected = self._reference(task.stage)
+        seconds = max(LEAST, PATIENCE * expected.seconds)
+        changed, options = {task.file: source}, {"first": task.tests, "read_only": True}
+        run = self._run(task.stage, changed, seconds, **options)
+        for test, outcome in run.outcomes.items():
+            if outcome != expected.outcomes.get(test):
+                return f"{test.rpartition('::')[2]}: {run.reasons[test] or outcome}", notes
+        if run.ended or run.outcomes != expected.outcomes:
+            return run.ended or "its process ended before its tests did", notes
+        return "", notes
 
-    def _verdict(self, task: Task, source: str) -> str:
-        with self._lock:  # only the first task of a stage runs the reference
-            if task.stage not in self._references:
-                run, must_fail = self._run(task, tasks.source(task.file), 1800, keep=True)
-                failed = [why for outcome, why in run.outcomes.values() if outcome == "failed"]
-                if run.ended or len(failed) != 1 or not run.outcomes.pop(must_fail, None):
-                    why = run.ended or "; ".join(failed)
-                    raise UserError(f"The project's own {task.stage} fails: {why}")
-                self._references[task.stage] = run
-            reference = self._references[task.stage]
-        run, must_fail = self._run(task, source, max(LEAST, PATIENCE * reference.seconds))
-        if run.ended:
-            return run.ended
-        expected = {test: outcome for test, (outcome, _) in reference.outcomes.items()}
-        expected[must_fail] = "failed"
-        outcomes = {test: outcome for test, (outcome, _) in run.outcomes.items()}
-        for test, outcome in outcomes.items():
-            if outcome != expected.get(test) and test != must_fail:
-                return f"{test.rpartition('::')[2]}: {run.outcomes[test][1] or outcome}"
-        return "" if outcomes == expected else "its results are not those of the tests"
+    def _reference(self, stage: str) -> Run:
+        with self._lock:  # only the first task of a stage runs it
+            if stage not in self._references:
+                run = self._run(stage, {}, 1800)
+                failed = [test for test, outcome in run.outcomes.items() if outcome == "failed"]
+                if run.ended or failed != [f"{self.must_fail}.py::{self.must_fail}"]:
+                    raise UserError(f"The project's own {stage} fails: {run.ended or run.failures}")
+                self._references[stage] = run
+            return self._references[stage]
 
-    def _run(self, task: Task, source: str, seconds: float, keep: bool = False) -> tuple[Run, str]:
-        """Run the suite of the task's stage in a fresh tree, the task's own tests first, to the
-        first that fails. Also returns the id of the test that must fail, which is the last."""
-        name = secrets.token_hex(6)
-        tree = self.home / name / "tree"
-        file = f"{task.stage}/tests/test_{name}.py"
-        test = f"{file}::test_{name}"
-        job = {"tests": [f"{task.stage}/tests"], "seed": self.seed, "first": task.tests}
-        job |= {"last": test, "options": ["-x"]}
-        try:
-            build(tree, task.stage)
-            (tree / task.file).write_text(source, encoding="utf-8")
-            (tree / file).write_text(f"def test_{name}():\n    assert '{name}' == ''\n")
-            run = running.contained(self.container, job, tree, self.cache, seconds, keep)
-            return run, test
-        finally:
-            shutil.rmtree(tree.parent, ignore_errors=True)
+    def _run(self, stage: str, changed: dict[str, str], seconds: float, **options: Any) -> Run:
+        """Run a stage's suite to the first test that fails: at the latest the last, which must."""
+        name = self.must_fail
+        changed |= {f"{name}.py": f"def {name}():\n    assert '{name}' == ''\n"}
+        tests = ["-x", f"{stage}/tests", f"{name}.py"]
+        return self.sandbox.run(tests, changed, seconds, seed=self.seed, **options)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -123,19 +97,10 @@ def main(options: argparse.Namespace) -> int:
     hand_ins = [path for name in options.hand_ins for path in find(Path(name))]
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
-    rows = []
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
-        judge = Judge(Path(home), container)
-        with ThreadPoolExecutor(options.jobs) as pool:
-            grades = pool.map(lambda path: grade(judge, chosen, path, out), hand_ins)
-            progress = tqdm(grades, total=len(hand_ins), disable=None)
-            for path, tests in zip(hand_ins, progress, strict=True):
-                scores = [test["score"] for test in tests]
-                rows.append([name_of(path), sum(scores), *scores])
-                tqdm.write(f"{sum(scores):4} of {sum(x.points for x in chosen)}  {name_of(path)}")
-    for test in tests if len(hand_ins) == 1 else []:
-        print(f"  {test['score']:3} of {test['max_score']}  {test['name']}")
-        print(textwrap.indent(test["output"], " " * 8))
+    with tempfile.TemporaryDirectory() as cache:
+        Path(cache).chmod(0o777)  # the user of an image is another one
+        run = partial(grade, Judge(Sandbox(container, Path(cache))), chosen, out)
+        rows = thread_map(run, hand_ins, max_workers=options.jobs, disable=None)
     with (out / "grades.csv").open("w", newline="", encoding="utf-8") as file:
         head = ["name", "points", *(task.name for task in chosen)]
         csv.writer(file).writerows([head, *sorted(rows)])
@@ -159,36 +124,34 @@ def name_of(hand_in: Path) -> str:
     return hand_in.name if hand_in.is_dir() else hand_in.stem
 
 
-def grade(judge: Judge, chosen: list[Task], hand_in: Path, out: Path) -> list[dict[str, Any]]:
-    """The results of a hand-in, which are also written to `out`."""
+def grade(judge: Judge, chosen: list[Task], out: Path, hand_in: Path) -> list[Any]:
+    """The name of a hand-in, its points and those of each task, of results that are in `out`."""
     path, texts, broken = out / f"{name_of(hand_in)}.json", dict[str, str](), ""
     try:
         texts = handed_in(hand_in, {task.file for task in chosen})
     except Exception as error:  # whatever is wrong with it, the others are graded
         broken = f"it cannot be read: {error}"
-    parts = [chosen, texts, broken, *(tasks.source(task.file) for task in chosen)]
+    parts = [chosen, sorted(texts.items()), broken, *(tasks.source(task.file) for task in chosen)]
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()
-    if path.is_file():
-        old = json.loads(path.read_text(encoding="utf-8"))
-        if old["extra_data"]["digest"] == digest:
-            return old["tests"]
-    tests = []
-    for task in chosen:
-        why, notes = broken or f"no {task.file}, a file of at most 1 MiB, is in the hand-in", []
-        if task.file in texts:
-            why, notes = judge.judge(task, texts[task.file])
-        tests.append(
-            {
-                "name": f"{task.name}: {task.title}",
-                "score": 0 if why else task.points,
-                "max_score": task.points,
-                "status": "failed" if why else "passed",
-                "output": "\n".join(filter(None, [why, *notes])),
-            }
-        )
-    result = {"tests": tests, "extra_data": {"digest": digest, "seed": judge.seed}}
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return tests
+    result = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"extra_data": {}}
+    if result["extra_data"].get("digest") != digest:
+        result = {"tests": [], "extra_data": {"digest": digest, "seed": judge.seed}}
+        for task in chosen:
+            why, notes = broken or f"no {task.file}, a file of at most 1 MiB, is in the hand-in", []
+            if task.file in texts:
+                why, notes = judge.judge(task, texts[task.file])
+            result["tests"].append(
+                {
+                    "name": f"{task.name}: {task.title}",
+                    "score": 0 if why else task.points,
+                    "max_score": task.points,
+                    "output": "\n".join(filter(None, [why, *notes])),
+                }
+            )
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    scores = [test["score"] for test in result["tests"]]
+    tqdm.write(f"{sum(scores):4} of {sum(task.points for task in chosen)}  {name_of(hand_in)}")
+    return [name_of(hand_in), sum(scores), *scores]
 
 
 def handed_in(hand_in: Path, files: set[str]) -> dict[str, str]:
@@ -196,28 +159,20 @@ def handed_in(hand_in: Path, files: set[str]) -> dict[str, str]:
     project's. It may be anything, so nothing is read that is large or lies elsewhere."""
     with tempfile.TemporaryDirectory() as folder:
         root = hand_in if hand_in.is_dir() else Path(folder)
-        if hand_in.suffix == ".zip" and hand_in.is_file():
-            unzip(hand_in, root, files)
-        elif hand_in.is_file():
+        if root != hand_in and hand_in.suffix == ".zip":
+            with zipfile.ZipFile(hand_in) as archive:
+                small = (entry for entry in archive.infolist() if entry.file_size <= MOST_BYTES)
+                wanted = [entry for entry in small if entry.filename.endswith(tuple(files))]
+                archive.extractall(root, wanted[: 9 * len(files)])
+        elif root != hand_in:
             patch(hand_in, root, files)
         texts = {}
-        for file in sorted(files):
-            places = sorted(root.rglob(file), key=lambda path: len(path.parts))
-            for path in (path for path in places[:1] if path.is_file()):
-                inside = path.resolve().is_relative_to(root.resolve())  # links may lead outside
-                if inside and path.stat().st_size <= MOST_BYTES:
-                    texts[file] = path.read_text(encoding="utf-8", errors="replace")
-        return texts
-
-
-def unzip(hand_in: Path, root: Path, files: set[str]) -> None:
-    """Extract the files of the tasks, but none that is larger unpacked than a file may be."""
-    with zipfile.ZipFile(hand_in) as archive:
         for file in files:
-            entries = [e for e in archive.infolist() if f"/{e.filename}".endswith(f"/{file}")]
-            outer = min(entries, key=lambda entry: entry.filename.count("/"), default=None)
-            if outer and outer.file_size <= MOST_BYTES:
-                archive.extract(outer, root)
+            path = min(root.rglob(file), key=lambda place: len(place.parts), default=root)
+            inside = path.is_file() and path.resolve().is_relative_to(root.resolve())  # no link out
+            if inside and path.stat().st_size <= MOST_BYTES:
+                texts[file] = path.read_text(encoding="utf-8", errors="replace")
+        return texts
 
 
 def patch(hand_in: Path, root: Path, files: set[str]) -> None:

@@ -1,9 +1,10 @@
 """Run tests in a tree and write a JSON line for each: what `check`, `grade` and `prove` start.
 
-    python exercises/inside.py '{"tests": ["stage02_kv_cache"], "seed": 7}'
+    python -c "$(cat exercises/inside.py)" '{"seed": 7}' stage02_kv_cache
 
-The lines go to standard output, and what the tests print goes to standard error. It loads no
-module of the project before pytest does, and no plugin that the project does not name.
+The text is the program, so that a container needs no other file than the tree. The lines go to
+standard output, and what the tests print goes to standard error. It loads no module of the project
+before pytest does, and no plugin that the project does not name.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,41 +37,40 @@ def difference(value: Any, expected: Any, near: Sequence[float] = (0, 0), at: st
         if left != right:
             return f"{at or 'it'} has the {name} {left}, not {right}"
     value, expected = (x.tolist() if hasattr(x, "tolist") else x for x in (value, expected))
-    if type(value) is type(expected) and hasattr(value, "__dataclass_fields__"):
-        value, expected = vars(value), vars(expected)
-    pairs: list[tuple[Any, Any, Any]] = []
-    if isinstance(value, dict) and isinstance(expected, dict):
-        keys = dict.fromkeys([*expected, *value])
-        pairs = [(key, value.get(key, ABSENT), expected.get(key, ABSENT)) for key in keys]
-    elif isinstance(value, list | tuple) and isinstance(expected, list | tuple):
-        both = enumerate(zip_longest(value, expected, fillvalue=ABSENT))
-        pairs = [(index, left, right) for index, (left, right) in both]
-    elif isinstance(value, float) and isinstance(expected, float):
+    left, right = _parts(value), _parts(expected)
+    if left is not None and right is not None:
+        pairs = ((key, left.get(key, ABSENT), right.get(key, ABSENT)) for key in right | left)
+        texts = (difference(x, y, near, f"{at}[{key!r}]") for key, x, y in pairs)
+        return next(filter(None, texts), "")
+    if isinstance(value, float) and isinstance(expected, float):
         if not abs(value - expected) <= near[0] + near[1] * abs(expected):
             return f"{at or 'it'} is {value:.6g}, not {expected:.6g}"
     elif value != expected:
         return f"{at or 'it'} is {repr(value)[:80]}, not {repr(expected)[:80]}"
-    texts = (difference(left, right, near, f"{at}[{key!r}]") for key, left, right in pairs)
-    return next(filter(None, texts), "")
+    return ""
 
 
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """What a sequence, a dictionary or a dataclass holds, by index or name."""
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    value = vars(value) if hasattr(value, "__dataclass_fields__") else value
+    return value if isinstance(value, dict) else None
+
+
+@dataclass(eq=False)
 class Reporter:
     """The plugin that writes a line for each test: its id, its outcome, and why it failed.
 
-    seed: of random inputs. first: tests to run before all others. last: the test that runs last.
-    fill: memory that is not initialized is full of NaN.
+    seed: of random inputs. first: tests to run before all others. fill: memory that is not
+    initialized is full of NaN.
     """
 
-    def __init__(
-        self,
-        write: Callable[..., None],
-        seed: int = 0,
-        first: Sequence[str] = (),
-        last: str = "",
-        fill: bool = False,
-    ) -> None:
-        self.write, self.seed, self.first, self.last, self.fill = write, seed, first, last, fill
-        self.difference = ""  # that of the last comparison
+    write: Callable[[str, str, str], None]
+    seed: int = 0
+    first: Sequence[str] = ()
+    fill: bool = False
+    difference: str = ""  # that of the last comparison
 
     def pytest_configure(self, config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", "ignore:.*deterministic implementation")
@@ -81,7 +80,7 @@ class Reporter:
             hypothesis.core.global_force_seed = self.seed
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items.sort(key=lambda i: (i.nodeid == self.last, i.nodeid.split("[")[0] not in self.first))
+        items.sort(key=lambda item: item.nodeid.split("[")[0] not in self.first)
         if torch := sys.modules.get("torch"):
             if self.fill:
                 torch.use_deterministic_algorithms(True, warn_only=True)
@@ -111,8 +110,8 @@ class Reporter:
     def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Iterator[None]:
         report: Any = yield
         if report.outcome != "passed" or report.when == "call":
-            why = self._why(call.excinfo)[:MOST] if call.excinfo else ""
-            self.write({"id": item.nodeid, "outcome": report.outcome, "why": why})
+            why = self._why(call.excinfo) if call.excinfo else ""
+            self.write(item.nodeid, report.outcome, why[:MOST])
         return report
 
     def _why(self, excinfo: pytest.ExceptionInfo[BaseException]) -> str:
@@ -121,37 +120,26 @@ class Reporter:
             compared = any(sign in str(error) for sign in ("==", "equal", "allclose"))
             return (compared and self.difference) or text or "an assertion failed"
         entries = [(Path(entry.path), entry.lineno + 1) for entry in excinfo.traceback]
-        ours = [
-            e for e in entries if e[0].is_relative_to(Path.cwd()) and e[0].parent.name != "tests"
-        ]
+        ours = [e for e in entries if Path.cwd() in e[0].parents and e[0].parent.name != "tests"]
         line = f" ({ours[-1][0].name}, line {ours[-1][1]})" if ours else ""
         return f"{type(error).__name__}: {text}{line}"
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             lines = [line for line in str(report.longrepr).splitlines() if line.startswith("E ")]
-            self.write({"id": report.nodeid, "outcome": "failed", "why": lines[-1][1:].strip()})
+            self.write(report.nodeid, "failed", lines[-1][1:].strip())
 
 
 def main() -> None:
-    job = json.loads(sys.argv[1])
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    if memory := job.pop("memory", 0):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**29, 2**29))
-    if cache := job.pop("cache", ""):  # compiled kernels of the reference
-        shutil.copytree(cache, os.environ["XDG_CACHE_HOME"], dirs_exist_ok=True)
-    sys.path[0] = os.getcwd()
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
 
-    def write(line: dict[str, Any]) -> None:
+    def write(*line: str) -> None:
         print(json.dumps(line), file=results, flush=True)
 
-    words = [*OPTIONS, *job.pop("options", []), *job.pop("tests")]
-    write({"status": int(pytest.main(words, plugins=[Reporter(write, **job)]))})
+    reporter = Reporter(write, **json.loads(sys.argv[1]))
+    sys.exit(pytest.main([*OPTIONS, *sys.argv[2:]], plugins=[reporter]))
 
 
 if __name__ == "__main__":

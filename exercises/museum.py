@@ -18,58 +18,52 @@ from rich.text import Text
 from shared import paths
 from shared.errors import UserError
 
-from . import edits, running, splice, tasks
+from . import edits, running, tasks
 from .edits import Edit
-from .student import State, git, need_clean
+from .student import git, need_clean, note, recall
 
 ACTIONS = ("list", "plant", "hint", "check", "reveal", "clear")
-PATIENCE = 120  # seconds for a symptom
 WIDTH, SHOWN = 100, 40  # columns; lines
 
 
 def main(action: str, number: int | None) -> int:
     """The exit status. number: of an exhibit, from 1; only `plant` needs one."""
-    known, state = edits.exhibits(), State()
+    known = dict(enumerate(edits.exhibits(), 1))
+    planted, _, commit = recall("planted").partition(" ")
+    exhibit = known.get(int(planted or 0))
     if action == "list":
-        for place, exhibit in enumerate(known, 1):
-            print(f"{place:3}  {exhibit.file[:7]}  {exhibit.fields['title'][0]}")
+        for place, edit in known.items():
+            print(f"{place:3}  {edit.file[:7]}  {edit.fields['title'][0]}")
     elif action == "plant":
-        if not 1 <= (number or 0) <= len(known):
+        if exhibit:
+            raise UserError(f"Exhibit {planted} is planted: `python -m exercises museum clear`.")
+        if number not in known:
             raise UserError(f"Which exhibit, 1 to {len(known)}? `museum list` shows them.")
-        plant(known[number - 1], number, state)
-    elif not state["planted"]:
+        plant(known[number], number)
+    elif not exhibit:
         raise UserError("No bug is planted: `python -m exercises museum plant 1` plants the first.")
+    elif action == "hint":
+        print(textwrap.fill(exhibit.fields["hint"][0], WIDTH))
+    elif action == "reveal":
+        reveal(exhibit)
+    elif action == "clear":
+        git("restore", f"--source={commit}", "--", exhibit.file)
+        note("planted", "")
+        print(f"{exhibit.file} is as it was before the bug.")
     else:
-        number, commit = state["planted"]
-        exhibit = known[number - 1]
-        if action == "hint":
-            print(textwrap.fill(exhibit.fields["hint"][0], WIDTH))
-        elif action == "check":
-            passed = running.here(exhibit.tests).passed
-            tell = "Mended: the tests that this bug failed pass. `museum reveal` tells its story."
-            print(tell if passed else "Not yet: the bug is still there, or there is another one.")
-            return 0 if passed else 1
-        elif action == "reveal":
-            reveal(exhibit)
-        else:
-            git("restore", f"--source={commit}", "--", exhibit.file)
-            state["planted"] = None
-            state.save()
-            print(f"{exhibit.file} is as it was before the bug.")
+        passed = running.here(exhibit.tests).passed
+        tell = "Mended: the tests that this bug failed pass. `museum reveal` tells its story."
+        print(tell if passed else "Not yet: the bug is still there, or there is another one.")
+        return 0 if passed else 1
     return 0
 
 
-def plant(exhibit: Edit, number: int, state: State) -> None:
+def plant(exhibit: Edit, number: int) -> None:
     """Make the edit in the working tree, and show what it does, beside what was there."""
-    if state["planted"]:
-        raise UserError(
-            f"Exhibit {state['planted'][0]} is planted already: "
-            "`python -m exercises museum clear` removes it."
-        )
     need_clean(exhibit.file, "a planted bug")
     try:
         planted = exhibit.applied(tasks.source(exhibit.file))
-    except (LookupError, splice.Refused):
+    except UserError:
         raise UserError(
             f"Your {exhibit.file} is not the project's where this bug goes: plant it on a branch "
             "without your work, `git switch -c museum main`."
@@ -79,8 +73,7 @@ def plant(exhibit: Edit, number: int, state: State) -> None:
     print(textwrap.indent(shows, "    ") + "\n")
     print("running it before and after: this loads the stage twice", flush=True)
     before = symptom(shows)
-    state["planted"] = [number, git("rev-parse", "HEAD").strip()]
-    state.save()
+    note("planted", f"{number} {git('rev-parse', 'HEAD')}")
     (paths.ROOT / exhibit.file).write_text(planted, encoding="utf-8")
     table = Table("before", "with the bug")
     table.add_row(Text(before), Text(symptom(shows)))
@@ -96,15 +89,11 @@ def symptom(shows: str) -> str:
     """What a command or a program prints, and how it ended, if not well."""
     words = shlex.split(shows)[1:] if shows.startswith("python ") else ["-c", shows]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": -1, "stderr": subprocess.STDOUT}
-    try:
-        done = subprocess.run([sys.executable, *words], cwd=paths.ROOT, timeout=PATIENCE, **pipes)
-        text, ended = done.stdout, f"[exit status {done.returncode}]" if done.returncode else ""
-    except subprocess.TimeoutExpired as error:
-        text, ended = error.stdout or b"", f"[no end after {PATIENCE} s]"
-    lines = text.decode(errors="replace").strip().splitlines()
+    done = subprocess.run([sys.executable, *words], cwd=paths.ROOT, text=True, **pipes)
+    lines = done.stdout.strip().splitlines()
     if len(lines) > SHOWN:
         lines[SHOWN // 2 : -SHOWN // 2] = ["..."]
-    return "\n".join([*lines, ended])
+    return "\n".join([*lines, f"[exit status {done.returncode}]" if done.returncode else ""])
 
 
 def reveal(exhibit: Edit) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,167 +20,149 @@ import psutil
 from shared import paths
 from shared.errors import UserError
 
-INSIDE = Path(__file__).with_name("inside.py")
-IMAGE = "staircase"  # of Docker or Podman: INSTRUCTORS.md says how to build it
-SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
-SYSTEM += ("/sys/devices/system/cpu", *map(os.path.realpath, {sys.prefix, sys.base_prefix}))
+INSIDE = Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
+LEFT_OUT = shutil.ignore_patterns(*(".*", "__pycache__", "*.md", "*.ipynb", "*.svg", "*.png"))
 MEMORY, SCRATCH, RESULTS = 4 << 30, 512 << 20, 4 << 20  # bytes
 PROCESSES = 64  # at a time
-AVAILABLE = {  # what contains a process -> a command that succeeds if it is there
-    "docker": ["image", "inspect", IMAGE],
-    "podman": ["image", "inspect", IMAGE],
-    "bwrap": ["--unshare-all", "--ro-bind", "/", "/", "true"],
+ENVIRONMENT = "PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 MPLBACKEND=agg LANG=C.UTF-8"
+ENVIRONMENT += " TRITON_INTERPRET=1 OMP_NUM_THREADS=1"
+IMAGE = "staircase"  # of Docker and Podman: INSTRUCTORS.md says how to build it
+# What comes before a command that runs in {tree}: no network, files that are only read (but the
+# cache, for the reference), scratch in memory.
+DOCKER = """ run --rm --network none --read-only --cap-drop ALL --security-opt no-new-privileges
+    --user 65534 --memory {memory} --pids-limit 1024 --tmpfs /tmp:exec,size={scratch}
+    --volume {tree}:/tree:ro --volume {cache}:/cache:{mode} --workdir /tree
+    staircase timeout -s KILL {seconds}"""
+BWRAP = """bwrap --unshare-all --die-with-parent --new-session --cap-drop ALL --proc /proc
+    --dev /dev --size {scratch} --tmpfs /tmp --ro-bind {tree} /tree {bind} {cache} /cache
+    --chdir /tree"""
+SYSTEM = "/usr /bin /lib /lib32 /lib64 /etc/alternatives /etc/ld.so.cache /sys/devices/system/cpu"
+for path in (*SYSTEM.split(), sys.prefix, sys.base_prefix):
+    BWRAP += f" --ro-bind-try {path} {path}"
+CONTAINERS = {  # a command that succeeds where there is one -> what comes before a command in it
+    f"docker image inspect {IMAGE}": f"docker{DOCKER}",
+    f"podman image inspect {IMAGE}": f"podman{DOCKER}",
+    "bwrap --unshare-all --ro-bind / / true": BWRAP,
 }
 
 
 @dataclass
 class Run:
-    """outcomes: by test id, ("passed", "") or ("failed", "[1][1] is 6, not 0").
+    """outcomes: by test id, "passed", "failed" or "skipped". reasons: "[1][1] is 6, not 0".
 
     ended: why the process came to no end of its own; "" if it did.
     """
 
-    outcomes: dict[str, tuple[str, str]] = field(default_factory=dict)
-    status: int | None = None
+    outcomes: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
     ended: str = ""
     seconds: float = 0.0
 
     @property
     def failures(self) -> dict[str, str]:
         """Why tests did not pass, by their ids."""
-        return {test: why for test, (outcome, why) in self.outcomes.items() if outcome != "passed"}
+        return {test: self.reasons[test] for test, o in self.outcomes.items() if o != "passed"}
 
     @property
     def passed(self) -> bool:
-        return self.status == 0 and bool(self.outcomes) and not self.failures
+        return bool(self.outcomes) and not self.failures and not self.ended
 
 
-def here(tests: Iterable[str]) -> Run:
+def here(tests: list[str]) -> Run:
     """Run tests on one's own code, and print why those fail that do. What they print themselves
     goes to the terminal, too."""
-    run = start(inside({"tests": [*tests]}), paths.ROOT, 300.0, None)
+    run = start([sys.executable, "-c", INSIDE, "{}", *tests], paths.ROOT, 300.0, shown=True)
     for test, why in run.failures.items():
         print(f"  {test.rpartition('::')[2]}: {why}")
     print(end=f"  {run.ended}\n" if run.ended else "")
     return run
 
 
-def inside(job: dict[str, Any], python: str = sys.executable, file: str = "") -> list[str]:
-    """The command that runs a job of inside.py."""
-    return [python, file or str(INSIDE), json.dumps(job)]
-
-
 def container() -> str:
-    """What there is to contain a process, of AVAILABLE. Raises UserError if there is nothing."""
-    for program, words in AVAILABLE.items():
-        if shutil.which(program):
-            done = subprocess.run([program, *words], capture_output=True)
-            if done.returncode == 0:
-                return program
+    """What there is to contain a process, of CONTAINERS. Raises UserError if there is nothing."""
+    for test, command in CONTAINERS.items():
+        with suppress(FileNotFoundError):
+            if subprocess.run(test.split(), capture_output=True).returncode == 0:
+                return command
     raise UserError(
         "Nothing here can contain a hand-in: install bubblewrap (Linux), or build the image "
-        f"'{IMAGE}' of Docker or Podman as exercises/INSTRUCTORS.md says. --unconfined runs code "
+        "'staircase' of Docker or Podman as exercises/INSTRUCTORS.md says. --unconfined runs code "
         "that you trust without."
     )
 
 
-def prefix(program: str, name: str, tree: Path, cache: Path, keep: bool) -> list[str]:
-    """What runs a command with `tree` as /tree and inside.py: no network, files that are only read
-    (but the cache, with `keep`), scratch in memory."""
-    read = {str(tree): "/tree", str(INSIDE): "/inside.py"}
-    if program == "bwrap":
-        words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session"]
-        words += ["--cap-drop", "ALL", "--proc", "/proc", "--dev", "/dev"]
-        words += ["--size", str(SCRATCH), "--tmpfs", "/tmp"]
-        for path, place in ({path: path for path in SYSTEM if os.path.exists(path)} | read).items():
-            words += ["--ro-bind", path, place]
-        return [*words, "--bind" if keep else "--ro-bind", str(cache), "/cache", "--chdir", "/tree"]
-    words = [program, "run", "--rm", "--name", name, "--network", "none", "--read-only"]
-    words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", "65534"]
-    words += ["--memory", str(MEMORY), "--pids-limit", str(PROCESSES * 16)]
-    words += ["--tmpfs", f"/tmp:exec,size={SCRATCH}", "--workdir", "/tree"]
-    mounts = [f"{path}:{place}:ro" for path, place in read.items()]
-    for mount in (*mounts, f"{cache}:/cache:{'rw' if keep else 'ro'}"):
-        words += ["--volume", mount]
-    return [*words, IMAGE]
+@dataclass
+class Sandbox:
+    """Runs tests in trees of `shared` and the stages, without history and lessons, and in an
+    environment that is always the same.
+
+    container: of `container`; "" for none. cache: a folder for what is compiled.
+    """
+
+    container: str
+    cache: Path
+
+    def run(self, tests: list[str], changed: dict[str, str], seconds: float, **options: Any) -> Run:
+        """changed: texts of files that are others there. options: of the Reporter in inside.py; and
+        `read_only`, for the cache."""
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            tree = Path(folder, "tree")
+            for name in ("shared", *paths.discover()):  # of all stages, some come by name
+                shutil.copytree(paths.ROOT / name, tree / name, ignore=LEFT_OUT)
+            for name in ("conftest.py", "pyproject.toml"):
+                shutil.copy2(paths.ROOT / name, tree / name)
+            for file, text in changed.items():
+                (tree / file).write_text(text, encoding="utf-8")
+            places = {"tree": tree, "cache": self.cache, "seconds": seconds}
+            places |= {"memory": MEMORY, "scratch": SCRATCH, "bind": "--bind", "mode": "rw"}
+            if options.pop("read_only", False):
+                places |= {"bind": "--ro-bind", "mode": "ro"}
+            words = [word.format(**places) for word in self.container.split()]
+            home, cache = ("/tmp", "/cache") if words else (folder, self.cache)
+            words += ["env", "-i", f"HOME={home}", f"TMPDIR={home}", f"XDG_CACHE_HOME={cache}"]
+            words += [f"PATH={os.environ.get('PATH')}:/usr/local/bin:/usr/bin:/bin"]
+            python = "python" if IMAGE in words else sys.executable
+            words += [*ENVIRONMENT.split(), python, "-c", INSIDE, json.dumps(options), *tests]
+            return start(words, tree, seconds)
 
 
-def contained(
-    program: str, job: dict[str, Any], tree: Path, cache: Path, seconds: float, keep: bool
-) -> Run:
-    """Run a job of inside.py over a clean tree. program: of `container`; "" for none. keep: what
-    it compiles goes to `cache`, and what it prints to the terminal; else it begins with a copy of
-    the cache."""
-    name = f"staircase-{secrets.token_hex(8)}"
-    python = "python" if program in ("docker", "podman") else sys.executable
-    command, file, scratch, compiled = [], str(INSIDE), str(tree.parent), str(cache)
-    if program:
-        file, scratch, compiled = "/inside.py", "/tmp", "/cache"
-        command = prefix(program, name, tree, cache, keep)
-    variables = {"HOME": scratch, "TMPDIR": scratch, "LANG": "C.UTF-8", "MPLBACKEND": "agg"}
-    variables |= {"XDG_CACHE_HOME": compiled if keep else f"{scratch}/cache"}
-    variables |= {"PATH": os.environ.get("PATH", "") + ":/usr/local/bin:/usr/bin:/bin"}
-    variables |= {"PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "1"}
-    variables |= {"OMP_NUM_THREADS": "2"}
-    job = {**job, "memory": MEMORY, "cache": "" if keep else compiled}
-    command += ["env", "-i", *map("=".join, variables.items()), *inside(job, python, file)]
-    try:
-        return start(command, tree, seconds, None if keep else subprocess.DEVNULL)
-    finally:
-        if program in ("docker", "podman"):
-            subprocess.run([program, "kill", name], capture_output=True)
-
-
-def start(command: list[str], cwd: Path, seconds: float, printed: int | None) -> Run:
-    """Start what runs inside.py, and read its lines when it ends or exceeds a limit. printed: where
-    to what it prints goes; None: to the terminal."""
+def start(command: list[str], cwd: Path, seconds: float, shown: bool = False) -> Run:
+    """Start what runs inside.py, and read its lines when it ends or exceeds a limit. shown: what it
+    prints goes to the terminal."""
     started, run = time.monotonic(), Run()
     with tempfile.TemporaryFile() as results:
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": results, "stderr": printed}
-        process = subprocess.Popen(command, cwd=cwd, start_new_session=True, **pipes)
-        watched = psutil.Process(process.pid)
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": results}
+        pipes["stderr"] = None if shown else subprocess.DEVNULL
+        process = psutil.Popen(command, cwd=cwd, start_new_session=True, **pipes)
         try:
             while process.poll() is None and not run.ended:
                 time.sleep(0.05)
-                run.ended = _exceeded(watched)
+                run.ended = _exceeded(process)
                 if time.monotonic() - started > seconds:
                     run.ended = f"it took more than {seconds:.0f} s: an endless loop?"
                 elif os.fstat(results.fileno()).st_size > RESULTS:
                     run.ended = "it forges results"
         finally:
-            for child in _family(watched):
-                with suppress(psutil.Error):
-                    child.kill()
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         results.seek(0)
         for line in results.read(RESULTS).decode(errors="replace").splitlines():
-            with suppress(ValueError, KeyError, TypeError):
-                entry = json.loads(line)
-                if "status" in entry:
-                    run.status = entry["status"]
-                else:
-                    run.outcomes[str(entry["id"])] = str(entry["outcome"]), str(entry["why"])
+            with suppress(ValueError, TypeError):  # not from inside.py
+                test, outcome, why = json.loads(line)
+                run.outcomes[str(test)], run.reasons[str(test)] = str(outcome), str(why)
     run.seconds = time.monotonic() - started
-    if not run.ended and run.status is None:
+    if not run.ended and process.returncode not in range(6):  # pytest's own
         run.ended = f"its process ended with status {process.returncode} before its tests did"
     return run
 
 
-def _family(process: psutil.Process) -> list[psutil.Process]:
-    """A process and its descendants, also those in sessions of their own."""
-    with suppress(psutil.Error):
-        return [process, *process.children(recursive=True)]
-    return []
-
-
 def _exceeded(process: psutil.Process) -> str:
     """Which limit this process and its descendants exceed; "" if none."""
-    memory, family = 0, _family(process)
-    for member in family:
-        with suppress(psutil.Error):
-            memory += member.memory_info().rss
-    if len(family) > PROCESSES:
-        return f"it started more than {PROCESSES} processes"
-    return f"it took more than {MEMORY >> 20} MiB of memory" if memory > MEMORY else ""
+    with suppress(psutil.Error):  # some have just ended
+        family = [process, *process.children(recursive=True)]
+        if len(family) > PROCESSES:
+            return f"it started more than {PROCESSES} processes"
+        if sum(member.memory_info().rss for member in family) > MEMORY:
+            return f"it took more than {MEMORY >> 20} MiB of memory"
+    return ""

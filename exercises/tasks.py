@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from shared import paths
 from shared.errors import UserError
 
-NAME = "EXERCISES.md"
 _TASK = re.compile(r"^## Task (\d+): (.+)\n\s*```toml\n([^`]*)```\n", re.M)
 _HINT = re.compile(r"<details>\s*<summary>.*?</summary>(.*?)</details>", re.S)
 
@@ -31,12 +30,12 @@ class Task:
     stage: str
     number: int
     title: str
+    text: str
+    hints: list[str]
     points: int
     file: str
     functions: list[str]
     tests: list[str]
-    text: str
-    hints: list[str]
 
     @property
     def name(self) -> str:
@@ -44,9 +43,8 @@ class Task:
         return f"{self.stage[:7]} task {self.number}"
 
     def others(self) -> set[str]:
-        """The functions of other tasks in the same file."""
-        known = [task for task in read(self.stage) if task.file == self.file]
-        return {name for task in known for name in task.functions} - {*self.functions}
+        """The functions of all tasks of the stage."""
+        return {name for task in read(self.stage) for name in task.functions}
 
 
 def source(file: str) -> str:
@@ -58,7 +56,7 @@ def find_stage(text: str) -> str:
     """The stage that is called "stage04_continuous", "stage04", "04" or "4"."""
     known = paths.discover()
     for stage in known:
-        if text in (stage, stage[:7]) or (text.isdecimal() and text.zfill(2) == stage[5:7]):
+        if text in (stage, stage[:7], stage[5:7], stage[5:7].lstrip("0")):
             return stage
     raise UserError(f"There is no stage '{text[:40]}': choose one of {', '.join(known)}.")
 
@@ -67,30 +65,21 @@ def find(stage: str, number: int) -> Task:
     """Raises UserError if the stage has no such task."""
     known = {task.number: task for task in read(stage)}
     if number not in known:
-        numbers = ", ".join(map(str, known))
-        raise UserError(f"There is no task {number} in {stage}: it has {numbers}.")
+        raise UserError(f"There is no task {number} in {stage}: it has {[*known]}.")
     return known[number]
 
 
 def read(stage: str) -> list[Task]:
     """The tasks of a stage, in order."""
     tasks = []
-    parts = iter(_TASK.split(source(f"{stage}/{NAME}"))[1:])
-    for number, title, head, rest in zip(parts, parts, parts, parts, strict=True):
-        fields, text = tomllib.loads(head), rest.partition("\n## ")[0]
-        tasks.append(
-            Task(
-                stage,
-                int(number),
-                title.strip(),
-                fields["points"],
-                f"{stage}/{fields['file']}",
-                fields["functions"],
-                [test_id(stage, test) for test in fields["tests"]],
-                text.partition("<details>")[0].strip(),
-                [" ".join(hint.split()) for hint in _HINT.findall(text)],
-            )
-        )
+    parts = iter(_TASK.split(source(f"{stage}/EXERCISES.md"))[1:])
+    for number, title, toml, rest in zip(parts, parts, parts, parts, strict=True):
+        head, section = tomllib.loads(toml), rest.partition("\n## ")[0]
+        head["file"] = f"{stage}/{head['file']}"
+        head["tests"] = [test_id(stage, test) for test in head["tests"]]
+        text = section.partition("<details>")[0].strip()
+        hints = [" ".join(hint.split()) for hint in _HINT.findall(section)]
+        tasks.append(Task(stage, int(number), title.strip(), text, hints, **head))
     return tasks
 
 

@@ -70,16 +70,13 @@ from stage01_toy.toy import Sums, rows
 def test_sums():
     assert Sums(1).add([1, 2]) == [2, 4]
 
-
 def test_the_whole_suite_judges():
     sums = Sums()
     sums.add([3])
     assert sums._half() == 1.5
 
-
 def test_rows():
     assert rows(2) == [[0, 0], [0, 0]]
-
 
 @pytest.mark.skipif(True, reason="the reference skips it, too")
 def test_skipped():

@@ -75,7 +75,6 @@ def other(): return 3
     ("submitted", "why"),
     [
         ("def x(:", "line 1: not Python"),
-        ("class Sums:\n    pass", "Sums.add is missing"),
         ("class Sums:\n    add = lambda x, y: x", "Sums.add is missing"),
         ("class Sums:\n    def add(x, z): return x", "line 2: the signature of Sums.add"),
         ("class Sums:\n    async def add(x, y): return x", "line 2: the signature of Sums.add"),
@@ -87,11 +86,7 @@ def test_what_cannot_be_taken_is_refused_with_a_reason(submitted, why):
         taken(submitted)
 
 
-def test_imports_of_stages_are_left_behind_and_a_missing_private_function_is_no_present():
-    submitted = (
-        "from stage05_paged.x import z\nclass Sums:\n    def add(x, y):\n        return z(x)\n"
-    )
-    assert "line 1: not taken: from stage05_paged.x import z" in taken(submitted)[1]
+def test_a_missing_private_function_is_no_present():
     alone, _ = taken("class Sums:\n    def add(x, y): return 1\n", "Sums.add", "Sums._inner")
     with pytest.raises(NotImplementedError):
         run(alone, "Sums()._inner()")
@@ -100,21 +95,10 @@ def test_imports_of_stages_are_left_behind_and_a_missing_private_function_is_no_
 def test_another_body_leaves_signature_and_docstring():
     text = splice.with_body(REFERENCE, "Sums.add", "raise KeyError\nreturn 2")
     assert text == REFERENCE.replace("return x + y", "raise KeyError\n        return 2")
-    assert "return 3" in splice.with_body(REFERENCE, "other", "return 3")
-    with pytest.raises(splice.Refused, match="gone is missing"):
-        splice.with_body(REFERENCE, "gone", "")
 
 
-@pytest.mark.parametrize(
-    ("value", "expected", "shown"),
-    [
-        ([[0, 0], [0, 6]], [[0, 0], [0, 0]], "[1][1] is 6, not 0"),
-        ([1], [1, 2], "[1] is nothing, not 2"),
-        ({"a": [1]}, {"a": [2]}, "['a'][0] is 1, not 2"),
-        ("x", "y", "it is 'x', not 'y'"),
-        (1.0, 1, ""),
-        (None, 0, "it is None, not 0"),
-    ],
-)
-def test_the_first_difference(value, expected, shown):
-    assert difference(value, expected) == shown
+def test_the_first_difference():
+    assert difference([[0, 0], [0, 6]], [[0, 0], [0, 0]]) == "[1][1] is 6, not 0"
+    assert difference({"a": [1]}, {"a": [1, 2]}) == "['a'][1] is nothing, not 2"
+    assert difference(1.5, 2.5) == "it is 1.5, not 2.5" and difference(1.0, 1) == ""
+    assert difference(None, 0) == "it is None, not 0"

@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 
 from exercises.__main__ import main
+from shared import cli
 
 from .conftest import git
 
 
 def said(capsys, *words, status=0):
-    assert main([*words]) == status
+    with pytest.raises(SystemExit) as ended:
+        cli.run(main, [*words])
     output = capsys.readouterr()
+    assert ended.value.code == status, output
     return output.out + output.err
 
 
@@ -34,21 +37,17 @@ def test_from_start_to_hand_in(project, capsys):
     assert "passed before your last edit" in said(capsys, "status")
     assert "your change of Sums.__init__ is not taken" in said(capsys, "check")
     assert "git diff main" in said(capsys, "status") and git(project, "diff", "main")
+    assert "Hint 1 of 1: What is kept?" in said(capsys, "hint", "1", "1")
+    assert "Name stage and task" in said(capsys, "check", "stage01", status=2)
     assert "There is no task 7" in said(capsys, "start", "1", "7", status=2)
     assert "There is no stage '77'" in said(capsys, "list", "77", status=2)
-
-
-def test_hints_come_one_by_one(project, capsys):
-    said(capsys, "start", "1", "1")
-    assert "Hint 1 of 1: What is kept?" in said(capsys, "hint")
-    assert "No task is started" not in said(capsys, "hint", "stage01", "2")
 
 
 def test_nothing_is_changed_on_main_or_without_git(project, capsys):
     git(project, "switch", "-q", "main")
     assert "git switch -c mine" in said(capsys, "start", "1", "2", status=2)
     (project / ".git").rename(project / "gone")
-    assert "no git repository" in said(capsys, "start", "1", "2", status=2)
+    assert "need a clone of the project" in said(capsys, "start", "1", "2", status=2)
     assert "NotImplementedError" not in (project / "stage01_toy/toy.py").read_text()
 
 
@@ -59,8 +58,7 @@ def test_an_exhibit_is_planted_found_and_cleared(project, capsys):
     assert "No bug is planted" in said(capsys, "museum", "check", status=2)
     shown = said(capsys, "museum", "plant", "1")
     assert "[[0]]" in shown and "[[0, 0]]" in shown and toy.read_text() != before
-    assert "planted already" in said(capsys, "museum", "plant", "1", status=2)
-    assert "museum clear" in said(capsys, "start", "1", "1", status=2)
+    assert "museum clear" in said(capsys, "museum", "plant", "1", status=2)
     assert "test_rows" in said(capsys, "museum", "check", status=1)
     assert "Count." in said(capsys, "museum", "hint")
     assert "long ago" in said(capsys, "museum", "reveal")
@@ -77,9 +75,4 @@ def test_a_museum_beside_unfinished_work_says_what_to_do(project, capsys):
     toy.write_text(toy.read_text().replace("[0] * count", "[0] * n"))
     git(project, "commit", "-qam", "mine")
     assert "git switch -c museum main" in said(capsys, "museum", "plant", "1", status=2)
-    assert "Which exhibit, 1 to 1" in said(capsys, "museum", "plant", "2", status=2)
-
-
-@pytest.mark.parametrize("words", [["check", "stage01"], ["museum", "plant"]])
-def test_what_is_missing_is_asked_for(project, capsys, words):
-    assert "error: " in said(capsys, *words, status=2)
+    assert "Which exhibit, 1 to 1" in said(capsys, "museum", "plant", status=2)

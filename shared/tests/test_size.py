@@ -12,7 +12,7 @@ from shared.tests.test_texts import tracked
 
 BUDGET = {  # lines of source, of tests
     "book": (400, 0),
-    "exercises": (1_385, 575),
+    "exercises": (1_185, 545),
     "reports": (1_935, 240),
     "shared": (4_770, 1_910),
     "stage01": (955, 520),
