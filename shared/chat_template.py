@@ -12,12 +12,11 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .errors import UserError
@@ -27,6 +26,29 @@ MARK = "\U000f0000"  # a private character: behind each letter of a user's contr
 MARKED = re.compile(f"(?:.{MARK})+", re.DOTALL)
 
 Parts = list[tuple[str, bool]]  # text, and whether it is the template's own
+
+
+class Generation(Extension):
+    """{% generation %}, which marks the assistant's part for training and renders what is in it."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter `tojson` of transformers: unlike Jinja's, it escapes no HTML."""
+    options: dict[str, Any] = {"separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def refuse(message: str) -> None:
@@ -43,10 +65,9 @@ class FolderTemplate:
         """control: the control tokens. tokens: bos_token and others, for the template to print.
         Raises UserError if the template is invalid."""
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
         )
-        # As in transformers: unlike Jinja's filter, it escapes no HTML.
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.filters["tojson"] = to_json
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = date.today().strftime
         try:

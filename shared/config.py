@@ -16,6 +16,7 @@ from .files import read_json
 if TYPE_CHECKING:
     import torch
 
+MOST_LAYERS, MOST_SIZE = 2**12, 2**24
 SCALE_BYTES = 2  # of a cached key or value in whole numbers
 # Options that change the arithmetic, with the values that our model implements, the default first.
 FIXED_OPTIONS: dict[str, tuple[Any, ...]] = {
@@ -130,9 +131,13 @@ class Config:
 
 
 def check_size(size: object, field: str, source: str) -> int:
-    """The size in `field` of a config.json. Raises UserError if it is none."""
-    if type(size) is not int or size < 1:
-        raise UserError(f"{field} in {source} must be a whole number above 0, not {size!r}.")
+    """The size in `field` of a config.json. Raises UserError if no model has it: a billion layers
+    would take all memory before any weight is read."""
+    most = MOST_LAYERS if "layer" in field else MOST_SIZE
+    if type(size) is not int or not 1 <= size <= most:
+        raise UserError(
+            f"{field} in {source} must be a whole number from 1 to {most}, not {repr(size)[:40]}."
+        )
     return size
 
 

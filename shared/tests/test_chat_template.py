@@ -26,11 +26,12 @@ LLAMA2 = """\
     {% if loop.index0 > 6 %}{% break %}{% endif %}
     {% if message['role'] == 'user' %}[INST] {{ message['content'] }} [/INST]
     {% else %}
-        {{ message['content'] }} {{ eos_token }}
+        {% generation %} {{ message['content'] }} {{ eos_token }}{% endgeneration %}
     {% endif %}
 {% endfor %}"""
 OTHERS = """\
-{{ messages | tojson(indent=2, sort_keys=True) }}{{ messages | tojson }}{{ 'a\\n' }}
+{{ messages | tojson(indent=2, sort_keys=True) }}{{ messages | tojson(true) }}{{ 'a\\n' }}
+{{ messages | tojson(separators=(',', ':')) }}{{ messages | tojson }}
   {% if 1 %}
 b{% endif %}"""
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

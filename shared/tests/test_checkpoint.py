@@ -177,8 +177,10 @@ def test_no_network_and_names_that_the_hub_refuses(monkeypatch, tmp_path):
 
 
 def test_configs_that_are_refused():
-    bad: dict[str, Any] = {"n_embd": "24", "n_head": 5, "activation_function": "relu"}
-    for field, value in bad.items():
+    for field, value in (
+        *(("n_embd", "24"), ("n_head", 5), ("activation_function", "relu")),
+        *(("n_layer", 10**9), ("vocab_size", 2**25), ("n_positions", 0)),
+    ):
         assert field in refusal(lambda: Config.from_dict(SIZES | {field: value}))  # noqa: B023
 
 
