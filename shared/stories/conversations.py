@@ -125,7 +125,7 @@ def conversation(rng: random.Random) -> list[Turn]:
         ]
     kept = {name: story.fillings[name] for name in KEPT if name in story.fillings}
     others = [plot for plot in source.plots if plot.name != story.plot]
-    second = source.sample(rng, kept, others, sequels(), habits=False)
+    second = source.sample(rng, kept, others, sequels())
     return [first, Turn(question, second.text, second)]
 
 

@@ -23,11 +23,12 @@ from tqdm import tqdm
 
 from .. import cli
 from . import grammar
-from .train import END_OF_TEXT, recipe_parser
+from .train import VOCABULARY, recipe_parser
 
 TEMPERATURE = 0.8
 TOP_P = 0.95  # common in servers; without it the tail of every distribution is sampled too
 HELD_OUT, SAMPLED, ENTROPY = 1000, 200, 20_000  # stories
+END = VOCABULARY - 1  # of a text
 LONGEST_STORY = 600  # tokens; the grammar's longest are under 500
 CARD = jinja2.Template(
     (grammar.FOLDER / "card.md.jinja").read_text(encoding="utf-8"),
@@ -36,34 +37,22 @@ CARD = jinja2.Template(
 )
 
 
-def predictions(model: Any, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each of ids[1:], given what is before it: -ln p in nats, and whether it is the likeliest
-    token; each (T,)."""
-    logits = model(torch.tensor([ids])).logits[0, :-1].float()  # (T, V)
-    targets = torch.tensor(ids[1:])
-    nats = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
-    return nats, logits.argmax(-1) == targets
-
-
-def end_of_text(tokenizer: Any) -> int:
-    return int(tokenizer.convert_tokens_to_ids(END_OF_TEXT))
-
-
 def held_out(model: Any, tokenizer: Any) -> dict[str, Any]:
     """Model and floor on the same unseen stories, with an end-of-text on both sides."""
-    end = end_of_text(tokenizer)
     nats, floor, tokens, copied, right = 0.0, 0.0, 0, 0, 0
     stories = itertools.islice(grammar.stories("held out"), HELD_OUT)
     for story in tqdm(stories, total=HELD_OUT, unit="story", desc="held out"):
         encoded = tokenizer(story.text, return_offsets_mapping=True)
         ids, places = encoded.input_ids, encoded.offset_mapping
         copies = [story.copied(*place) for place in places]  # in a word that repeats a filling
-        losses, likeliest = predictions(model, [end, *ids, end])
+        targets = torch.tensor([*ids, END])  # (T,)
+        logits = model(torch.tensor([[END, *ids]])).logits[0].float()  # (T, V)
+        losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
         nats += float(losses.sum())
         floor -= story.log_probability
-        tokens += len(ids) + 1
+        tokens += len(targets)
         copied += sum(copies)
-        right += int(likeliest[:-1][torch.tensor(copies)].sum())
+        right += int((logits.argmax(-1) == targets)[:-1][torch.tensor(copies)].sum())
     return {
         "stories": HELD_OUT,
         "tokens": tokens,
@@ -78,15 +67,14 @@ def held_out(model: Any, tokenizer: Any) -> dict[str, Any]:
 def sampled(model: Any, tokenizer: Any, top_p: float) -> dict[str, Any]:
     """Sample stories, and count those that the grammar can read."""
     torch.manual_seed(0)
-    end, options = end_of_text(tokenizer), {"temperature": TEMPERATURE, "top_p": top_p, "top_k": 0}
+    options = {"do_sample": True, "temperature": TEMPERATURE, "top_p": top_p, "top_k": 0}
     rows = model.generate(
-        torch.tensor([[end]]),
+        torch.tensor([[END]]),
         attention_mask=torch.tensor([[1]]),
         num_return_sequences=SAMPLED,
-        do_sample=True,
         max_new_tokens=LONGEST_STORY,
-        eos_token_id=end,
-        pad_token_id=end,
+        eos_token_id=END,
+        pad_token_id=END,
         **options,
     )
     texts = [tokenizer.decode(row[1:], skip_special_tokens=True) for row in rows]

@@ -155,12 +155,12 @@ class Grammar:
             before, after = map(parse_beat, lines[:pause]), map(parse_beat, lines[pause + 1 :])
             self.plots.append(Plot(name, tuple(before), tuple(after)))
 
-    def outline(self, plot: Plot, openings: Beat, habits: bool) -> tuple[Template, ...]:
+    def outline(self, plot: Plot, openings: Beat) -> tuple[Template, ...]:
         """A story up to where an interlude may stand, and its end without one and with one."""
-        before = [openings or self.openings, *[self.habits] * habits, *plot.before]
+        before = [openings] if openings else [self.openings, self.habits]
         ways = plot.after, (self.interludes, *plot.after)
         ends = (chain("\n", way) + ("\n", self.endings) for way in ways)
-        return chain("", before), *ends
+        return chain("", [*before, *plot.before]), *ends
 
     def candidates(self, slot: Slot, fillings: dict[str, str]) -> list[str]:
         """What an unfilled slot may become: two slots of one kind differ, and friend is of the
@@ -199,11 +199,10 @@ class Grammar:
         fixed: Mapping[str, str] | None = None,
         plots: Sequence[Plot] = (),
         openings: Beat = (),
-        habits: bool = True,
     ) -> Story:
-        """One story, drawn with `rng`: with the fillings in `fixed`, one of `plots`, an opening out
-        of `openings` (all of the grammar's, if empty). Its probability is that of what was drawn.
-        """
+        """One story, drawn with `rng`: with the fillings in `fixed`, one of `plots` (any, if none),
+        and one of `openings` in place of the grammar's own and the hero's habit. Its probability is
+        that of what was drawn."""
         fillings = dict(fixed or {})
         copies: list[tuple[int, int]] = []
         text, log_probability = "", 0.0
@@ -230,7 +229,7 @@ class Grammar:
                     text += part
 
         plot = choose(plots or self.plots)
-        before, *ends = self.outline(plot, openings, habits)
+        before, *ends = self.outline(plot, openings)
         write(before)
         log_probability -= math.log(2)  # an interlude or none
         write(ends[rng.random() < 0.5])
@@ -244,13 +243,12 @@ class Grammar:
         fixed: Mapping[str, str] | None = None,
         plots: Sequence[Plot] = (),
         openings: Beat = (),
-        habits: bool = True,
     ) -> list[Story]:
         """Every derivation of `text`, with the arguments of `sample`; an empty list if this grammar
         cannot have written it."""
         plots, stories = plots or self.plots, []
         for plot in plots:
-            before, *ends = self.outline(plot, openings, habits)
+            before, *ends = self.outline(plot, openings)
             whole: Template = (*before, tuple(ends))  # a choice like any other
             stories += [
                 Story(text, plot.name, fillings, log_p - math.log(len(plots)))
@@ -287,12 +285,8 @@ class Grammar:
 @cache
 def load() -> Grammar:
     """The grammar of this folder."""
-    return Grammar(
-        *(
-            FOLDER.joinpath(name).read_text(encoding="utf-8")
-            for name in ("words.txt", "synonyms.txt", "frame.txt", "plots.txt")
-        )
-    )
+    names = ("words.txt", "synonyms.txt", "frame.txt", "plots.txt")
+    return Grammar(*(FOLDER.joinpath(name).read_text(encoding="utf-8") for name in names))
 
 
 def stories(seed: int | str) -> Iterator[Story]:

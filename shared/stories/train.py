@@ -74,7 +74,7 @@ class Stories:
     steps = 6000
     size = 192, 4, 3  # width, layers, heads
     copying_steps = COPYING_STEPS
-    control = (END_OF_TEXT,)
+    control: tuple[str, ...] = (END_OF_TEXT,)
     full_window_share = 0.15  # of the steps, at the end
 
     @staticmethod
@@ -118,7 +118,7 @@ class Draft(Stories):
     copying_steps = 0
 
 
-class Chat:
+class Chat(Stories):
     """What is particular to `stories-chat`: a Llama that answers requests for stories.
 
     It keeps keys and values for one head, a third of what `stories` keeps.
@@ -126,7 +126,6 @@ class Chat:
 
     folder = grammar.FOLDER / "chat-model"
     steps = 14_000
-    size, copying_steps = Stories.size, COPYING_STEPS
     control = (TURN, END_OF_TURN, END_OF_TEXT)
     full_window_share = 0.35  # a second answer often lies beyond 512 tokens
 
@@ -180,9 +179,6 @@ class Chat:
         )
 
 
-Recipe = type[Stories] | type[Chat]
-
-
 def even(ids: list[int], weight: float = 1.0) -> Document:
     return [(token_id, weight) for token_id in ids]
 
@@ -203,16 +199,15 @@ def byte_level(model: models.BPE, control: tuple[str, ...]) -> Tokenizer:
     return tokenizer
 
 
-def train_tokenizer(recipe: Recipe, count: int = 20_000) -> Tokenizer:
+def train_tokenizer(recipe: type[Stories]) -> Tokenizer:
     """A byte-level BPE. Control tokens last, so that ids 0..255 are the bytes."""
     tokenizer = byte_level(models.BPE(), ())
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY - len(recipe.control),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[],
         show_progress=False,
     )
-    tokenizer.train_from_iterator(itertools.islice(recipe.texts("tokenizer"), count), trainer)
+    tokenizer.train_from_iterator(itertools.islice(recipe.texts("tokenizer"), 20_000), trainer)
     tokenizer.add_special_tokens(list(recipe.control))
     return tokenizer
 
@@ -248,23 +243,14 @@ def micro_batch(
     return batch[..., 0].long(), batch[..., 1], positions
 
 
-def build_model(recipe: Recipe, width: int, layers: int, heads: int) -> Any:
-    torch.manual_seed(SEED)
-    config = recipe.config(width, layers, heads)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    torch.nn.init.normal_(model.get_input_embeddings().weight, std=EMBEDDING_SPREAD)
-    return model
-
-
-def build_optimizers(model: Any, peak: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the blocks, AdamW for embeddings, biases and norms; `peak` is
-    the learning rate."""
+def build_optimizers(model: Any) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the blocks, AdamW for embeddings, biases and norms."""
     matrices: list[torch.nn.Parameter] = []
     rest: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         inside = parameter.ndim == 2 and (".h." in name or ".layers." in name)
         (matrices if inside else rest).append(parameter)
-    slow = peak * EMBEDDING_LEARNING_RATE_SHARE
+    peak, slow = PEAK_LEARNING_RATE, PEAK_LEARNING_RATE * EMBEDDING_LEARNING_RATE_SHARE
     return [
         torch.optim.Muon(matrices, lr=peak, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, lr=slow, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
@@ -277,13 +263,16 @@ def learning_rate_share(step: int, steps: int) -> float:
 
 
 def train(
-    recipe: Recipe, out: Path, steps: int = 0, size: tuple[int, int, int] | None = None
+    recipe: type[Stories], out: Path, steps: int = 0, size: tuple[int, int, int] | None = None
 ) -> dict[str, Any]:
     """Train and save to `out`, by default as the recipe has it; returns the facts of the run for
     the model card."""
     out.mkdir(parents=True, exist_ok=True)
     steps, copying_steps = steps or recipe.steps, recipe.copying_steps
-    model = build_model(recipe, *(size or recipe.size))
+    torch.manual_seed(SEED)
+    config = recipe.config(*(size or recipe.size))
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    torch.nn.init.normal_(model.get_input_embeddings().weight, std=EMBEDDING_SPREAD)
     if recipe is Draft:
         files = (str(Stories.folder / name) for name in ("vocab.json", "merges.txt"))
         tokenizer = byte_level(models.BPE.from_file(*files), Stories.control)
@@ -295,7 +284,7 @@ def train(
     copying = repeating_windows(WINDOW, documents)
     sources = {length: windows(length, rng, documents) for length in (WINDOW, POSITIONS)}
     full_from = max(int(steps * (1 - recipe.full_window_share)), copying_steps)
-    optimizers = build_optimizers(model, PEAK_LEARNING_RATE)
+    optimizers = build_optimizers(model)
     share = partial(learning_rate_share, steps=steps)
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, share) for optimizer in optimizers]
     started = time.perf_counter()
