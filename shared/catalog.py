@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from . import registry
 from .config import Config, read_config
@@ -46,32 +45,15 @@ PRESETS = {
 @dataclass(frozen=True)
 class Opened:
     """The files of a checkpoint. folder: of the tokenizer's files; None without any. tensors: under
-    the names of the model's family. conversion: if matrices are stored in a format of their own.
-    files: with the weights."""
+    the names of the model's family. conversion: if matrices are stored in a format of their own."""
 
     config: Config
     tensors: dict[str, Tensor]
     folder: Path | None
-    files: Sequence[Path]
     conversion: Conversion | None = None
 
 
-class Format(Protocol):
-    """A format of checkpoints beside folders of floating-point numbers: a module that imports
-    PyTorch only in `open`."""
-
-    KIND: str  # of what it reads, in a message: "a .gguf file"
-    NAMES: Mapping[str, Callable[[], Path]]
-    """Known names, and what finds their files, or raises UserError."""
-
-    def reads(self, path: Path) -> bool:
-        """Whether the file or folder is in this format."""
-
-    def open(self, path: Path) -> Opened:
-        """Raises UserError for a file that cannot be read."""
-
-
-def formats() -> list[Format]:
+def formats() -> list[Any]:
     return [registry.load(entry) for entry in registry.FORMATS.values()]
 
 
@@ -88,35 +70,33 @@ def others() -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """A model on this machine. format: None for a plain folder."""
+    """A model on this machine. format: what reads it, of registry.FORMATS; None for a plain
+    folder."""
 
     path: Path
-    format: Format | None = None
+    format: Any = None
 
 
 def find(name: str) -> Found | None:
     """The model of this name, if it is on this machine. Raises UserError for a file in an unknown
     format, and for a known name whose file is not installed."""
-    if name in EMBEDDED:
-        return Found(EMBEDDED[name])
-    if not name or name in PRESETS:
+    known = {name: finder for format in formats() for name, finder in format.NAMES.items()}
+    if name in known:
+        path = known[name]()
+    elif not name or name in PRESETS.keys() - EMBEDDED.keys():
         return None
-    for format in formats():
-        if name in format.NAMES:
-            return Found(format.NAMES[name](), format)
-    path = Path(os.path.expanduser(name))
+    else:
+        path = EMBEDDED.get(name) or Path(os.path.expanduser(name))
     if not os.path.exists(path):  # unlike Path.exists, it raises for no name
         return None
-    for format in formats():
-        if format.reads(path):
-            return Found(path, format)
-    if not path.is_dir():
+    format = next((format for format in formats() if format.reads(path)), None)
+    if format is None and not path.is_dir():
         kinds = "".join(f"{format.KIND}, or " for format in formats())
         raise UserError(
             f"{name} is a file: give {kinds}the folder that holds config.json and "
             "model.safetensors."
         )
-    return Found(path)
+    return Found(path, format)
 
 
 def checked(name: str) -> str:

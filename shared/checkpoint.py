@@ -1,8 +1,7 @@
 """Checkpoints: from a folder or the hub, or seeded random weights. Safetensors, never pickle.
 
 The tensors always have the names and shapes of `Config.shapes`, however the file spells them.
-Anything that does not fit raises one UserError, which says what is wrong and what to do. Values are
-not checked: NaN passes.
+Anything that does not fit raises one UserError, which says what is wrong and what to do.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,16 +37,13 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 class Checkpoint:
     """A config and its tensors by name. folder: where the tokenizer's files are; None without any.
     unused: rows of the vocabulary without a token, if the tokenizer tells. conversion: of the
-    linear layers, once the model is made. declared: the tensors that it declares, by layer. files:
-    with the weights; none for random ones."""
+    linear layers, once the model is made."""
 
     config: Config
     tensors: dict[str, torch.Tensor]
     folder: Path | None = None
     unused: Sequence[int] = ()
     conversion: Conversion | None = None
-    declared: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    files: Sequence[Path] = ()
 
 
 def load(name: str, random_weights: bool = False, seed: int = 0) -> Checkpoint:
@@ -62,19 +58,19 @@ def load(name: str, random_weights: bool = False, seed: int = 0) -> Checkpoint:
     """
     if random_weights:
         return _random_checkpoint(name, seed)
-    opened = _open(name, _find(name))
-    tensors, declared = _checked(opened)
-    checkpoint = Checkpoint(opened.config, tensors, opened.folder, declared=declared)
-    checkpoint.conversion, checkpoint.files = opened.conversion, opened.files
-    return checkpoint
+    location = catalog.find(name)
+    if location is None:
+        repository = f"openai-community/{name}" if name in PRESETS else catalog.checked(name)
+        location = Found(_download(name, repository))
+    opened = _open(name, location)
+    tensors = _checked(opened, location.path)
+    return Checkpoint(opened.config, tensors, opened.folder, conversion=opened.conversion)
 
 
 class _SkipInit(TorchFunctionMode):
     """Makes torch.nn.init return its tensor unchanged."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__module__", "") == "torch.nn.init":
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
@@ -83,11 +79,8 @@ class _SkipInit(TorchFunctionMode):
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Modules made here are on the device "meta": they take no memory, and no time for random
-    values.
-
-    To draw random values on "meta", PyTorch would also import 800 modules that nothing else needs.
-    """
+    """Modules made here are on the device "meta": they take no memory and no time. To draw random
+    values on "meta", PyTorch would import 800 modules that nothing else needs."""
     with torch.device("meta"), _SkipInit():
         yield
 
@@ -105,14 +98,6 @@ def check_vocabulary(tokenizer: AnyTokenizer, config: Config) -> None:
 # ---- the folder ----
 
 
-def _find(name: str) -> Found:
-    """Where the checkpoint is, downloaded first if the name is a hub name."""
-    if location := catalog.find(name):
-        return location
-    repository = f"openai-community/{name}" if name in PRESETS else catalog.checked(name)
-    return Found(_download(name, repository))
-
-
 def _open(name: str, location: Found, weights: bool = True) -> Opened:
     """The files. weights: of a plain folder, too."""
     if location.format:
@@ -120,17 +105,15 @@ def _open(name: str, location: Found, weights: bool = True) -> Opened:
         known = name if name in location.format.NAMES else opened.config.name
         return replace(opened, config=replace(opened.config, name=known))
     config = read_config(location.path, name if name in (*EMBEDDED, *PRESETS) else None)
-    tensors = read_tensors(location.path) if weights else {}
-    return Opened(config, tensors, location.path, sorted(location.path.glob("*.safetensors")))
+    return Opened(config, read_tensors(location.path) if weights else {}, location.path)
 
 
 def _download(name: str, repository: str) -> Path:
     """The folder with the files in this machine's hub cache. Cached files need no network."""
     import huggingface_hub as hub  # here, because offline users should not pay for its import
 
-    wanted = ["config.json", "model*.safetensors", INDEX]
-    wanted += ["vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"]
-    wanted += ["generation_config.json", "chat_template.jinja"]
+    wanted = ["*config.json", "model*.safetensors", INDEX, "chat_template.jinja"]
+    wanted += ["vocab.json", "merges.txt", "tokenizer.json"]
     try:
         return Path(hub.snapshot_download(repository, allow_patterns=wanted))
     except Exception as error:  # no such name, gated, timed out, disk full
@@ -147,16 +130,16 @@ def _download(name: str, repository: str) -> Path:
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors under the file's names, from one file or from the shards of an index."""
     names = [WEIGHTS]
-    if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():
+    present = sorted(path.name for path in folder.iterdir())
+    if WEIGHTS not in present and INDEX in present:
         names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
-        absent = [n for n in names if Path(n).name != n or not (folder / n).is_file()]
+        absent = [name for name in names if name not in present]
         if absent or not names:  # an index must not reach out of its folder
             raise UserError(
                 f"{folder / INDEX} names {_some(absent) or 'no file'}, which is not in its folder: "
                 "copy or download it again."
             )
-    elif not (folder / WEIGHTS).is_file():
-        present = sorted(path.name for path in folder.iterdir())
+    elif WEIGHTS not in present:
         raise UserError(
             f"{folder} has no {WEIGHTS} and no {INDEX}, only {_some(present)}: other formats may "
             "run code and are not opened; convert them with transformers (from_pretrained, then "
@@ -177,24 +160,16 @@ def read_file(path: Path) -> dict[str, torch.Tensor]:
         ) from None
 
 
-def _checked(opened: Opened) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
-    """The tensors under their canonical names, in the model's order; and by layer those that the
-    conversion declares. Raises UserError if they are not exactly these."""
-    config, conversion = opened.config, opened.conversion
-    folder = opened.files[0].parent if opened.files else opened.folder
+def _checked(opened: Opened, source: Path) -> dict[str, torch.Tensor]:
+    """The tensors under their canonical names, in the model's order, without the matrices that the
+    conversion has. Raises UserError if they are not exactly these."""
+    config = opened.config
+    stored = opened.conversion.stored if opened.conversion else ()
+    shapes = {name: shape for name, shape in config.shapes().items() if name not in stored}
     names = {old: new for old in opened.tensors if (new := config.tensor_name(old)) is not None}
     tensors = {new: opened.tensors[old] for old, new in names.items()}
-    shapes, layers = config.shapes(), dict[str, str]()  # layers of declared tensors
-    for name, shape in list(shapes.items()) if conversion else ():
-        layer, _, kind = name.rpartition(".")
-        if kind == "weight" and len(shape) == 2:
-            assert conversion is not None
-            stored = {f"{layer}.{kind}": s for kind, s in conversion.declares(layer, shape).items()}
-            if stored:
-                del shapes[name]
-                shapes |= stored
-                layers |= dict.fromkeys(stored, layer)
-    head = tensors.pop("lm_head.weight", None) if config.tied else None
+    if config.tied:
+        tensors.pop("lm_head.weight", None)  # some files have it twice
     present = {name: tensors[name] for name in shapes if name in tensors}
     problems = {
         "missing": [name for name in shapes if name not in tensors],
@@ -207,25 +182,16 @@ def _checked(opened: Opened) -> tuple[dict[str, torch.Tensor], dict[str, dict[st
         "not of a floating-point type": [
             f"{name} ({tensor.dtype})"
             for name, tensor in present.items()
-            if name not in layers and tensor.dtype not in DTYPES
+            if tensor.dtype not in DTYPES
         ],
     }
     if any(problems.values()):
         listed = "; ".join(f"{what} {_some(names)}" for what, names in problems.items() if names)
         raise UserError(
-            f"The weights in {folder} do not fit its config.json: {listed}; get both from the same "
+            f"The weights in {source} do not fit its config.json: {listed}; get both from the same "
             "checkpoint."
         )
-    embedding = next(iter(shapes))
-    if head is not None and not torch.equal(head, tensors[embedding]):
-        raise UserError(
-            f"lm_head.weight in {folder} differs from {embedding}, but config.json ties them: set "
-            "tie_word_embeddings to false, or choose another checkpoint."
-        )
-    declared: dict[str, dict[str, torch.Tensor]] = {}
-    for name, layer in layers.items():
-        declared.setdefault(layer, {})[name.removeprefix(f"{layer}.")] = present.pop(name)
-    return present, declared
+    return present
 
 
 def _some(names: Sequence[str]) -> str:
@@ -238,16 +204,13 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _random_checkpoint(name: str, seed: int) -> Checkpoint:
-    folder, location = None, catalog.find(name)
-    if location:
+    if location := catalog.find(name):
         opened = _open(name, location, weights=False)
-        config, folder = opened.config, opened.folder
+        config, folder = opened.config, opened.folder if has_tokenizer(opened.folder) else None
     elif name in (presets := catalog.presets()):
-        config = presets[name]
+        config, folder = presets[name], None
     else:
         raise catalog.unknown(name)
-    if not has_tokenizer(folder):
-        folder = None
     return Checkpoint(config, random_tensors(config, seed), folder)
 
 

@@ -72,26 +72,22 @@ class Config:
         """Name -> shape of each tensor, the embedding first, in the model's order. A tied output
         layer has no tensor of its own."""
         width = self.n_embd
-        block: dict[str, tuple[int, ...]] = {
-            "ln_1.weight": (width,),
-            "ln_1.bias": (width,),
-            "attn.c_attn.weight": (width, 3 * width),  # (in, out), the transpose of nn.Linear
-            "attn.c_attn.bias": (3 * width,),
-            "attn.c_proj.weight": (width, width),
-            "attn.c_proj.bias": (width,),
-            "ln_2.weight": (width,),
-            "ln_2.bias": (width,),
-            "mlp.c_fc.weight": (width, 4 * width),
-            "mlp.c_fc.bias": (4 * width,),
-            "mlp.c_proj.weight": (4 * width, width),
-            "mlp.c_proj.bias": (width,),
+        block: dict[str, tuple[int, ...]] = {  # matrices are (in, out), the transpose of nn.Linear
+            "ln_1": (width,),
+            "attn.c_attn": (width, 3 * width),
+            "attn.c_proj": (width, width),
+            "ln_2": (width,),
+            "mlp.c_fc": (width, 4 * width),
+            "mlp.c_proj": (4 * width, width),
         }
         shapes: dict[str, tuple[int, ...]] = {
             "wte.weight": (self.vocab_size, width),
             "wpe.weight": (self.n_positions, width),
         }
         for layer in range(self.n_layer):
-            shapes |= {f"h.{layer}.{name}": shape for name, shape in block.items()}
+            for name, shape in block.items():
+                shapes[f"h.{layer}.{name}.weight"] = shape
+                shapes[f"h.{layer}.{name}.bias"] = shape[-1:]
         shapes |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
         return shapes if self.tied else shapes | {"lm_head.weight": (self.vocab_size, width)}
 

@@ -7,12 +7,10 @@ kernels and the ranks of a later stage only meet what it made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
-
-from .errors import UserError
 
 
 @runtime_checkable
@@ -35,59 +33,34 @@ class Linear(Protocol):
         without a bias, which belongs to the sum of all parts. The other of the two is None."""
 
 
-class Table(Protocol):
-    """A table of embeddings in a format of its own. It is also an nn.Module."""
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        """(...,) int64 -> (..., C)."""
-
-    def head(self) -> nn.Module:
-        """The output layer that shares the table, of a model that ties them."""
-
-
 class Conversion(Protocol):
-    """Makes other linear layers of a checkpoint's, and declares how the checkpoint stores them."""
+    """Makes other linear layers of a checkpoint's."""
 
-    def declares(self, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the tensors, of any dtype, that the checkpoint has in place of the matrix
-        `name`.weight of this shape, such as {"weight": shape, "scale": (8,)}; empty if it has the
-        matrix itself."""
+    @property
+    def stored(self) -> Collection[str]:
+        """The names of the matrices that it has itself; all others are in the checkpoint."""
 
-    def layer(self, name: str, plain: nn.Linear, tensors: Mapping[str, Tensor]) -> nn.Module:
-        """The layer in the place of `plain`: a Linear, or `plain` itself. tensors: those declared;
-        with them, the weight of `plain` has the model's dtype, and is on "meta"."""
+    def layer(self, name: str, plain: nn.Linear) -> nn.Module:
+        """The layer `name` in the place of `plain`: a Linear, or `plain` itself. If the matrix is
+        `stored`, the weight of `plain` has the model's dtype, and is on "meta"."""
 
-    def embedding(
-        self, name: str, plain: nn.Embedding, tensors: Mapping[str, Tensor]
-    ) -> nn.Embedding | Table:
-        """The table of the tokens' embeddings in the place of `plain`, or `plain` itself."""
+    def embedding(self, name: str, plain: nn.Embedding) -> Any:
+        """The table of the tokens' embeddings in the place of `plain`, or `plain` itself. Another
+        table has `head()`, the output layer that shares it in a model that ties them."""
 
 
-def convert(
-    model: Any, conversion: Conversion, declared: Mapping[str, Mapping[str, Tensor]]
-) -> None:
-    """Convert all linear layers of `model`, and its table of tokens, in place. declared: tensors by
-    layer. A head that is tied to a table in a format of its own is the table's. At most one layer
-    exists in both formats. Raises UserError for a model that is converted already."""
+def convert(model: Any, conversion: Conversion) -> None:
+    """Convert all linear layers of `model`, and its table of tokens, in place. A head that is tied
+    to a table in a format of its own is the table's. At most one layer exists in both formats."""
     from tqdm import tqdm  # here, because few conversions take long
 
-    def tensors(name: str) -> dict[str, Tensor]:
-        return {kind: x.to(model.device) for kind, x in declared.get(name, {}).items()}
-
-    def plain(name: str) -> Any:
-        layer = model.get_submodule(name)
-        return layer.to(model.dtype) if name in declared else layer
-
     name = next(iter(model.config.shapes())).removesuffix(".weight")  # that of the tokens
-    if not isinstance(model.get_submodule(name), nn.Embedding):
-        raise UserError(
-            f"{model.config.name} is converted already: load its checkpoint anew to convert it."
-        )
-    table = conversion.embedding(name, plain(name), tensors(name))
+    table = conversion.embedding(name, model.get_submodule(name).to(model.dtype))
     if not isinstance(table, nn.Embedding):
         model.set_submodule(name, table)
         if model.config.tied:
             model.lm_head = table.head()
     names = [name for name, x in model.named_modules() if type(x) is nn.Linear]
     for name in tqdm(names, desc="converting", unit="layer", disable=None, delay=1):
-        model.set_submodule(name, conversion.layer(name, plain(name), tensors(name)))
+        plain = model.get_submodule(name).to(model.dtype)
+        model.set_submodule(name, conversion.layer(name, plain))

@@ -34,5 +34,5 @@ def load_model(
     make = registry.load(registry.MODELS[loaded.config.family])
     model = make(loaded, device=device, dtype=dtype)
     if loaded.conversion:
-        convert(model, loaded.conversion, loaded.declared)
+        convert(model, loaded.conversion)
     return model

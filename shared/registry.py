@@ -38,9 +38,10 @@ SHAPES = {  # Config.family -> known shapes, a mapping from names of models to c
     "gpt2": "shared.catalog:PRESETS",
     "llama": "stage08_llama.shapes:PRESETS",
 }
-FORMATS = {  # of checkpoints beside folders of floating-point numbers: a shared.catalog.Format
-    "quantized": "stage10_quantization.files"
-}
+# Of checkpoints beside folders of floating-point numbers: a module that imports PyTorch only in its
+# open(path) -> shared.catalog.Opened. KIND is what it reads, in words; NAMES: known names -> what
+# finds their files, or raises UserError; reads(path) -> bool.
+FORMATS = {"quantized": "stage10_quantization.files"}
 WEIGHTS = {  # --weights -> change(checkpoint, value), after which its model has such weights
     "float32": "stage10_quantization.stored:change",
     "bfloat16": "stage10_quantization.stored:change",

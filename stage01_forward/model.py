@@ -133,5 +133,5 @@ def load_model(
     }
     if "wte.weight" in state:
         state.setdefault("lm_head.weight", state["wte.weight"])
-    model.load_state_dict(state, assign=True, strict=not checkpoint.declared)
+    model.load_state_dict(state, assign=True, strict=checkpoint.conversion is None)
     return model.requires_grad_(False).eval()

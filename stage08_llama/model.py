@@ -167,7 +167,7 @@ def load_model(
     state = {name: tensor.to(device, dtype) for name, tensor in checkpoint.tensors.items()}
     if "embed_tokens.weight" in state:
         state.setdefault("lm_head.weight", state["embed_tokens.weight"])
-    model.load_state_dict(state, assign=True, strict=not checkpoint.declared)
+    model.load_state_dict(state, assign=True, strict=checkpoint.conversion is None)
     if checkpoint.unused:
         model.unused = torch.tensor(checkpoint.unused, device=device)
     return model.requires_grad_(False).eval()

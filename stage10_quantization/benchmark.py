@@ -40,7 +40,7 @@ def model_of(subject: Subject, weights: str) -> Any:
     dtype = torch.bfloat16 if weights == BF16 else torch.float32
     model = models.load_model(subject.shape, torch.device("cpu"), dtype)
     if weights not in (F32, BF16):
-        convert(model, Quantize(INT8, "float") if weights == ONLY else Quantize(weights), {})
+        convert(model, Quantize(INT8, "float") if weights == ONLY else Quantize(weights))
     return model
 
 

@@ -2,12 +2,11 @@
 
 checkpoint = models.load("stories")
 checkpoint.conversion = Quantize("int4")
-shared.conversion.convert(model, Quantize("int8"), {})
+shared.conversion.convert(model, Quantize("int8"))
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -73,22 +72,19 @@ class Quantize:
     weights: a key of FORMATS, or the format itself. activations: see QuantizedLinear.
     """
 
+    stored = ()
+
     def __init__(self, weights: str | Format, activations: str = "int8") -> None:
         self.format = FORMATS[weights] if isinstance(weights, str) else weights
         self.activations = activations
 
-    def declares(self, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        return {}
-
-    def layer(self, name: str, plain: nn.Linear, tensors: Mapping[str, Tensor]) -> QuantizedLinear:
+    def layer(self, name: str, plain: nn.Linear) -> QuantizedLinear:
         weight = plain.weight.detach()
         format = self.format if name != "lm_head" else of_table(weight)
         matrix = format.quantized(name, weight)
         return QuantizedLinear(matrix, plain.bias, self.activations)
 
-    def embedding(
-        self, name: str, plain: nn.Embedding, tensors: Mapping[str, Tensor]
-    ) -> QuantizedEmbedding:
+    def embedding(self, name: str, plain: nn.Embedding) -> QuantizedEmbedding:
         weight = plain.weight.detach()
         matrix = of_table(weight).quantized(name, weight)
         return QuantizedEmbedding(matrix, plain.weight.dtype, self.activations)

@@ -1,5 +1,5 @@
-"""Models in files that other programs quantized: a `shared.catalog.Format`, without PyTorch until a
-file is opened."""
+"""Models in files that other programs quantized: a format of `shared.registry`, without PyTorch
+until a file is opened."""
 
 from __future__ import annotations
 

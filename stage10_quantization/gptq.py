@@ -105,7 +105,7 @@ def calibrate(
             matrix = gptq(weight, hessian, format)
             block.set_submodule(name, QuantizedLinear(matrix, bias, activations))
         passes = [(block(*arguments), *arguments[1:]) for arguments in passes]
-    convert(model, Quantize(weights, activations), {})  # the head, and the table of tokens
+    convert(model, Quantize(weights, activations))  # the head, and the table of tokens
 
 
 def _first_arguments(model: Any, block: nn.Module, ids: Tensor) -> tuple[Any, ...]:

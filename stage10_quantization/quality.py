@@ -96,7 +96,7 @@ def losses(windows: int, calibration: int) -> Iterator[dict[str, Any]]:
             if kind == GPTQ:
                 calibrate(model, windows_of(learning), "int4")
             elif kind != KEYS:
-                convert(model, Quantize(kind.partition(",")[0]), {})
+                convert(model, Quantize(kind.partition(",")[0]))
             engine = engine_of(model, dtype=torch.int8 if kind == KEYS else None)
             yield {"model": name, "rounded": kind, **divergence(reference, engine, ids)}
 

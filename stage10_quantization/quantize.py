@@ -77,7 +77,7 @@ def quantize(options: argparse.Namespace) -> None:
         ids = text_ids(loaded.tokenizer, end, WINDOWS * size, options.text, "calibration")
         calibrate(model, windows_of(ids, size), format)
     else:
-        convert(model, Quantize(format), {})
+        convert(model, Quantize(format))
     fields = {key: value for key, value in read_json(folder / CONFIG).items() if key != OPTION}
     tensors = {name: tensor_of(model, name) for name in config.shapes()}
     copies = [folder / name for name in TOKENIZER if (folder / name).exists()]

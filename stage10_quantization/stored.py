@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from shared.checkpoint import Checkpoint, Opened
@@ -26,17 +24,13 @@ class Stored:
 
     def __init__(self, model: FolderModel | GGUFModel, activations: str) -> None:
         self.model, self.activations = model, activations
-
-    def declares(self, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        return {"weight": shape} if f"{name}.weight" in self.model.quantized else {}
+        self.stored = model.quantized
 
     def tensors(self, plain: bool = False) -> dict[str, Tensor]:
-        """All tensors of the model; those that are declared are only a shape, unless all are to be
-        `plain` ones."""
+        """The tensors of the model that are no codes; or all of them as `plain` ones."""
         tensors = {}
-        for name, shape in self.model.config.shapes().items():
-            if name in self.model.quantized and not plain:
-                tensors[name] = torch.zeros((), dtype=torch.int8).expand(shape)
+        for name in self.model.config.shapes():
+            if name in self.stored and not plain:
                 continue
             tensor = self.model.read(name)
             if isinstance(tensor, QuantizedMatrix):
@@ -50,15 +44,13 @@ class Stored:
         assert isinstance(matrix, QuantizedMatrix)
         return matrix
 
-    def layer(self, name: str, plain: nn.Linear, tensors: Mapping[str, Tensor]) -> nn.Module:
-        if not tensors:
+    def layer(self, name: str, plain: nn.Linear) -> nn.Module:
+        if f"{name}.weight" not in self.stored:
             return plain
         return QuantizedLinear(self.matrix(name), plain.bias, self.activations)
 
-    def embedding(
-        self, name: str, plain: nn.Embedding, tensors: Mapping[str, Tensor]
-    ) -> nn.Embedding | QuantizedEmbedding:
-        if not tensors:
+    def embedding(self, name: str, plain: nn.Embedding) -> nn.Embedding | QuantizedEmbedding:
+        if f"{name}.weight" not in self.stored:
             return plain
         return QuantizedEmbedding(self.matrix(name), plain.weight.dtype, self.activations)
 
@@ -69,7 +61,7 @@ def change(checkpoint: Checkpoint, weights: str) -> None:
     others."""
     if isinstance(checkpoint.conversion, Stored):
         checkpoint.tensors = checkpoint.conversion.tensors(plain=True)
-        checkpoint.declared, checkpoint.conversion = {}, None
+        checkpoint.conversion = None
     if weights in FORMATS:
         checkpoint.conversion = Quantize(weights)
 
@@ -84,7 +76,7 @@ def open_file(path: Path) -> Opened:
     folder = tokenizer_folder(model.metadata, model.error) or path.parent
     model.metadata.clear()  # megabytes, in the files now
     stored = Stored(model, "float")
-    return Opened(model.config, stored.tensors(), folder, [path], stored)
+    return Opened(model.config, stored.tensors(), folder, stored)
 
 
 def open_folder(path: Path) -> Opened:
@@ -94,5 +86,4 @@ def open_folder(path: Path) -> Opened:
     schemes = model.options.get("config_groups", {}).values()
     rounded = [bool(scheme.get("input_activations")) for scheme in schemes]
     stored = Stored(model, "int8" if rounded and all(rounded) else "float")
-    files = sorted(path.glob("*.safetensors"))
-    return Opened(model.config, stored.tensors(), path, files, stored)
+    return Opened(model.config, stored.tensors(), path, stored)

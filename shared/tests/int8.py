@@ -5,8 +5,6 @@ No stage knows it. Its products are bit for bit those of the dequantized weight.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,17 +35,14 @@ class Int8:
     """Converts layers whose name contains one of `kinds`: all, if there are none."""
 
     def __init__(self, *kinds: str) -> None:
-        self.kinds = kinds or ("",)
+        self.kinds, self.stored = kinds or ("",), ()
 
-    def declares(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        return {}
-
-    def layer(self, name: str, plain: nn.Linear, tensors: Any) -> nn.Module:
+    def layer(self, name: str, plain: nn.Linear) -> nn.Module:
         if not any(kind in name for kind in self.kinds):
             return plain
         scale = plain.weight.detach().abs().amax(-1) / 127
         weight = (plain.weight.detach() / scale[:, None]).round().to(torch.int8)
         return Int8Linear(weight, scale, plain.bias)
 
-    def embedding(self, name: str, plain: nn.Embedding, tensors: Any) -> nn.Embedding:
+    def embedding(self, name: str, plain: nn.Embedding) -> nn.Embedding:
         return plain

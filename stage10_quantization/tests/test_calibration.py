@@ -125,7 +125,7 @@ def logprobs(model, ids):
 
 def test_the_divergence_is_that_of_the_second_half_of_whole_windows(stories):
     model, quantized = stories[0], copy.deepcopy(stories[0])
-    convert(quantized, Quantize("int4", "float"), {})  # kernels round less than a code
+    convert(quantized, Quantize("int4", "float"))  # kernels round less than a code
     ids = stories[1](2 * 512 + 300, "judged")
     got = divergence(engine_of(model), engine_of(quantized), ids)
     kl, lost, same = 0.0, [], 0

@@ -95,7 +95,6 @@ def test_what_cannot_be_quantized_is_one_sentence(chatty, tmp_path, capsys):
         (*command, "--method", "gptq", "--text", tmp_path / "none"): "cannot be read",
         (*command, "--text", short): "--method round reads no text",
         (*command, "--dtype", "bfloat16"): "leave --dtype out",
-        ("Hello", "--weights", "float32", "--dtype", "bfloat16"): "two formats for one model",
     }
     for arguments, message in cases.items():
         assert message in refusal(capsys, *arguments)

@@ -55,10 +55,10 @@ def test_every_matrix_of_a_model_is_converted(name, weights):
 )
 def test_a_head_has_eight_bits_in_groups_where_they_divide_it(name, width, bits, group):
     """An untied one as a table."""
-    layer = Quantize("int4").layer(name, nn.Linear(width, 48), {})
+    layer = Quantize("int4").layer(name, nn.Linear(width, 48))
     assert (layer.matrix.bits, layer.matrix.group) == (bits, group)
     if name == "lm_head":
-        table = Quantize("int4").embedding("wte", nn.Embedding(48, width), {})
+        table = Quantize("int4").embedding("wte", nn.Embedding(48, width))
         assert (table.matrix.bits, table.head().matrix.group) == (bits, group)
 
 
