@@ -16,13 +16,12 @@ from collections.abc import Iterable
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer as Encoder
 
 from .errors import UserError
 from .files import read_json
-from .tokenizer_base import AnyTokenizer, byte_alphabet, end_of_text, well_formed
+from .tokenizer import AnyTokenizer, byte_alphabet, end_of_text, well_formed
 
 FILE = "tokenizer.json"
 SPACE = "\u2581"  # sentencepiece's
@@ -32,51 +31,37 @@ BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class JsonTokenizer(AnyTokenizer):
-    """The tokenizer of a folder with tokenizer.json.
+    """The tokenizer of a folder with tokenizer.json. control: its control tokens."""
 
-    eos_id: the token that tokenizer_config.json ends a text with, or None.
-    """
-
-    def __init__(self, encoder: Encoder, decoder: Any, source: str, eos: str | None) -> None:
-        """decoder: the file's own description of decoding. Raises UserError for an unknown kind."""
-        steps = (decoder or {}).get("decoders", [decoder])
-        kinds = {step["type"] for step in steps if step}
-        if "ByteLevel" in kinds:
-            to_bytes = _byte_level
-        elif "ByteFallback" in kinds:
-            to_bytes = _sentencepiece
-        else:
-            raise UserError(
-                f"{source} has an unknown kind of decoder ({', '.join(sorted(kinds)) or 'none'}): "
-                "choose a model with a byte-level or sentencepiece tokenizer."
-            )
-        self._encoder = encoder
-        encoder.encode_special_tokens = True  # control tokens in a text are text
-        tokens = encoder.get_added_tokens_decoder()
-        added = {token_id: token.content for token_id, token in tokens.items()}
-        self.control = frozenset(token.content for token in tokens.values() if token.special)
-        # Sentencepiece puts a space before a text, which its decoder takes away.
-        self._strips = "Strip" in kinds
-        spelled = {
-            token_id: added[token_id].encode() if token_id in added else to_bytes(token)
-            for token, token_id in encoder.get_vocab(with_added_tokens=True).items()
-        }
-        super().__init__(spelled, None if eos is None else encoder.token_to_id(eos))
-
-    @classmethod
-    def from_folder(cls, folder: str | Path) -> JsonTokenizer:
+    def __init__(self, folder: str | Path) -> None:
         """Raises UserError for a file that is unreadable or of an unknown kind."""
         path = Path(folder) / FILE
-        fields = read_json(path)
+        decoder = read_json(path).get("decoder") or {}
         try:
-            encoder = Encoder.from_file(str(path))
+            self._encoder = encoder = Encoder.from_file(str(path))
         except Exception as error:  # `tokenizers` raises bare Exceptions
             raise UserError(
                 f"{path} is not a tokenizer ({error}): copy or download it again."
             ) from None
         encoder.no_padding()
         encoder.no_truncation()
-        return cls(encoder, fields.get("decoder"), str(path), end_of_text(Path(folder)))
+        encoder.encode_special_tokens = True  # control tokens in a text are text
+        kinds = {step.get("type", "none") for step in decoder.get("decoders", [decoder])}
+        if not kinds & {"ByteLevel", "ByteFallback"}:
+            raise UserError(
+                f"{path} has an unknown kind of decoder ({', '.join(sorted(kinds))}): choose a "
+                "model with a byte-level or sentencepiece tokenizer."
+            )
+        to_bytes = _byte_level if "ByteLevel" in kinds else _sentencepiece
+        added = encoder.get_added_tokens_decoder()
+        self.control = frozenset(token.content for token in added.values() if token.special)
+        tokens = {id: to_bytes(token) for token, id in encoder.get_vocab().items()}
+        tokens |= {id: token.content.encode() for id, token in added.items()}
+        eos = end_of_text(Path(folder))
+        super().__init__(tokens, None if eos is None else encoder.token_to_id(eos))
+        # Sentencepiece puts a space before a text, which its decoder takes away.
+        self._strips = "Strip" in kinds
+        self._before = self.encode("")  # what `encode` puts before a text
 
     @cached_property
     def _chat_encoder(self) -> Encoder:
@@ -85,14 +70,8 @@ class JsonTokenizer(AnyTokenizer):
         encoder.encode_special_tokens = False
         return encoder
 
-    @cached_property
-    def _before(self) -> list[int]:
-        """What `encode` puts before a text."""
-        return self.encode("")
-
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with those that the model expects around it, such as a leading
-        BOS."""
+        """Token ids of a text, with those that the model expects around it, such as a BOS."""
         return _ids(self._encoder, text)
 
     def encode_chat(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
@@ -130,8 +109,7 @@ def _ids(encoder: Encoder, text: str, **options: bool) -> list[int]:
         (encoding,) = encoder.encode_batch_fast([text], **options)
     else:
         encoding = encoder.encode(text, **options)
-    ids: list[int] = encoding.ids
-    return ids
+    return encoding.ids
 
 
 def _byte_level(token: str) -> bytes:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from . import paths, registry
 from .checkpoint import PRESETS, Checkpoint, Config, random_tensors
-from .tokenizer_base import byte_alphabet
+from .tokenizer import byte_alphabet
 
 # Shapes to compare with `transformers`: heads, depths, odd vocabularies and contexts, GPT-2 124M.
 SHAPES = {  # tokens, positions, width, layers, heads

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +17,6 @@ import tiktoken
 
 from .errors import UserError
 from .files import read_json, read_text
-from .tokenizer_base import AnyTokenizer, byte_alphabet, end_of_text, well_formed
 
 # Where GPT-2 cuts a text before BPE: contractions, words, numbers, signs (each with the space
 # before it), and white space up to the last one before a word, which belongs to the word.
@@ -25,6 +24,26 @@ CUT = r"""'(?:s|t|re|ve|m|ll|d)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s
 END_OF_TEXT = "<|endoftext|>"
 FILES = ("vocab.json", "merges.txt", "tokenizer.json")
 SPECIAL = re.compile(r"<.+>|\[.+\]", re.DOTALL)  # what a token that no merge makes must look like
+
+
+class AnyTokenizer:
+    """What every tokenizer offers. `eos_id`: the token that ends a text, or None."""
+
+    def __init__(self, tokens: dict[int, bytes], eos_id: int | None) -> None:
+        self._tokens, self.vocab_size, self.eos_id = tokens, max(tokens) + 1, eos_id
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of the text; special tokens in it are plain text."""
+        raise NotImplementedError
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The exact bytes; a token may be part of a character."""
+        known = self._tokens
+        return b"".join([known[id] if id in known else f"<{id}>".encode() for id in ids])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text; bytes that are not UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
 
 
 class Tokenizer(AnyTokenizer):
@@ -86,17 +105,20 @@ class ByteTokenizer(AnyTokenizer):
 
 
 class IncrementalDecoder:
-    """Decodes a stream of ids. The bytes of a character are held back until it is complete.
+    """Decodes a stream of ids, without those that are `hidden`. The bytes of a character are held
+    back until it is complete.
 
     The results of `push`, and of `flush` at the end, add up to `decode` of all the ids.
     """
 
-    def __init__(self, tokenizer: AnyTokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: AnyTokenizer, hidden: Collection[int] = ()) -> None:
+        self._tokenizer, self._hidden = tokenizer, hidden
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
         """The text that this id completes; "" while a character is unfinished."""
+        if token_id in self._hidden:
+            return ""
         return self._utf8.decode(self._tokenizer.decode_bytes([token_id]))
 
     def flush(self) -> str:
@@ -118,12 +140,38 @@ def load_tokenizer(folder: str | Path | None) -> AnyTokenizer:
     if (Path(folder) / "tokenizer.json").exists():
         from .json_tokenizer import JsonTokenizer  # GPT-2's folders need no `tokenizers`
 
-        return JsonTokenizer.from_folder(folder)
+        return JsonTokenizer(folder)
     return Tokenizer.from_folder(folder)
 
 
+# ---- files ----
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Character -> byte, as in GPT-2's vocab.json: printable bytes are themselves, the other 68
+    begin at U+0100."""
+    ranges = [range(ord(first), ord(last) + 1) for first, last in ("!~", "¡¬", "®ÿ")]
+    printable = [byte for part in ranges for byte in part]
+    rest = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(rest)}
+
+
+def well_formed(text: str) -> str:
+    """The text without surrogates, which UTF-8 lacks: pairs are joined, all others replaced."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def end_of_text(folder: Path) -> str | None:
+    """The end-of-text token that tokenizer_config.json names, if it names one."""
+    path = folder / "tokenizer_config.json"
+    token = read_json(path).get("eos_token") if path.exists() else None
+    # Older files write {"content": "<|endoftext|>", ...}.
+    return token.get("content") if isinstance(token, dict) else token
+
+
 def _ranks(
-    vocabulary: dict[str, int], merged: Sequence[str], folder: Path
+    vocabulary: dict[str, int], merged: list[str], folder: Path
 ) -> tuple[dict[bytes, int], dict[str, int]]:
     """Token bytes -> id, and the special tokens -> id. merged: the tokens that the merges make.
 
@@ -133,19 +181,14 @@ def _ranks(
     alphabet = byte_alphabet()
     ordinary = dict.fromkeys([*alphabet, *merged])
     special = {token: token_id for token, token_id in vocabulary.items() if token not in ordinary}
-    ids = dict.fromkeys(ordinary, -1) | vocabulary
-    faults = {
-        "have no id": [token for token in ordinary if ids[token] < 0],
-        "are made by no merge": [token for token in special if not SPECIAL.fullmatch(token)],
-        "do not rise in the order of the merges": [
-            token for before, token in pairwise(merged) if ids[before] >= ids[token]
-        ],
-    }
-    for fault, tokens in faults.items():
-        if tokens:
-            raise UserError(
-                f"vocab.json and merges.txt in {folder} are not a byte-level BPE of one checkpoint "
-                f"({len(tokens)} tokens {fault}, such as {tokens[0]!r}): copy both from where the "
-                "weights come from."
-            )
+    wrong = [token for token in ordinary if token not in vocabulary]
+    wrong += [token for token in special if not SPECIAL.fullmatch(token)]
+    if not wrong:
+        wrong = [after for one, after in pairwise(merged) if vocabulary[one] >= vocabulary[after]]
+    if wrong:
+        raise UserError(
+            f"vocab.json and merges.txt in {folder} are not a byte-level BPE of one checkpoint "
+            f"({len(wrong)} tokens differ, such as {wrong[0]!r}): copy both from where the weights "
+            "come from."
+        )
     return {bytes(alphabet[c] for c in token): vocabulary[token] for token in ordinary}, special

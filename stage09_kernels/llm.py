@@ -91,7 +91,7 @@ class LLM:
         return self.generate([ids], params or SamplingParams(max_tokens=600))[0]
 
     def _answer(self, output: Output) -> Answer:
-        decoder = cli.AnswerDecoder(self.loaded)
+        decoder = self.loaded.decoder()
         text = "".join(map(decoder.push, output.token_ids)) + decoder.flush()
         prompt, ids = self.loaded.tokenizer.decode(output.prompt_ids), output.token_ids
         return Answer(prompt, output.prompt_ids, text, ids, output.finish_reason, output.error)

@@ -85,7 +85,7 @@ def show(engine: Engine, loaded: cli.Loaded, request: Request) -> None:
     """Print the prompt and its continuation, accepted drafts shaded; then what the drafts saved."""
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     shaded = ("\x1b[7m", "\x1b[27m") if coloured else ("[", "]")
-    decoder, count, started = cli.AnswerDecoder(loaded), 0, time.perf_counter()
+    decoder, count, started = loaded.decoder(), 0, time.perf_counter()
     print(loaded.tokenizer.decode(request.prompt_ids), end="", flush=True)
     while engine.requests:
         tokens = [token for _, token in engine.step()]

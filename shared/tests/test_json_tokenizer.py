@@ -50,9 +50,6 @@ def qwen() -> Tokenizer:
 
 def llama3() -> Tokenizer:
     tokenizer = qwen()
-    model = json.loads(tokenizer.to_str())["model"]
-    merges = [tuple(merge) for merge in model["merges"]]
-    tokenizer.model = models.BPE(vocab=model["vocab"], merges=merges, ignore_merges=True)
     tokenizer.post_processor = begins_with(CONTROL[0], tokenizer.token_to_id(CONTROL[0]) or 0)
     return tokenizer
 
@@ -127,7 +124,8 @@ def test_ids_and_streams_are_those_of_transformers(pair):
         assert ours.decode(ids) == ours.decode(before) + whole
 
 
-def test_control_tokens_are_tokens_in_a_chat_alone(pair):
+def test_control_tokens_are_tokens_in_a_chat_alone_which_is_cut_as_one_text(pair):
+    """Sentencepiece put a space before each piece of a template and each message."""
     ours, theirs = pair
     end = ours.decode([ours.eos_id])
     assert ours.eos_id not in ours.encode(f"a{end}b")
@@ -135,17 +133,10 @@ def test_control_tokens_are_tokens_in_a_chat_alone(pair):
     ids = ours.encode_chat([("a", True), (end, True), (f"b{end}", False), (end, True)])
     assert ids.count(ours.eos_id) == 2
     assert ids[: ids.index(ours.eos_id) + 1] == theirs.encode(f"a{end}", add_special_tokens=False)
-
-
-def test_a_chat_is_cut_as_one_text(pair):
-    """Sentencepiece put a space before each piece of a template and each message."""
-    ours, theirs = pair
-    end = ours.decode([ours.eos_id])
     parts = [(f"{end}[INST] ", True), ("the end", False), (f" [/INST]{end}", True)]
     parts += [(" two\nthe ", False), (f"{end}.", True)]
     whole = "".join(text for text, _ in parts)
-    ids = ours.encode_chat(parts)
-    assert ids == theirs.encode(whole, add_special_tokens=False) and ids.count(ours.eos_id) == 3
+    assert ours.encode_chat(parts) == theirs.encode(whole, add_special_tokens=False)
 
 
 def test_files_that_are_refused(tmp_path):
@@ -157,4 +148,4 @@ def test_files_that_are_refused(tmp_path):
     ):
         (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
         with pytest.raises(UserError, match=f"tokenizer.json.*{words}"):
-            JsonTokenizer.from_folder(tmp_path)
+            JsonTokenizer(tmp_path)

@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     engine: Any = make(group.model, contexts=1)
     request = engine.add(Request(loaded.tokenizer.encode(prompt), sampling))
     engine.scheduler.tables[request].salt = names.get(options.adapter, b"")
-    decoder = cli.AnswerDecoder(loaded)
+    decoder = loaded.decoder()
     print(prompt, end="", flush=True)
     for _, token in engine.run():
         print(decoder.push(token.id), end="", flush=True)
