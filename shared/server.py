@@ -9,9 +9,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .errors import UserError
 from .paths import ROOT
@@ -30,10 +31,6 @@ class OwnServer:
     log: Path  # its standard error
     url: str = ""
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
     def stderr(self) -> str:
         """What the server has written to standard error."""
         return self.log.read_bytes().decode(errors="replace")
@@ -46,10 +43,8 @@ class OwnServer:
                 self.url = ready[1]
                 return
             time.sleep(0.05)
-        last = self.stderr().strip().rpartition("\n")[2].strip().removeprefix("error: ")
-        raise UserError(
-            f"The server did not start: {last or f'try python -m {MODULE} to see why.'}"
-        )
+        last = self.stderr().strip().rpartition("\n")[2].removeprefix("error: ")
+        raise UserError(f"The server did not start: {last}")
 
 
 @contextmanager
@@ -57,44 +52,34 @@ def own_server(
     arguments: Sequence[str] = (),
     quiet: bool = False,
     environment: Mapping[str, str] | None = None,
-    module: str | None = None,
+    module: str = MODULE,
+    wait: bool = True,
 ) -> Iterator[OwnServer]:
     """Our server on a free port, for as long as the block lasts. Its standard error is shown at the
-    end, unless it is `quiet`. module: what to run in place of the server. Raises UserError with the
-    server's last line if it does not start."""
-    with python(["-m", module or MODULE, "--port", "0", *arguments], environment) as server:
-        server.wait()
+    end, unless it is `quiet`. module: what to run in place of the server. wait: until it is ready;
+    UserError with its last line if it does not start."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        log = Path(folder) / "stderr"
+        command = [sys.executable, "-m", module, "--port", "0", *arguments]
+        with log.open("wb") as file:
+            pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+        server = OwnServer(process, log)
         try:
+            if wait:
+                server.wait()
             yield server
         finally:
-            stop(server.process)
-            if not quiet:
+            stop(process)
+            if server.url and not quiet:
                 print(server.stderr(), end="", file=sys.stderr)
 
 
-@contextmanager
-def python(arguments: Sequence[str], environment: Mapping[str, str] | None) -> Iterator[OwnServer]:
-    """Run Python with these arguments for as long as the block lasts; no server is ready yet."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        log = Path(folder) / "stderr"
-        command, nothing = [sys.executable, *arguments], subprocess.DEVNULL
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdin=nothing, stdout=file, stderr=file
-            )
-        try:
-            yield OwnServer(process, log)
-        finally:
-            stop(process)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that no program uses now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listening in sockets:
-            listening.bind(("127.0.0.1", 0))
-        return [listening.getsockname()[1] for listening in sockets]
+def free_port() -> int:
+    """A port that no program uses now."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -22,7 +22,7 @@ import aiohttp
 from shared import cli
 from shared.errors import UserError
 from shared.paths import ROOT
-from shared.server import STARTING, STOPPING, free_ports
+from shared.server import STARTING, STOPPING, free_port
 
 from .router import CHECK, create_app
 
@@ -56,7 +56,7 @@ class Engine:
     """A server of stage 06, in a process that ends with this one."""
 
     async def __init__(self, arguments: list[str]) -> None:  # type: ignore[misc]
-        (port,) = free_ports(1)
+        port = free_port()
         self.url, self.http = f"http://{address()}:{port}", aiohttp.ClientSession()
         words = ["-m", "stage06_serving", "--host", address(), "--port", str(port), *arguments]
         self.process = await asyncio.create_subprocess_exec(sys.executable, *words, cwd=ROOT)

@@ -11,7 +11,7 @@ import pytest
 
 from shared import cli
 from shared.errors import UserError
-from shared.server import free_ports, own_server, python
+from shared.server import own_server
 from stage05_paged.sanitizer import Sanitizer
 from stage06_serving import __main__ as stage
 from stage06_serving.loading import BUDGET, make_engine
@@ -91,9 +91,8 @@ def test_what_stops_the_start(capsys, tmp_path, monkeypatch):
 @pytest.mark.skipif(sys.platform == "win32", reason="there Ctrl-C would reach this process too")
 def test_ctrl_c_while_the_model_loads(interruptible):
     """The interpreter ended under the thread that loads, and the process aborted."""
-    (port,) = free_ports(1)
-    arguments = f"-m stage06_serving --port {port} --model gpt2 --random-weights"
-    with python(arguments.split(), environment()) as server:
+    arguments = ["--model", "gpt2", "--random-weights"]
+    with own_server(arguments, True, environment(), wait=False) as server:
         until(lambda: "Loading " in server.stderr())
         time.sleep(0.5)
         server.process.send_signal(signal.SIGINT)
