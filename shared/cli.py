@@ -1,8 +1,5 @@
 """The common part of all command lines: options, prompt, loading, streaming, and error messages.
 
-A program's `__main__.py` stays a few lines: parse, load, speak. `shared` imports no stage, so a
-stage passes in its engine, and interprets `sampling_fields` itself.
-
 PyTorch takes seconds to import. So this module imports it only when a model is loaded, and a
 program imports its engine only after checking its options: a wrong option is reported within a
 second.
@@ -34,13 +31,10 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 WEIGHT_FORMATS = (AUTO, *registry.WEIGHTS)
 KV_FORMATS = (AUTO, "float32", "bfloat16", *registry.CACHES)
-ABOUT_WEIGHTS = (
-    "format of the weights; auto is that of the file; a number format is also the --dtype, and "
-    "computes what whole numbers in the file stand for; others round while the model loads"
-)
+ABOUT_WEIGHTS = "format of the weights; auto is the file's; a number format is also the --dtype"
 ABOUT_KV = "format of keys and values in memory; auto is the --dtype"
 LINEAR = ("auto", "plain")  # as in linear.py, which imports PyTorch
-PROMPT = "Once upon a time"  # where none is given
+PROMPT = "Once upon a time"  # the built-in one
 MOST_TOKENS = 1_000_000
 MOST_THREADS = max(64, os.cpu_count() or 1)  # thousands of threads exhaust the system
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_PIPE = 2, 130, 141  # 130, 141: SIGINT, SIGPIPE in a shell
@@ -63,13 +57,11 @@ class Loaded:
     @property
     def kv_dtype(self) -> torch.dtype:
         """The dtype of keys and values."""
-        dtype: torch.dtype = cache_options(self.kv).get("dtype", self.dtype)
-        return dtype
+        return cache_options(self.kv).get("dtype", self.dtype)
 
     @property
     def machine(self) -> str:
-        """Number format, device and threads, in words, and the formats of weights, keys and values
-        that are not those of the dtype."""
+        """Number format, device and threads, and formats that are not those of the dtype."""
         import torch
 
         count = torch.get_num_threads()
@@ -79,6 +71,10 @@ class Loaded:
         words += "" if self.weights == "auto" else f", {self.weights} weights"
         return words + ("" if self.kv == "auto" else f", keys and values in {self.kv}")
 
+    def decoder(self) -> IncrementalDecoder:
+        """For an answer, without the tokens that end a text."""
+        return IncrementalDecoder(self.tokenizer, self.config.eos_ids)
+
     def __str__(self) -> str:
         return f"{self.config.name}, {self.machine}, {self.linear} linear layers"
 
@@ -87,7 +83,7 @@ class Loaded:
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Help that ends each option with its default, unless there is none, or the help names one."""
+    """Ends an option's help with its default, unless there is none, or the help names one."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
@@ -112,11 +108,8 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message[:1].upper()}{message[1:]}; --help lists every option.")
 
 
-def number(
-    low: float, high: float, above: bool = False, kind: Callable[[str], Any] = float
-) -> Callable[[str], Any]:
-    """An argparse type: a number from `low` to `high`, or above `low` and up to `high`. NaN is
-    refused."""
+def number(low: float, high: float, above: bool = False, kind: Any = float) -> Callable[..., Any]:
+    """An argparse type: a number from `low` to `high`, or above `low` and up to `high`."""
 
     def parse(text: str) -> Any:
         try:
@@ -125,9 +118,8 @@ def number(
             value = math.nan
         if low < value <= high or (value == low and not above):
             return value
-        what = "a whole number" if kind is int else "a number"
-        words = f"{what} {'above' if above else 'from'} {low} to {high}"
-        raise argparse.ArgumentTypeError(f"'{text[:40]}' is not {words}")
+        words = f"{'whole ' * (kind is int)}number {'above' if above else 'from'} {low} to {high}"
+        raise argparse.ArgumentTypeError(f"'{text[:40]}' is not a {words}")
 
     return parse
 
@@ -148,35 +140,22 @@ def address(text: str) -> str:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """The options of a model and of the machine that runs it."""
     option = parser.add_argument_group("model and machine").add_argument
-    about = (
-        "stories or stories-chat (embedded, work offline), a folder with config.json and "
-        f"safetensors{catalog.others()}, or a name on the Hugging Face hub such as gpt2 or "
-        "gpt2-medium, downloaded once"
-    )
+    about = f"stories or stories-chat (embedded), a folder{catalog.others()}, or a name on the hub"
     option("--model", type=catalog.checked, default="stories", metavar="NAME", help=about)
-    about = "random numbers in place of the weights: nothing is downloaded, the text is noise, and "
-    option("--random-weights", action="store_true", help=f"{about}the speed is real")
+    about = "random numbers in place of the weights: the text is noise, and the speed is real"
+    option("--random-weights", action="store_true", help=about)
     about = "most tokens of a prompt and its answer together; default: the model's own context"
     option("--max-model-len", type=whole_number(2, MOST_TOKENS), metavar="N", help=about)
     about = "where to compute; auto takes a CUDA GPU if there is one"
     option("--device", choices=("auto", "cpu", "cuda"), default="auto", help=about)
-    about = (
-        "number format; auto is bfloat16 for weights stored so, if the processor has instructions "
-        "for it, else float32; bfloat16 and float16 halve the memory to read, but their rounding "
-        "may choose another token; float64 is slow and settles whether two engines agree"
-    )
+    about = "number format; auto is bfloat16 for weights stored so, if the processor has "
+    about += "instructions for it, else float32"
     option("--dtype", choices=("auto", *DTYPES), default="auto", help=about)
-    about = (
-        "linear layers on a CPU; auto lays the weights out once for this processor (packed), or "
-        "computes 16 bits without instructions in float32 (widened)"
-    )
+    about = "linear layers on a CPU; auto lays the weights out for this processor"
     option("--linear", choices=LINEAR, default="auto", help=about)
-    about = "CPU threads; default: PyTorch's choice, one per core"
+    about = "CPU threads; default: one per core"
     option("--threads", type=whole_number(1, MOST_THREADS), metavar="N", help=about)
-    about = (
-        "the same seed repeats the sampled text and the --random-weights; default: a new one for "
-        "each text, and 0 for the weights"
-    )
+    about = "repeats sampled text and --random-weights; default: a new one, and 0 for the weights"
     option("--seed", type=whole_number(0, 2**63 - 1), metavar="N", help=about)
 
 
@@ -194,45 +173,27 @@ def add_max_tokens(parser: argparse._ActionsContainer, default: int) -> None:
     parser.add_argument("--max-tokens", type=whole, default=default, metavar="N", help=about)
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """--max-tokens, --temperature, --top-k, --top-p."""
-    group = parser.add_argument_group("text")
-    add_max_tokens(group, 400)
-    option = group.add_argument
-    about = (
-        "0 always takes the likeliest token, so that every run gives the same text; 0.8 varies the "
-        "story; above 1 it gets wild"
-    )
-    option("--temperature", type=number(0, 2), default=0.0, metavar="T", help=about)
-    about = "sample among the K likeliest tokens only; 0 is all"
-    option("--top-k", type=whole_number(0, MOST_TOKENS), default=0, metavar="K", help=about)
-    about = (
-        "sample among the fewest tokens that together have probability P, a cut that adapts to the "
-        "context; 1 is all"
-    )
-    option("--top-p", type=number(0, 1, above=True), default=1.0, metavar="P", help=about)
-
-
 def add_prompts(parser: argparse._ActionsContainer) -> None:
     """--prompts, which `read_prompts` reads."""
-    about = (
-        "continue every line of a UTF-8 text file, all at once; without this and without a prompt, "
-        "built-in prompts"
-    )
+    about = "continue every line of a text file; without it and without a prompt, built-in prompts"
     parser.add_argument("--prompts", metavar="FILE", help=about)
 
 
 def generation_parser(module: str, about: str, *examples: str) -> Parser:
     """The parser of `python -m <stage>`: a prompt, and all options. `examples` are arguments."""
-    common = (
-        '"Once upon a time" --temperature 0.8 --seed 7',
-        '"The meaning of life is" --model gpt2 --top-k 40 --temperature 0.9',
-    )
-    lines = (f"  python -m {module} {example}" for example in (*common, *examples))
+    common = '"Once upon a time" --temperature 0.8 --seed 7'
+    lines = (f"  python -m {module} {example}" for example in (common, *examples))
     parser = Parser(module, about, "\n".join(lines))
-    about = "the text to continue, in quotes; read from standard input if text is piped in instead"
-    parser.add_argument("prompt", nargs="?", help=about)
-    add_sampling_options(parser)
+    parser.add_argument("prompt", nargs="?", help="the text to continue, in quotes; or piped in")
+    group = parser.add_argument_group("text")
+    add_max_tokens(group, 400)
+    option = group.add_argument
+    about = "0 always takes the likeliest token; 0.8 varies the story; above 1 it gets wild"
+    option("--temperature", type=number(0, 2), default=0.0, metavar="T", help=about)
+    about = "sample among the K likeliest tokens only; 0 is all"
+    option("--top-k", type=whole_number(0, MOST_TOKENS), default=0, metavar="K", help=about)
+    about = "sample among the fewest tokens that together have probability P; 1 is all"
+    option("--top-p", type=number(0, 1, above=True), default=1.0, metavar="P", help=about)
     add_model_options(parser)
     return parser
 
@@ -246,41 +207,29 @@ def sampling_fields(options: argparse.Namespace) -> dict[str, Any]:
 # ---- what is read and written -------------------------------------------------------------------
 
 
-def read_prompt(options: argparse.Namespace) -> str:
-    """The prompt of the command line or of standard input, or the built-in one: see `_given`."""
-    text = _given(options)
-    return PROMPT if text is None else text
+def read_prompt(options: argparse.Namespace, default: Any = PROMPT) -> Any:
+    """The prompt of the command line, or the UTF-8 text that is piped in, without the newline that
+    `echo` adds; else `default`."""
+    if options.prompt is not None:
+        return options.prompt
+    # bytes: the text layer of some systems is not UTF-8
+    data = b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
+    return data.decode("utf-8-sig", "replace").removesuffix("\n").removesuffix("\r") or default
 
 
 def read_prompts(options: argparse.Namespace) -> str | list[str] | None:
     """The lines of --prompts, or one prompt as `read_prompt` takes it, or None for built-in ones.
-
-    A newline at the end of the file begins no prompt; an empty line among others is an empty
-    prompt, which engines refuse. Raises UserError for a file that cannot be read as text, and for
-    --prompts together with a prompt.
-    """
-    name = options.prompts
-    if name is None:
-        return _given(options)
+    Raises UserError for a file that cannot be read, and for --prompts together with a prompt."""
+    if options.prompts is None:
+        return read_prompt(options, None)
     if options.prompt is not None:
         raise UserError("Found both a prompt and --prompts: give one of them.")
     try:
-        return read_text(Path(name)).removesuffix("\n").split("\n")
+        return read_text(Path(options.prompts)).removesuffix("\n").split("\n")
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a name with a null character
         raise UserError(
-            f"--prompts {name} cannot be read ({error}): name a UTF-8 text file, one prompt a line."
+            f"{options.prompts} cannot be read ({error}): give a UTF-8 text, one prompt a line."
         ) from None
-
-
-def _given(options: argparse.Namespace) -> str | None:
-    """The prompt of the command line, or the UTF-8 text that is piped in, without the newline that
-    `echo` adds; None without either."""
-    if options.prompt is not None or sys.stdin.isatty():
-        prompt: str | None = options.prompt
-        return prompt
-    data = sys.stdin.buffer.read()  # bytes: the text layer of some systems is not UTF-8
-    text = data.decode("utf-8-sig", "replace").removesuffix("\n").removesuffix("\r")
-    return text if data else None
 
 
 def sampling_of(sampling: Any, index: int) -> Any:
@@ -295,23 +244,16 @@ def sampling_of(sampling: Any, index: int) -> Any:
 
 
 def device_and_dtype(options: Any) -> tuple[torch.device, torch.dtype]:
-    """For --device, --dtype, --weights and the model. --weights may name a dtype, too; "auto" is
-    bfloat16 where the model's weights are stored so and the device has instructions for it, else
-    float32. Raises UserError for a missing GPU, and if the options name two dtypes."""
-    name, weights = options.dtype, getattr(options, "weights", AUTO)
-    if weights in DTYPES:
-        if name not in (AUTO, weights):
-            raise UserError(
-                f"--dtype {name} and --weights {weights} are two formats for one model: leave one "
-                "of them out."
-            )
-        name = weights
+    """For --device, --dtype, --weights and the model. A number format of --weights is the dtype;
+    "auto" is bfloat16 where the model's weights are stored so and the device has instructions for
+    it, else float32. Raises UserError for a missing GPU."""
+    weights = getattr(options, "weights", AUTO)
+    name = weights if weights in DTYPES else options.dtype
     import torch
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            "--device cuda is impossible because PyTorch finds no GPU that it can use: use "
-            "--device cpu, or install what is missing."
+            "PyTorch finds no GPU that it can use: use --device cpu, or install what is missing."
         )
     gpu = options.device == "cuda" or options.device == AUTO and torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
@@ -364,8 +306,7 @@ def load_model_from(options: argparse.Namespace) -> Loaded:
     if hasattr(tokenizer, "unused"):  # a JsonTokenizer
         loaded.unused = tokenizer.unused(config.vocab_size)
     model = models.load_model(loaded, device=device, dtype=dtype)
-    for tensors in (loaded.tensors, loaded.declared):
-        tensors.clear()  # a second reference to the weights would keep them after packing
+    loaded.tensors.clear()  # a second reference to the weights would keep them after packing
     kind = linear.optimize(model, options.linear)
     model.config = config = replace(config, n_positions=longest)
     if weights == AUTO and loaded.conversion is not None:
@@ -377,56 +318,32 @@ def load_model_from(options: argparse.Namespace) -> Loaded:
 
 
 def speak(engine: Any, loaded: Loaded, prompt: str, sampling: Any) -> None:
-    """Print the prompt and its continuation, each token as soon as it is sampled.
-
-    Then one line on standard error: tokens, seconds, tokens per second, finish reason, machine.
-    That line follows Ctrl-C, too, and KeyboardInterrupt is raised again.
-    """
+    """Print the prompt and its continuation, each token as soon as it is sampled; then one line on
+    standard error: tokens, seconds, tokens per second, finish reason, machine."""
     ids = loaded.tokenizer.encode(prompt)
     tokens, reason = 0, None
     started = time.perf_counter()
-    try:
-        for token, text in with_text(engine.stream(ids, sampling), loaded):
-            if not tokens:  # the engine has accepted the prompt: an error precedes any text
-                text = loaded.tokenizer.decode(ids) + text
-            print(text, end="", flush=True)
-            tokens, reason = tokens + 1, token.finish_reason
-    except KeyboardInterrupt:
-        reason = "interrupted"
-        raise
-    finally:
-        if reason:
-            seconds = time.perf_counter() - started
-            print(flush=True)
-            speed = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tok/s"
-            print(f"[{speed}, finish reason {reason}; {loaded}]", file=sys.stderr)
+    for token, text in with_text(engine.stream(ids, sampling), loaded):
+        if not tokens:  # the engine has accepted the prompt: an error precedes any text
+            text = loaded.tokenizer.decode(ids) + text
+        print(text, end="", flush=True)
+        tokens, reason = tokens + 1, token.finish_reason
+    seconds = time.perf_counter() - started
+    print(flush=True)
+    speed = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tok/s"
+    print(f"[{speed}, finish reason {reason}; {loaded}]", file=sys.stderr)
 
 
 def with_text(tokens: Iterator[Any], loaded: Loaded) -> Iterator[tuple[Any, str]]:
-    """Each token, with the text of `AnswerDecoder` for it."""
-    decoder = AnswerDecoder(loaded)
+    """Each token, and the text that it completes."""
+    decoder = loaded.decoder()
     for token in tokens:
         yield token, decoder.push(token.id) + (decoder.flush() if token.finish_reason else "")
 
 
-class AnswerDecoder(IncrementalDecoder):
-    """The text of an answer without end-of-text tokens, in whole characters."""
-
-    def __init__(self, loaded: Loaded) -> None:
-        super().__init__(loaded.tokenizer)
-        self._hidden = loaded.config.eos_ids
-
-    def push(self, token_id: int) -> str:
-        """The text that this id completes."""
-        return "" if token_id in self._hidden else super().push(token_id)
-
-
 def run(main: Callable[[list[str] | None], int | None], argv: list[str] | None = None) -> NoReturn:
-    """Run a program's `main` and exit with its status.
-
-    A UserError becomes `error: ...` on standard error and status 2; Ctrl-C is status 130; a closed
-    pipe, as in `... | head`, ends the program without a message.
-    """
+    """Run a program's `main` and exit with its status. A UserError becomes `error: ...` on standard
+    error; Ctrl-C, and a closed pipe as in `... | head`, end the program without a message."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a system's pipes may not be UTF-8
             stream.reconfigure(encoding="utf-8", errors="replace")
@@ -436,12 +353,11 @@ def run(main: Callable[[list[str] | None], int | None], argv: list[str] | None =
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         status = EXIT_ERROR
-    except (MemoryError, RuntimeError) as error:  # a GPU's torch.OutOfMemoryError is a RuntimeError
-        full = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-        if not full and "tried to allocate" not in str(error):
+    except (MemoryError, RuntimeError) as error:  # PyTorch's is a RuntimeError
+        if isinstance(error, RuntimeError) and "tried to allocate" not in str(error).lower():
             raise
         advice = "use a smaller --model, or --dtype bfloat16."
-        print(f"error: There is not enough memory for this: {advice}", file=sys.stderr)
+        print(f"error: There is not enough memory: {advice}", file=sys.stderr)
         status = EXIT_ERROR
     except KeyboardInterrupt:
         print(file=sys.stderr)
