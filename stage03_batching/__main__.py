@@ -52,21 +52,18 @@ def answer_all(
 ) -> int:
     """Continue all `prompts`, print the texts in their order, and how much was wasted. Returns the
     exit status: 2 if a prompt was invalid."""
-    answers = [live.Answer(number, prompt, loaded) for number, prompt in enumerate(prompts, 1)]
-    params = []
-    for answer in answers:
-        answer.output = Output(answer.ids)
-        params.append(cli.sampling_of(sampling, answer.number - 1))
-    unprinted = deque(answers)
-    for _ in engine.run([answer.output for answer in answers], params):
-        while unprinted and unprinted[0].finish_reason:
-            unprinted.popleft().print()
-    for answer in unprinted:
-        answer.print()
+    outputs = [Output(loaded.tokenizer.encode(prompt)) for prompt in prompts]
+    params = [cli.sampling_of(sampling, index) for index in range(len(prompts))]
+    unprinted = deque(enumerate(outputs, 1))
+    for _ in engine.run(outputs, params):
+        while unprinted and unprinted[0][1].finish_reason:
+            live.print_answer(*unprinted.popleft(), loaded)
+    for number, output in unprinted:
+        live.print_answer(number, output, loaded)
     seconds = sum(step.seconds for step in engine.steps)
-    print(live.summary(answers, len(engine.steps), seconds, loaded), file=sys.stderr)
+    print(live.summary(outputs, len(engine.steps), seconds, loaded), file=sys.stderr)
     print(waste(engine.steps), file=sys.stderr)
-    return cli.EXIT_ERROR if any(answer.error for answer in answers) else 0
+    return cli.EXIT_ERROR if any(output.error for output in outputs) else 0
 
 
 def waste(steps: Sequence[StepRecord]) -> str:

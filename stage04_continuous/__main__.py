@@ -71,19 +71,20 @@ def main(argv: list[str] | None = None) -> int:
         cli.speak(engine, loaded, prompts, sampling)
         return 0
     texts = [(text, sampling.max_tokens) for text in prompts] if prompts else PROMPTS
-    return Show(engine, loaded, texts, sampling).run(options, built_in=not prompts)
+    return Show(engine, loaded, texts, sampling).run(options.every)
 
 
 class Show(live.Show):
     """A run that shows what each slot does."""
 
+    key = "a column is a slot: the number of the prompt in it, with + in its prefill"
     rows = 0  # of all steps
 
     def add(
-        self, answers: list[live.Answer], params: list[SamplingParams], priority: int
+        self, ids: list[int], params: SamplingParams, number: int, priority: int
     ) -> list[Request]:
-        (answer,), (sampling,) = answers, params
-        return [self.engine.add(Request(answer.ids, sampling, str(answer.number), priority))]
+        params = cli.sampling_of(params, number - 1)
+        return [self.engine.add(Request(ids, params, str(number), priority))]
 
     def count(self, record: PassRecord) -> None:
         super().count(record)
@@ -93,28 +94,16 @@ class Show(live.Show):
     def slots(self) -> int:
         return self.engine.scheduler.max_sequences
 
-    def occupancy(self) -> float:
-        """Percent of the slots that took part in a step, over all steps."""
-        return 100 * self.rows / (self.slots * self.steps or 1)
-
     def report(self) -> str:
-        return f"[{self.slots} slots, {self.occupancy():.1f} % in use]"
+        share = 100 * self.rows / (self.slots * self.steps or 1)
+        return f"[{self.slots} slots, {share:.1f} % in use]"
 
-    def head(self) -> str:
-        newest = self.engine.steps[-1]
-        return (
-            f"step {self.steps}: {newest.rows} of {self.slots} slots, {newest.prefill_tokens} "
-            f"prefill and {newest.decode_tokens} decode tokens; "
-            f"slots {self.occupancy():.0f} % in use"
-        )
-
-    def states(self) -> dict[str, live.State]:
-        running = self.engine.scheduler.running
-        states = {request.id: (request.slot, live.UNPLANNED) for request in running}
-        newest = self.engine.steps[-1]
+    def line(self) -> str:
+        newest, cells = self.engine.steps[-1], ["."] * self.slots
         for slot, share in zip(newest.memory, newest.shares, strict=True):
-            states[share.request_id] = slot, live.state(share)
-        return {id: (f"slot {slot}: {words}", look) for id, (slot, (words, look)) in states.items()}
+            cells[slot] = share.request_id + "+" * (share.prefill_tokens > 0)
+        slots = "".join(f"{cell:>4}" for cell in cells)
+        return f"{slots} | {newest.prefill_tokens} prefill and {newest.decode_tokens} decode tokens"
 
 
 if __name__ == "__main__":

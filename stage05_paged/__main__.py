@@ -6,8 +6,6 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from rich.text import Text
-
 from shared import cli, live
 from shared.errors import UserError
 from stage01_forward.params import SamplingParams
@@ -38,6 +36,7 @@ ABOUT = (
 )
 MOST_SEQUENCES = 4096
 MOST_SAMPLES = 256
+MAPPED = 64  # blocks that a line shows at most
 SHOWN = 640  # tokens in the pool for the built-in prompts: too few for all, to show preemption
 BEGINNING = (
     "In a house on the hill lived Hugo, a merry boy with muddy shoes. Hugo collected feathers and "
@@ -140,8 +139,9 @@ def main(argv: list[str] | None = None) -> int:
     print(budget(engine, loaded.dtype), file=sys.stderr, flush=True)
     texts = [prompts] if isinstance(prompts, str) else prompts
     limits = [(text, sampling.max_tokens) for text in texts] if texts else PROMPTS
-    show = Show(engine, loaded, limits, sampling, options.samples)
-    return show.run(options, built_in=not prompts)
+    show = Show(engine, loaded, limits, sampling)
+    show.samples = options.samples
+    return show.run(options.every)
 
 
 # ---- memory -------------------------------------------------------------------------------------
@@ -196,13 +196,16 @@ def budget(engine: Engine, dtype: torch.dtype) -> str:
 class Show(live.Show):
     """A run that shows what blocks and sequences do."""
 
+    key = f"blocks: {blockmap.KEY}"
     peak = 0  # most blocks owned in a step
+    samples = 1  # of each prompt
 
     def add(
-        self, answers: list[live.Answer], params: list[SamplingParams], priority: int
+        self, ids: list[int], params: SamplingParams, number: int, priority: int
     ) -> list[Request]:
-        names = [str(answer.number) for answer in answers]
-        requests = add_samples(self.engine, answers[0].ids, params, ids=names)
+        numbers = range(number, number + self.samples)
+        each = [cli.sampling_of(params, index - 1) for index in numbers]
+        requests = add_samples(self.engine, ids, each, list(map(str, numbers)))
         for request in requests:
             request.priority = priority
         return requests
@@ -213,60 +216,21 @@ class Show(live.Show):
 
     def report(self) -> str:
         # After the run no request owns a block: any block still owned was lost.
-        pool, swap = self.engine.scheduler.pool, self.engine.scheduler.swap_pool
-        leaked = pool.owned + (swap.owned if swap else 0)
-        peak = f"at most {self.peak} of {pool.count} blocks in use"
-        return f"[{peak}; {self.counts()}; {leaked} blocks leaked]"
-
-    def counts(self) -> str:
-        """Counters since start."""
-        counts, evictions = self.engine.scheduler.counts, self.engine.scheduler.pool.evictions
-        return (
-            f"hit rate {100 * counts.hit_rate:.1f} %, {counts.copies} copied, {evictions} evicted; "
-            f"{counts.preemptions} preemptions, {counts.recomputed} to recompute and "
-            f"{counts.swapped_out} swapped"
-        )
-
-    def head(self) -> str:
-        newest, pool = self.engine.steps[-1], self.engine.scheduler.pool
-        return (
-            f"step {self.steps}: {newest.rows} sequences, {newest.prefill_tokens} prefill and "
-            f"{newest.decode_tokens} decode tokens, {newest.memory} of {pool.count} blocks "
-            f"in use\n{self.counts()}"
-        )
-
-    def view(self, width: int, height: int) -> list[Text]:
-        """The map of the blocks, as many as fit into a third of the lines, above the answers."""
-        if not self.steps:
-            return []
-        states = blockmap.blockmap(self.engine.scheduler)
-        starts = range(0, len(states), max(1, width))[: height // 3]
-        rows = [live.marks(states[start : start + width], blockmap.mark) for start in starts]
-        missing = max(0, len(states) - len(starts) * width)
-        key = f"({blockmap.KEY}{f'; {missing} blocks more' * bool(missing)})"
-        rows.append(live.line(width, (key, width, "dim")))
-        return rows + super().view(width, height - len(rows))
-
-    def states(self) -> dict[str, live.State]:
         scheduler = self.engine.scheduler
-        records = {record.request_id: record for record in self.engine.steps[-1].shares}
-        states = {}
-        for request in scheduler.running:
-            words, look = live.UNPLANNED
-            if request.id in records:
-                words, look = live.state(records[request.id])
-            blocks = (
-                f"{blockmap.mark(request.arrival)} {len(scheduler.tables[request].blocks)} blocks"
-            )
-            states[request.id] = f"{blocks}: {words}", look
-        for request in scheduler.waiting:
-            if request in scheduler.swapped:
-                states[request.id] = "waits (swapped out)", "dim"
-            elif parent := scheduler.parents.get(request):
-                states[request.id] = f"waits (for {parent.id})", "dim"
-            elif request.output.token_ids:
-                states[request.id] = "waits (again)", "dim"
-        return states
+        pool, swap, counts = scheduler.pool, scheduler.swap_pool, scheduler.counts
+        leaked = pool.owned + (swap.owned if swap else 0)
+        return (
+            f"[at most {self.peak} of {pool.count} blocks in use; hit rate "
+            f"{100 * counts.hit_rate:.1f} %, {counts.copies} copied, {pool.evictions} evicted; "
+            f"{counts.preemptions} preemptions, {counts.recomputed} to recompute and "
+            f"{counts.swapped_out} swapped; {leaked} blocks leaked]"
+        )
+
+    def line(self) -> str:
+        newest, states = self.engine.steps[-1], blockmap.blockmap(self.engine.scheduler)
+        blocks = "".join(map(blockmap.mark, states[:MAPPED]))
+        words = f"{newest.prefill_tokens} prefill and {newest.decode_tokens} decode tokens"
+        return f" {blocks} | {newest.rows} sequences, {words}"
 
 
 if __name__ == "__main__":

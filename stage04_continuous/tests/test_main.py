@@ -1,14 +1,14 @@
-"""The command of stage 04: prompts that arrive over time, the view and the chart."""
+"""The command of stage 04: prompts that arrive over time, and the lines of the steps."""
 
 from __future__ import annotations
 
-import argparse
 import re
+import sys
 from typing import Any
 
 import torch
 
-from shared import cli, live
+from shared import cli
 from shared.tokenizer import ByteTokenizer
 from stage01_forward.params import SamplingParams
 from stage03_batching.tests.commands import CommandContract, answers
@@ -55,43 +55,12 @@ def show(model: Any, slots: int, prompts: list[str], most: int = 9, **settings: 
     return stage.Show(engine, loaded(model), [(prompt, most) for prompt in prompts], sampling)
 
 
-def test_the_view_shows_the_records(tiny_model):
-    prompts = ["a" * 20, "b", "c" * 12, "d", "a", "b", "c", "d"]
-    run = show(tiny_model, 4, prompts, token_budget=10, policy="priority")
-    assert run.view(100, 24) == []
-    seen: set[str] = set()
-    while run.step(1):
-        (head, coming, *lines), newest = [x.plain for x in run.view(100, 24)], run.engine.steps[-1]
-        assert head.startswith(f"step {run.steps}: {newest.rows} of 4 slots")
-        assert f"{len(run.coming)} still to come" in coming and len(lines) == run.arrived
-        records = {share.request_id: share for share in newest.shares}
-        ran = {share.request_id: n for n, share in zip(newest.memory, newest.shares, strict=True)}
-        slots = {request.id: str(request.slot) for request in run.engine.scheduler.running}
-        for answer, line in zip(run.answers, lines, strict=False):
-            state, words = " ".join(line[6:34].split()), "waits"
-            if answer.finish_reason:
-                words = f"ended: {answer.finish_reason}"
-            elif record := records.get(str(answer.number)):
-                words = f"slot {ran[record.request_id]}: {live.state(record)[0]}"
-            elif slot := slots.get(str(answer.number)):
-                words = f"slot {slot}: no budget left"
-            assert state == words
-            assert line.startswith(f"{answer.number:>4}{'!' * (answer.number % 3 == 0)} ")
-            seen.update(state.split())
-    assert seen >= {"waits", "prefill", "decode", "ended:"}
-
-
-def test_ctrl_c_ends_a_run_with_what_it_has(tiny_model, capsys):
-    run = show(tiny_model, 2, ["ab"] * 3)
-    step = run.engine.step
-
-    def stopped() -> Any:
-        if run.steps == 10:
-            raise KeyboardInterrupt
-        return step()
-
-    run.engine.step = stopped
-    assert run.run(argparse.Namespace(every=1)) == cli.EXIT_INTERRUPTED
+def test_a_terminal_shows_the_slots_of_each_step(tiny_model, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert show(tiny_model, 2, ["ab", "c", "d"], 3).run(1) == 0
     out, err = capsys.readouterr()
-    assert list(answers(out)) == [1, 2]
-    assert err.count("\n") == 1 and "finish reasons: 2 length, 1 unfinished; " in err
+    assert list(answers(out)) == [1, 2, 3]
+    steps = re.findall(r"^step +\d+ \|(.*?) \| \d prefill and \d decode tokens$", err, re.MULTILINE)
+    assert [step.split() for step in steps] == [
+        *(["1+", "."], ["1", "2+"], ["1", "2"], ["3+", "2"], ["3", "."], ["3", "."])
+    ]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from stage01_forward.params import SamplingParams
 from stage03_batching.tests.commands import CommandContract, answers
 from stage04_continuous.tests.test_main import loaded
 from stage05_paged import __main__ as stage
-from stage05_paged.blockmap import KEY, blockmap, mark
 from stage05_paged.tests.engines import engine_of
 
 SMALL = ("--block-size", "4", "--kv-memory", "28KiB", "--every", "1")  # 14 blocks of 2 KiB
@@ -71,44 +69,15 @@ class TestCommand(CommandContract):
         assert numbers(err)["copies"] == 2
 
 
-def show(
-    model: Any, prompts: list[str], blocks: int = 100, most: int = 9, samples: int = 1, **more: Any
-) -> stage.Show:
-    engine = engine_of(**{"sequences": 6, "budget": 64} | more, model=model, blocks=blocks)
-    sampling = SamplingParams(most, temperature=float(samples > 1), seed=1, ignore_eos=True)
-    return stage.Show(engine, loaded(model), [(text, most) for text in prompts], sampling, samples)
-
-
-def test_the_view_shows_records_and_tables(tiny_model):
+def test_a_terminal_shows_the_blocks_of_each_step(tiny_model):
     prompts = ["a" * 20, "b", "a" * 19 + "c", "d", "ab", "cd", "dd", "ac"]
-    run = show(tiny_model, prompts, 16, 25, swap_blocks=16, budget=10, policy="priority")
-    scheduler, seen = run.engine.scheduler, set[str]()
+    engine = engine_of(6, 10, tiny_model, 16, swap_blocks=16, policy="priority")
+    sampling = SamplingParams(25, ignore_eos=True)
+    run = stage.Show(engine, loaded(tiny_model), [(text, 25) for text in prompts], sampling)
+    seen, owned = set[str](), list[int]()
     while run.step(1):
-        newest, lines = run.engine.steps[-1], [line.plain for line in run.view(150, 30)]
-        blocks, key = lines.pop(0), lines.pop(0)
-        assert key.rstrip() == f"({KEY})"
-        assert blocks == "".join(map(mark, blockmap(scheduler))) and len(blocks) == 16
-        assert f"{newest.memory} of 16 blocks in use" in lines[0]
-        assert f"{scheduler.counts.preemptions} preemptions" in lines[1]
-        states = {line[:4].strip(): " ".join(line[6:34].split()) for line in lines[3:]}
-        assert [line.plain for line in run.view(10, 6)][:2] == [blocks[:10], blocks[10:]]
+        blocks, words = run.line().split(" | ")
+        assert len(blocks.strip()) == 16 and words.startswith(f"{engine.steps[-1].rows} sequences")
         seen.update(blocks)
-        for request in scheduler.running:
-            words, state = states[request.id].split(" blocks: ")
-            sign, owned = words.split()
-            assert sign == mark(request.arrival) and blocks.count(sign) <= int(owned)
-            assert int(owned) == len(scheduler.tables[request].blocks)
-            seen.add(state.split()[0])
-        seen.update(states[request.id] for request in scheduler.waiting)
-    assert run.peak == max(step.memory for step in run.engine.steps) > newest.memory
-    assert seen >= {"prefill", "decode", "waits", "waits (swapped out)", *"#+."}
-
-
-def test_the_view_tells_samples_and_recomputed_requests(tiny_model):
-    run = show(tiny_model, ["a" * 30, "b" * 9], 14, 12, samples=3, sequences=4, budget=8)
-    words = {"(for 1)", "(for 4)", "(again)"}
-    seen: set[str] = set()
-    while run.step(2):
-        text = "\n".join(line.plain for line in run.view(100, 30))
-        seen.update(word for word in words if word in text)
-    assert seen == words and run.engine.scheduler.counts.recomputed
+        owned.append(engine.steps[-1].memory)
+    assert run.peak == max(owned) > owned[-1] and seen > {*"#+. a"} and "#" in run.key
