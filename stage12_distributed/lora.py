@@ -14,7 +14,6 @@ writes them; an option that is not implemented is refused by name.
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from stage05_paged.blocks import BlockTable
 from .tensor.shard import Shard
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MOST_RANK, SIZE = 64, hashlib.sha256().digest_size
+SIZE = hashlib.sha256().digest_size
 BASE = -1  # in place of an adapter's number: none
 # PEFT's options and the values that work. Other initializations change the model's own weights.
 WORKS: dict[str, tuple[Any, ...]] = {"peft_type": ("LORA",), "bias": ("none",)}
@@ -46,7 +45,7 @@ HARMLESS = {
     *("auto_mapping", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode"),
     *("layers_pattern", "layers_to_transform", "lora_dropout", "megatron_config", "megatron_core"),
     *("peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules"),
-    *("task_type", "base_model_name_or_path", "lora_alpha", "r", "use_rslora"),
+    *("task_type", "base_model_name_or_path", "lora_alpha", "r"),
 }
 
 
@@ -65,18 +64,13 @@ def _scale(fields: Mapping[str, Any], source: Path, model: str) -> tuple[int, fl
     base = fields.get("base_model_name_or_path") or model
     if re.split(r"[/\\]", str(base).rstrip("/\\"))[-1].lower() != model.lower():
         raise UserError(f"{source} is for the base model {base}, not {model}: serve that.")
-    alpha: Any = fields.get("lora_alpha")
-    rank: Any = fields.get("r")
     wrong = [name for name, values in WORKS.items() if fields.get(name, values[0]) not in values]
     wrong += [name for name in fields if fields[name] and name not in HARMLESS | WORKS.keys()]
-    if type(alpha) not in (int, float) or not math.isfinite(alpha):
-        wrong.append("lora_alpha")
-    if rank not in range(1, MOST_RANK + 1):
-        wrong.append("r")
+    wrong += [name for name in ("r", "lora_alpha") if type(fields.get(name)) not in (int, float)]
     for name in wrong:
         what = f"{source} sets {name} to {fields.get(name)}"
         raise UserError(f"{what}, which is not implemented: train the adapter without it.")
-    return rank, alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
+    return fields["r"], fields["lora_alpha"] / fields["r"]
 
 
 def read(folder: Path, config: Config, shapes: Mapping[str, tuple[int, int]]) -> Adapter:
@@ -102,9 +96,6 @@ def read(folder: Path, config: Config, shapes: Mapping[str, tuple[int, int]]) ->
             why = f"{key[:100]} in {path} has NaN or infinite numbers"
             raise UserError(f"{why}: its training has failed; choose an earlier checkpoint.")
         matrices.setdefault(name, {})[kind[0]] = tensor
-    for name, pair in matrices.items():
-        if len(pair) < 2:
-            raise UserError(f"{path} has one of two matrices for {name}: save the adapter again.")
     data = (folder / CONFIG).read_bytes() + path.read_bytes()
     pairs = {name: (pair["A"], scale * pair["B"].double()) for name, pair in matrices.items()}
     return Adapter(hashlib.sha256(data).digest(), pairs)

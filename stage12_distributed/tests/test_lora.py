@@ -19,7 +19,6 @@ from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 from stage04_continuous.tests.oracle import finish
 from stage05_paged.blocks import BlockPool
-from stage05_paged.fork import add_samples
 from stage12_distributed import lora
 from stage12_distributed.tensor.group import RankGroup, Setup, make
 from stage12_distributed.tensor.shard import shards
@@ -44,15 +43,14 @@ def group_of(folder: Path, ranks: int = 1) -> Any:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("adapters")
-    for seed, name in enumerate(("one", "two", "root")):
-        write(made / name, seed, use_rslora=name == "root")
-    write(made / "zero", zero=True)
+    for seed, name in enumerate(("one", "two", "zero")):
+        write(made / name, seed, zero=name == "zero")
     return made
 
 
 @pytest.fixture(scope="module")
 def group(folder):
-    """One rank, with four adapters."""
+    """One rank, with three adapters."""
     with group_of(folder) as made:
         yield made
 
@@ -81,7 +79,7 @@ def answers(engine: Any, asked: list[tuple[str, int, SamplingParams]]) -> list[A
 
 ASKED = [
     (name, 5 + 6 * place, GREEDY if place % 3 else DRAWN)
-    for place, name in enumerate(["one", "", "two", "one", "zero", "root", "", "two"])
+    for place, name in enumerate(["one", "", "two", "one", "zero", "two", "", "two"])
 ]
 
 
@@ -100,25 +98,6 @@ def test_several_adapters_in_one_batch_equal_each_alone(group):
     together = [ids for ids, _ in answers(engine, ASKED)]
     assert together == alone
     assert max(record.rows for record in engine.steps) == len(ASKED)
-    names = group.model.adapters.names
-    same = [answers(engine_of(group), [(name, 9, GREEDY)])[0][0] for name in names]
-    assert len({tuple(ids) for ids in same}) == 4  # worth comparing
-
-
-def test_adapters_share_no_prefix_and_samples_do(group):
-    engine = engine_of(group)
-    for name in ("one", "two", ""):
-        answers(engine, [(name, 20, GREEDY)])
-    assert engine.scheduler.counts.hit_tokens == 0
-    answers(engine, [("one", 20, GREEDY)])
-    assert engine.scheduler.counts.hit_tokens == 16
-    samples = add_samples(engine, prompt(11), [DRAWN, DRAWN])
-    for sample in samples:
-        salt = b"tenant" + group.model.adapters.names["two"]
-        engine.scheduler.tables[sample].salt = salt
-    finish(engine)
-    (want,) = answers(engine_of(group), [("two", 11, DRAWN)])
-    assert [sample.output.token_ids for sample in samples] == [want[0]] * 2
 
 
 def test_an_adapter_loaded_again_with_other_bytes_finds_nothing_stale(tmp_path):
@@ -157,28 +136,25 @@ def logits_of(group: RankGroup, name: str, ids: list[int]) -> torch.Tensor:
     return runner.run(prompt(7) + ids, shares, range(7, 7 + count))
 
 
-@pytest.mark.parametrize("name, scale", [("two", 12 / 4), ("root", 12 / 2)])
-def test_an_adapter_is_its_product_added_to_each_weight(group, folder, name, scale):
-    """Each layer gets its own: two of them are called c_proj. The scale is alpha by the rank, 4, or
-    by its root."""
-    model, saved = random_model(CONFIG), load_file(folder / name / lora.WEIGHTS)
+def test_an_adapter_is_its_product_added_to_each_weight(group, folder):
+    """Each layer gets its own: two of them are called c_proj. The scale is alpha by the rank."""
+    model, saved = random_model(CONFIG), load_file(folder / "two" / lora.WEIGHTS)
     for layer in SHAPES:
         key = f"base_model.model.transformer.{layer}.lora_"
         a, b = (saved[f"{key}{matrix}.weight"].double() for matrix in "AB")
-        model.get_submodule(layer).weight += scale * b @ a
+        model.get_submodule(layer).weight += 12 / 4 * b @ a
     ids = prompt(20)
     with torch.inference_mode():
         hidden = model(torch.tensor(ids), torch.arange(20), Recompute().attend)
         want = model.logits(hidden)
-    assert (logits_of(group, name, ids) - want).abs().max() < 1e-9 * want.abs().max()
+    assert (logits_of(group, "two", ids) - want).abs().max() < 1e-9 * want.abs().max()
 
 
 # ---- beside PEFT --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rslora", [False, True], ids=["", "rslora"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_logits_are_those_of_peft(tmp_path, family, rslora):
+def test_logits_are_those_of_peft(tmp_path, family):
     """Every linear layer has an adapter, so both layers called c_proj have one."""
     why = "the reference for LoRA is in requirements-distributed.txt"
     peft = pytest.importorskip("peft", reason=why)
@@ -196,32 +172,26 @@ def test_logits_are_those_of_peft(tmp_path, family, rslora):
         tensor.data += 0.05 * torch.randn_like(tensor)
     theirs.save_pretrained(tmp_path / "base")
     more = {"init_lora_weights": False, "fan_in_fan_out": family == "gpt2"}
-    more |= {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "use_rslora": rslora}
-    options = peft.LoraConfig(r=4, lora_alpha=10, **more)
-    tuned = peft.get_peft_model(theirs, options)
+    more |= {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    tuned = peft.get_peft_model(theirs, peft.LoraConfig(r=4, lora_alpha=10, **more))
     tuned.save_pretrained(tmp_path / "adapters" / "tuned")
     ids = prompt(23)
     with torch.inference_mode():
         want = tuned.double().eval()(torch.tensor([ids])).logits[0]
-        with tuned.disable_adapter():
-            plain = tuned(torch.tensor([ids])).logits[0]
     load = partial(stored, str(tmp_path / "base"))
     with closing(RankGroup(Setup(load, 1, adapters=str(tmp_path / "adapters")))) as group:
         got = logits_of(group, "tuned", ids)
     assert (got - want).abs().max() < (1e-9 if family == "gpt2" else 1e-5)
-    assert (plain - want).abs().max() > 0.1
 
 
 # ---- what is refused ----------------------------------------------------------------------------
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"use_dora": True}, "use_dora to True, which is not implemented"),
-    ({"bias": "all"}, "bias to all"),
+    ({"use_rslora": True}, "use_rslora to True"),
     ({"modules_to_save": ["lm_head"]}, r"modules_to_save to \['lm_head'\]"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights to pissa"),
-    ({"r": 65}, "r to 65"),
     ({"lora_alpha": None}, "lora_alpha to None"),
-    ({"base_model_name_or_path": "openai/gpt2"}, "for the base model openai/gpt2, not odd"),
     ({"base_model_name_or_path": "C:\\models\\odd-2\\"}, r"odd-2\\, not odd"),
     ({"r": 8}, r"is \(4, 24\) instead of \(8, 24\): the adapter is of another rank"),
 ]
@@ -234,31 +204,16 @@ def test_what_is_not_implemented_is_refused_by_name(tmp_path, fields, message):
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path):
-    """For another model, half an adapter, damaged, or missing altogether."""
-
-    def refused(message, shapes=SHAPES):
-        with pytest.raises(UserError, match=message):
-            lora.read(bad, CONFIG, shapes)
-
-    bad = write(tmp_path / "bad")
-    wide = {name: (2 * out, 2 * width) for name, (out, width) in SHAPES.items()}
-    refused(r"is \(4, 24\) instead of \(4, 48\): .* or of another model", wide)
-    refused("has no such layer", {"h.0.attn.c_attn": (72, 24)})
-    for name, shape, message in (
-        ("h.0.mlp.c_fc.lora_A.weight", (4, 24), "one of two matrices for h.0.mlp.c_fc"),
-        ("wte.lora_embedding_A", (4, 101), "wte.lora_embedding_A, but odd has no such layer"),
-    ):
-        tensors = {f"base_model.model.transformer.{name}": torch.zeros(*shape)}
-        save_file(tensors, bad / lora.WEIGHTS)
-        refused(message)
-    (bad / lora.WEIGHTS).write_bytes(b"no tensors")
-    refused("truncated, corrupt or not safetensors")
+    """Of another model, of a training that failed, or in another format."""
+    bad, name = write(tmp_path / "bad"), "base_model.model.transformer.h.0.mlp.c_fc.lora_A.weight"
+    other = {"h.0.attn.c_attn": (72, 24)}
+    with pytest.raises(UserError, match="has no such layer"):
+        lora.read(bad, CONFIG, other)
+    save_file({name: torch.full((4, 24), torch.nan)}, bad / lora.WEIGHTS)
+    with pytest.raises(UserError, match="has NaN or infinite numbers"):
+        lora.read(bad, CONFIG, SHAPES)
     (bad / lora.WEIGHTS).unlink()
-    refused("has no adapter_model.safetensors: save the adapter as safetensors")
-    (bad / lora.CONFIG).unlink()
-    refused("adapter_config.json is missing")
-
-
-def test_a_folder_of_adapters_has_some(tmp_path):
+    with pytest.raises(UserError, match="no adapter_model.safetensors: save the adapter as safet"):
+        lora.read(bad, CONFIG, SHAPES)
     with pytest.raises(UserError, match="has no subfolder with an adapter"):
-        group_of(tmp_path)
+        group_of(bad)
