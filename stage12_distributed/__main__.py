@@ -12,7 +12,6 @@ COMMANDS = {
     "router": ("router", "routes requests to running servers by prefix"),
     "serve": ("serve", "servers and the router on Ray, here or on a cluster"),
     "tp": ("tensor.tp", "one model on several processes; LoRA adapters"),
-    "simulate": ("simulator", "a fleet's traffic through the real scheduler and policy"),
 }
 EXAMPLES = """\
   python -m stage12_distributed tp --ranks 2 "Once upon a time"

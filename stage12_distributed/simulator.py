@@ -1,4 +1,4 @@
-"""A fleet in virtual time: `python -m stage12_distributed simulate`.
+"""A fleet in virtual time, for lab.ipynb and the benchmark.
 
 Stage 05's scheduler and blocks and this stage's routing run unchanged. Only the passes are not
 computed: each takes a time fitted to passes of the real engine (passes.py). So one machine
@@ -18,21 +18,20 @@ from typing import Any
 
 import numpy as np
 
-from shared import cli
 from shared.errors import UserError
 from stage01_forward.generation import Token
 from stage04_continuous.request import Request
 from stage05_paged.blocks import BlockPool
-from stage05_paged.engine import make
 from stage05_paged.scheduler import Scheduler
 
-from .passes import VOCABULARY, PassTime, calibrate, greedy
+from .passes import VOCABULARY, PassTime, greedy
 from .routing import Replica, Route, Routing
 
 POLICIES = ("random", "load", "prefix")
 TRAFFIC = ("prefix", "free", "hot")
 PREFIXES, SYSTEM, QUESTION, ANSWER = 64, 256, (8, 32), 50  # system prompts; tokens
 TURNS = 8  # of a chat
+LOAD = 0.7  # of `policies`: a share of what the replicas can answer
 GRID = tuple(product((2, 10, 100), (0.1, 0.4, 0.8)))  # replicas and load, of `chats`
 EACH = 15  # of its requests to each replica, at least
 CROWD = 100  # requests at once, to find what a replica answers a second
@@ -242,14 +241,13 @@ def compare(cells: Mapping[str, Cell], times: PassTime, asks: Sequence[Ask]) -> 
         yield about | Fleet(cell, times, asks).run().summary()
 
 
-def policies(cell: Cell, times: PassTime, count: int, load: float = 0.7) -> Iterator[Case]:
-    """All traffic by all policies: `count` requests at a share `load` of what a cell of replicas
-    can answer."""
-    starts = arrivals(load * cell.replicas * capacity(cell, times), count)
+def policies(cell: Cell, times: PassTime, count: int) -> Iterator[Case]:
+    """All traffic by all policies: `count` requests to the replicas of a cell."""
+    starts = arrivals(LOAD * cell.replicas * capacity(cell, times), count)
     cells = {policy: replace(cell, policy=policy) for policy in POLICIES}
     for kind in TRAFFIC:
         for case in compare(cells, times, traffic(kind, starts)):
-            yield {"traffic": kind, "load": load} | case
+            yield {"traffic": kind, "load": LOAD} | case
 
 
 def chats(cell: Cell, times: PassTime, count: int, grid: Any = GRID) -> Iterator[Case]:
@@ -262,34 +260,3 @@ def chats(cell: Cell, times: PassTime, count: int, grid: Any = GRID) -> Iterator
         starts = arrivals(load * number * rate, max(count, EACH * number))
         for case in compare(cells, times, traffic("chats", starts)):
             yield {"traffic": "chats", "load": load} | case
-
-
-# ---- the command --------------------------------------------------------------------------------
-
-LINE = "{traffic:>8} {policy:>8} {hits:>8.0%} {balance:>10.2f} {ttft_p50:>12.3f} {ttft_p99:>12.3f}"
-HEAD = " traffic   policy    found   max/mean  TTFT p50, s  TTFT p99, s"
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = cli.Parser(
-        "stage12_distributed simulate",
-        "Simulates replicas behind one router: the real scheduler, blocks and routing, and passes "
-        "timed in a short run of the real engine. A line for each policy and kind of traffic.",
-        "  python -m stage12_distributed simulate\n"
-        "  python -m stage12_distributed simulate --load 0.9 --model gpt2 --random-weights",
-    )
-    whole, number = cli.whole_number, cli.number
-    for name, kind, default, text in (
-        ("replicas", whole(1, 1000), 10, "replicas behind the router"),
-        ("requests", whole(50, 1_000_000), 500, "requests in each line"),
-        ("load", number(0, 2, above=True), 0.7, "offered, as a share of what they can answer"),
-    ):
-        parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=text)
-    cli.add_model_options(parser)
-    options = parser.parse_args(argv)
-    simpy()  # before the model is loaded
-    times = PassTime.fit(calibrate(make(cli.load_model_from(options).model)))
-    print(HEAD)
-    for case in policies(Cell(options.replicas), times, options.requests, options.load):
-        print(LINE.format(**case), flush=True)
-    return 0

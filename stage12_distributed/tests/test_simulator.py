@@ -112,17 +112,16 @@ def test_littles_law_holds() -> None:
     assert all(server.scheduler.unfinished == 0 for server in fleet.servers.values())
 
 
-def summary(cell: Cell, asks: list[Ask]) -> dict[str, float]:
-    return Fleet(cell, TIMES, asks).run().summary()
-
-
 def test_what_each_policy_finds_in_each_kind_of_traffic() -> None:
     """By prefix, as much as one big cache would; without common prefixes nothing, at no cost. One
     hot prefix keeps no request waiting."""
     counts = {"prefix": 900, "free": 300, "hot": 400}
     asks = {kind: load(CELL, kind, count) for kind, count in counts.items()}
     prefix, free, hot = (
-        {name: summary(replace(CELL, policy=name), each) for name in simulator.POLICIES}
+        {
+            name: Fleet(replace(CELL, policy=name), TIMES, each).run().summary()
+            for name in simulator.POLICIES
+        }
         for each in asks.values()
     )
     assert prefix["prefix"]["hits"] > 0.9 * one_big_cache(asks["prefix"])
@@ -140,15 +139,7 @@ def test_a_few_in_flight_do_not_send_a_chat_away_from_its_prefix() -> None:
     assert ours["hits"] > 0.95 * ours["big"] > 2 * least["hits"]
 
 
-def test_the_command_prints_a_line_for_each_case(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(simulator, "calibrate", lambda engine: [(1, 2, 3, 4, 5, 0.01)] * 9)
-    assert simulator.main(["--replicas", "5", "--requests", "50"]) == 0
-    _, *lines = capsys.readouterr().out.splitlines()
-    kinds = [line.split()[0] for line in lines]
-    assert kinds == [kind for kind in simulator.TRAFFIC for _ in simulator.POLICIES]
-
-
 def test_without_simpy_one_sentence_tells_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "simpy", None)
     with pytest.raises(UserError, match="requirements-distributed.txt"):
-        simulator.main([])
+        Fleet(Cell(), TIMES, [])
