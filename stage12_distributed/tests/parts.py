@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,20 +15,15 @@ from torch import Tensor
 
 from shared import models
 from shared.config import Config
-from shared.testing import random_checkpoint, wide_norm
+from shared.testing import random_checkpoint
 from stage01_forward.attention import Recompute
-from stage08_llama.model import RMSNorm
 from stage12_distributed import lora
 from stage12_distributed.tensor.collectives import Collectives
-from stage12_distributed.tensor.group import RankGroup, Setup
 from stage12_distributed.tensor.shard import shard
 
 
-def random_model(config: Config, spread: float = 24, dtype: torch.dtype = torch.float64) -> Any:
-    """As `oracle.the_model`, but norms do not switch to float32, as in stage 09's tests."""
-    if multiprocessing.parent_process() is not None:
-        RMSNorm.forward = wide_norm  # type: ignore[method-assign]
-    return models.load_model(random_checkpoint(config, spread=spread), dtype=dtype)
+def random_model(config: Config) -> Any:
+    return models.load_model(random_checkpoint(config, spread=24), dtype=torch.float64)
 
 
 def stored(name: str) -> Any:
@@ -58,23 +52,6 @@ def write_adapter(
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "bias": "none", "use_rslora": False}
     (folder / lora.CONFIG).write_text(json.dumps(config | fields), encoding="utf-8")
     return folder
-
-
-GROUPS: dict[str, RankGroup] = {}  # at most one: torch.distributed has one group in a process
-
-
-def group_of(setup: Setup) -> RankGroup:
-    """The ranks of `setup`, kept for the next test unless it needs others or a rank has ended."""
-    name = repr(setup)
-    if name not in GROUPS or not GROUPS[name].up:
-        close_groups()
-        GROUPS[name] = RankGroup(setup)
-    return GROUPS[name]
-
-
-def close_groups() -> None:
-    while GROUPS:
-        GROUPS.popitem()[1].close()
 
 
 class ThreadCollectives(Collectives):

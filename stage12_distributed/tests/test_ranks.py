@@ -16,9 +16,11 @@ from shared.errors import UserError
 from shared.parity import random_prompt
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
-from stage04_continuous.tests.oracle import CONFIG
+from stage04_continuous.tests.oracle import CONFIG, finish
 from stage05_paged.blocks import BlockPool
 from stage05_paged.engine import make as make_paged
+from stage05_paged.fork import add_samples
+from stage05_paged.tests.engines import preempt
 from stage12_distributed.__main__ import main
 from stage12_distributed.tensor.collectives import BLOCK
 from stage12_distributed.tensor.group import RankGroup, RankLost, Setup, make
@@ -33,11 +35,22 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-    parts.close_groups()
 
 
-def pool() -> BlockPool:
-    return BlockPool(300, 16)
+def group_of(name: str, ranks: int, timeout: float) -> Any:
+    """The caller must close it: torch.distributed has one group in a process."""
+    return closing(RankGroup(Setup(partial(parts.stored, name), ranks, timeout)))
+
+
+def life(engine: Any, asked: list[list[int]], options: list[SamplingParams]) -> list[list[int]]:
+    """Answers to requests and to two samples of a prompt; a request is swapped out and in again."""
+    requests = [engine.add(Request(*pair)) for pair in zip(asked, options, strict=True)]
+    requests += add_samples(engine, asked[1], options[1:3])
+    for _ in range(3):
+        engine.step()
+    preempt(engine, requests[0])
+    finish(engine)
+    return [request.output.token_ids for request in requests]
 
 
 @pytest.mark.parametrize(
@@ -50,22 +63,26 @@ def pool() -> BlockPool:
     ],
 )
 def test_embedded_models_on_ranks(name, ranks, dtype):
-    """Greedy and drawn answers of stage 05, whole and on ranks, with a prefix that is cached, and
-    with a command that takes two broadcasts. Three heads on two ranks are two and one;
-    stories-chat is a Llama with one head of keys and values, which every rank copies. dtype: of the
-    cache; in int8 each rank has the scales of its own heads."""
+    """Greedy and drawn answers of stage 05, whole and on ranks, with all kinds of moves, with a
+    prefix that is cached, and with a command that takes two broadcasts. Three heads on two ranks
+    are two and one; stories-chat is a Llama with one head of keys and values, which every rank
+    copies. dtype: of the cache; in int8 each rank has the scales of its own heads."""
     model = parts.stored(name)
-    group = parts.group_of(Setup(partial(parts.stored, name), ranks, timeout=20.0))
     asked = [random_prompt(5 + 31 * number, model.config, number) for number in range(4)]
     asked += [random_prompt(900, model.config, "long"), asked[3][:70] + asked[0]]
     options = [SamplingParams(max_tokens=12, temperature=t, seed=7) for t in (0, 0.8, 0, 0.8, 0, 0)]
     sizes: dict[str, Any] = {"max_sequences": 5, "token_budget": 1200, "dtype": dtype}
-    ours: Any = make(group.model, pool=pool(), **sizes)
-    theirs: Any = make_paged(model, pool=pool(), **sizes)
-    got, want = (engine.generate(asked, options) for engine in (ours, theirs))
-    assert [output.token_ids for output in got] == [output.token_ids for output in want]
+    with group_of(name, ranks, 20.0) as group:
+        engines: list[Any] = [
+            make_engine(it, pool=BlockPool(300, 16), swap_pool=BlockPool(9, 16), **sizes)
+            for make_engine, it in ((make, group.model), (make_paged, model))
+        ]
+        got, want = (life(engine, asked, options) for engine in engines)
+    ours, theirs = engines
+    counts = ours.scheduler.counts
+    assert got == want and counts == theirs.scheduler.counts
+    assert counts.hit_tokens and counts.copies and counts.swapped_in
     assert 4 * max(record.prefill_tokens for record in ours.steps) > BLOCK  # "12, "
-    assert ours.scheduler.counts.hit_tokens == theirs.scheduler.counts.hit_tokens > 0
     bytes_of = [engine.runner.cache.memory.read([0]).nbytes for engine in (ours, theirs)]
     assert (bytes_of[0] < bytes_of[1]) == (model.config.n_kv_head > 1)
 
@@ -75,17 +92,17 @@ def test_a_rank_that_dies_or_stands_still_ends_the_group(how):
     """A pass raises, and so does every later one."""
     if not hasattr(signal, how):
         pytest.skip(f"this system has no {how}")
-    group = parts.group_of(Setup(partial(parts.stored, "stories"), 2, timeout=2.0))
-    engine: Any = make(group.model, pool=pool())
-    engine.add(Request([1, 2, 3], SamplingParams(max_tokens=850, ignore_eos=True)))
-    engine.step()
-    os.kill(group.workers[0].pid, getattr(signal, how))
-    with pytest.raises(RankLost):
-        while True:
-            engine.step()
-    with pytest.raises(RankLost):
+    with group_of("stories", 2, 2.0) as group:
+        engine: Any = make(group.model, 1)
+        engine.add(Request([1, 2, 3], SamplingParams(max_tokens=850, ignore_eos=True)))
         engine.step()
-    assert not group.up and not any(worker.is_alive() for worker in group.workers)
+        os.kill(group.workers[0].pid, getattr(signal, how))
+        with pytest.raises(RankLost):
+            while True:
+                engine.step()
+        with pytest.raises(RankLost):
+            engine.step()
+        assert not group.up and not any(worker.is_alive() for worker in group.workers)
 
 
 def test_one_rank_goes_on_after_an_error():
@@ -97,7 +114,6 @@ def test_one_rank_goes_on_after_an_error():
 
 
 def test_the_command_speaks_with_and_without_an_adapter(tmp_path, capsys):
-    parts.close_groups()
     shapes = {name: part.shape for name, part in shards(parts.stored("stories"), 0, 1).items()}
     parts.write_adapter(tmp_path / "fable", shapes)
     text = ["tp", "Once upon a time", "--temperature", "0", "--max-tokens", "8", "--threads", "1"]

@@ -22,17 +22,17 @@ def fleet(count: int, seed: int = 0, blocks: int = BLOCKS) -> Routing:
     return routing
 
 
-def send(routing: Routing, prompt, salt: bytes = b"", answer: int = 0) -> Route:
+def send(routing: Routing, prompt, answer: int = 0) -> Route:
     """A request that is in flight from now on."""
-    route = routing.choose(routing.digests(prompt, salt), len(prompt), answer)
+    route = routing.choose(routing.digests(prompt), len(prompt), answer)
     assert route is not None
     routing.start(route)
     return route
 
 
-def passed(routing: Routing, prompt, salt: bytes = b"") -> Route:
+def passed(routing: Routing, prompt) -> Route:
     """A request that has ended."""
-    route = send(routing, prompt, salt)
+    route = send(routing, prompt)
     routing.finish(route)
     return route
 
@@ -61,12 +61,6 @@ def test_the_last_token_is_always_computed():
     routing, prompt = fleet(1), prompt_of(5 * SIZE)
     assert [passed(routing, prompt).cached for _ in range(2)] == [0, 4 * SIZE]
     assert passed(routing, []).cached == 0
-
-
-def test_tenants_and_adapters_share_nothing():
-    routing, prompt = fleet(1), prompt_of(5 * SIZE)
-    found = [passed(routing, prompt, salt).cached for salt in (b"one", b"another", b"one")]
-    assert found == [0, 0, 4 * SIZE]
 
 
 def test_a_long_queue_outweighs_a_short_prefix():
@@ -145,15 +139,11 @@ def test_without_a_prefix_the_less_busy_of_two_is_chosen():
 def test_a_dead_replica_is_forgotten_with_its_tree():
     routing, prompt = fleet(2), prompt_of(10 * SIZE)
     open_route = send(routing, prompt)
-    dead = open_route.replica
-    routing.remove(dead.name)
-    other = passed(routing, prompt)
-    assert other.replica is not dead and not other.cached
-    again = routing.add(dead.name)
-    assert again is not dead and not again.match(routing.digests(prompt))
+    routing.remove(open_route.replica.name)
+    assert passed(routing, prompt).cached == 0
+    again = routing.add(open_route.replica.name)
     routing.finish(open_route)
-    assert {(each.requests, each.tokens) for each in (dead, again)} == {(0, 0)}
-    routing.remove("unknown")
+    assert again.requests == again.tokens == 0 and not again.match(routing.digests(prompt))
 
 
 def test_a_replica_that_is_not_ready_keeps_its_load_and_its_tree():

@@ -33,6 +33,7 @@ def test_the_front_keeps_its_servers_while_ray_cannot_name_them():
     pytest.importorskip("ray")
     import asyncio
     from types import SimpleNamespace
+    from unittest.mock import AsyncMock, Mock
 
     from ray.serve._private.common import DeploymentID
     from ray.serve.exceptions import DeploymentUnavailableError
@@ -41,16 +42,8 @@ def test_the_front_keeps_its_servers_while_ray_cannot_name_them():
 
     none: Any = DeploymentUnavailableError(DeploymentID("Engine", "staircase"))
     answers = [none, ["http://a", TimeoutError(), "http://b"], TimeoutError(), ["http://b"]]
-
-    class Engines:
-        def broadcast(self, name: str) -> Any:
-            return self
-
-        async def results_async(self, **options: Any) -> Any:
-            if isinstance(answer := answers.pop(0), Exception):
-                raise answer
-            return answer
-
-    front, deployment = SimpleNamespace(engines=Engines(), urls=[]), vars(serve)["Front"]
+    engines = Mock()
+    engines.broadcast.return_value.results_async = AsyncMock(side_effect=answers)
+    front, deployment = SimpleNamespace(engines=engines, urls=[]), vars(serve)["Front"]
     found = [asyncio.run(deployment.func_or_class.find(front)) for _ in range(4)]
     assert found == [[], ["http://a", "http://b"], ["http://a", "http://b"], ["http://b"]]

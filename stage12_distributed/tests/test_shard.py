@@ -15,7 +15,7 @@ from shared.tests.int8 import Int8, Int8Linear
 from stage01_forward.attention import Recompute
 from stage08_llama.tests.test_contract import GROUPED
 from stage12_distributed.tensor.collectives import Collectives
-from stage12_distributed.tensor.shard import heads_of, shard
+from stage12_distributed.tensor.shard import shard
 from stage12_distributed.tests.parts import in_threads, random_model
 
 ODD = Config(101, 64, 24, 2, 3, name="odd")  # 3 heads, 101 tokens, 96 channels in the MLP
@@ -54,24 +54,6 @@ def test_the_logits_of_all_ranks_are_those_of_the_whole(config, ranks):
         for model, _ in parts:  # tied, an output layer takes no memory; else that of its part
             weight = model.lm_head.part.weight
             assert (weight.untyped_storage().nbytes() > weight.nbytes) == config.tied
-
-
-@pytest.mark.parametrize("queries, kv", [(3, 3), (25, 25), (6, 2), (3, 1), (8, 2), (9, 3)])
-def test_heads_meet_their_keys(queries, kv):
-    """Each query head is on one rank, with the KV head that it reads in the whole model."""
-    config = replace(ODD, n_head=queries, n_kv_head=kv, head_dim=8)
-    for ranks in range(1, queries + 1):
-        try:
-            parts = [heads_of(config, rank, ranks) for rank in range(ranks)]
-        except UserError:
-            assert kv < ranks and queries // kv < -(-ranks // kv)
-            continue
-        assert [head for heads, _ in parts for head in heads] == list(range(queries))
-        for heads, keys in parts:
-            assert heads and len(heads) % len(keys) == 0
-            group = len(heads) // len(keys)
-            for index, head in enumerate(heads):
-                assert keys[index // group] == head // (queries // kv)
 
 
 @pytest.mark.parametrize("config", [ODD, BIASED], ids=["gpt2", "llama"])
