@@ -36,40 +36,24 @@ LONGEST = 400  # tokens of a random answer
 
 
 def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
-    kinds = ["string", "integer", "number", "boolean", "null", "enum", "pattern"]
-    kind = rng.choice(kinds + ["object", "array", "anyOf"] * bool(depth) * 2)
-    if kind == "enum":
-        return {"enum": rng.sample([1, -2.5, "a", 'q"\\', None, True, [1, {"k": "v"}], {}], 3)}
-    if kind == "pattern":
-        return {
-            "type": "string",
-            "pattern": rng.choice(["^[a-f]{2,5}$", "^(x|yy)+z?$", "^\\d{3}$"]),
-        }
-    if kind == "string":
-        low = rng.randint(0, 3)
-        return {"type": "string", "minLength": low, "maxLength": low + rng.randint(0, 6)}
-    if kind in ("integer", "number"):
-        low = rng.randint(-999, 999)
-        bounds = {"minimum": low, "exclusiveMaximum": low + rng.randint(2, 5000)}
-        return {"type": kind, **(bounds if rng.random() < 0.7 else {})}
-    if kind == "array":
-        low = rng.randint(0, 2)
-        items = random_schema(rng, depth - 1)
-        return {
-            "type": "array",
-            "items": items,
-            "minItems": low,
-            "maxItems": low + rng.randint(0, 2),
-        }
-    if kind == "anyOf":
-        return {"anyOf": [random_schema(rng, depth - 1) for _ in range(rng.randint(1, 3))]}
-    if kind == "object":
-        names = rng.sample(["a", "b b", 'c"', "d\n", "é", "f"], rng.randint(0, 4))
-        properties = {name: random_schema(rng, depth - 1) for name in names}
-        required = [name for name in names if rng.random() < 0.6]
-        closed = {"additionalProperties": False}
-        return {"type": "object", "properties": properties, "required": required, **closed}
-    return {"type": kind}
+    low, count = rng.randint(-999, 999), rng.randint(0, 2)
+    leaves: list[dict[str, Any]] = [
+        {"type": rng.choice(["integer", "number", "boolean", "null"])},
+        {"type": "number", "minimum": low, "exclusiveMaximum": low + rng.randint(2, 5000)},
+        {"type": "string", "minLength": count, "maxLength": count + rng.randint(0, 6)},
+        {"type": "string", "pattern": rng.choice(["^[a-f]{2,5}$", "^(x|yy)+z?$", "^\\d{3}$"])},
+        {"enum": rng.sample([1, -2.5, "a", 'q"\\', None, True, [1, {"k": "v"}], {}], 3)},
+    ]
+    if not depth or rng.random() < 0.5:
+        return rng.choice(leaves)
+    names = rng.sample(["a", "b b", 'c"', "d\n", "é", "f"], rng.randint(0, 4))
+    properties = {name: random_schema(rng, depth - 1) for name in names}
+    required = [name for name in names if rng.random() < 0.6]
+    inner = [random_schema(rng, depth - 1) for _ in range(rng.randint(1, 3))]
+    items = {"items": inner[0], "minItems": count, "maxItems": count + rng.randint(0, 2)}
+    fields = {"properties": properties, "required": required, "additionalProperties": False}
+    nested: list[Any] = [{"type": "array", **items}, {"type": "object", **fields}, {"anyOf": inner}]
+    return rng.choice(nested)
 
 
 def random_answer(source: str, rng: random.Random) -> str | None:
