@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import Any
 
@@ -18,10 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = cli.generation_parser("stage13_gpu", ABOUT)
     cli.add_format_options(parser)
     options = parser.parse_args(argv)
-    return speak(options, cli.read_prompt(options))
-
-
-def speak(options: argparse.Namespace, prompt: str) -> int:
+    prompt = cli.read_prompt(options)
     from stage01_forward.params import SamplingParams
     from stage05_paged.engine import make
 

@@ -22,13 +22,12 @@ from stage05_paged.cache import PagedCache, Share, check_places
 from stage09_kernels.backend import NoKernels
 from stage09_kernels.cache import Tables, cut, rows_of
 
-from .flash import decode, merge, prefill
+from .flash import attend, merge
 from .fused import store
 from .launch import DEVICE, launch
 from .naive import PIECE, TILE
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_HEAD_DIM = 256  # channels of a head: a tile of wider ones does not fit into registers
 LEAST = 16  # rows and columns that a tensor core multiplies at least
 
 
@@ -49,8 +48,8 @@ class Shape:
 
     tokens: int
     wanted: int  # tokens whose logits are wanted
-    singles: int  # items of one token, for `decode`
-    tiles: int  # items of more, for `prefill`
+    singles: int  # items of one token, whose keys are cut into pieces
+    tiles: int  # items of more
     tables: int
     width: int  # blocks of a table
     pieces: int  # of PIECE keys, for the longest single
@@ -82,7 +81,7 @@ class Shape:
 class GpuCache:
     """Keys and values in blocks, in stage 05's own layout, for kernels that read them in place.
 
-    Takes PagedCache's arguments. Raises NoKernels for a config, dtype or device without kernels.
+    Takes PagedCache's arguments. Raises NoKernels for a dtype or a GPU without kernels.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class GpuCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = DEVICE,
     ) -> None:
-        check(config, dtype, device)
+        check(dtype, device)
         paged = PagedCache(config, blocks, block_size, swap_blocks, dtype, device)
         self.kv, self.memory = paged.kv, paged.memory
         self.blocks, self.block_size, self.dtype = blocks, block_size, dtype
@@ -102,7 +101,7 @@ class GpuCache:
         self.group, self.width = config.n_head // config.n_kv_head, config.head_dim
         self.heads = config.n_kv_head
         self.tables = Tables(blocks)
-        # Rows of a tile of `prefill`. Those of float32 are smaller, or they spill (registers.py).
+        # Rows of a tile of many tokens. Those of float32 are smaller, or they spill (registers.py).
         self.rows = max(32 if dtype == torch.float32 else 64, power(self.group))
         self.most = self.rows // self.group  # tokens in it
 
@@ -110,18 +109,19 @@ class GpuCache:
         """Do `moves` in order. No block needs a wipe, because only what was written is read."""
         self.memory.move([move for move in moves if move.kind != "wipe"])
 
-    def extend(self, shares: Sequence[Share]) -> GpuAttention:
-        """The attention of a pass whose tokens are those of `shares`, one share after the other.
-
-        Raises ValueError for a share outside its blocks, or a block outside the cache.
-        """
-        check_places(shares, self.block_size)
-        shape = self.shape(shares)
-        numbers = self.numbers(shape, shares).to(self.device, non_blocking=True)
+    def extend(
+        self, shares: Sequence[Share], ids: Sequence[int] = (), rows: Sequence[int] = ()
+    ) -> GpuAttention:
+        """The attention of a pass over the tokens `ids` of `shares`, one share after the other; the
+        logits of `rows` are wanted. Raises ValueError for a block outside the cache."""
+        shape = self.shape(shares, len(rows))
+        numbers = self.numbers(shape, shares, ids, rows).to(self.device, non_blocking=True)
         return GpuAttention(self, shape, numbers)
 
     def shape(self, shares: Sequence[Share], wanted: int = 0) -> Shape:
-        """The sizes of a pass, of which `wanted` tokens get logits."""
+        """The sizes of a pass, of which `wanted` tokens get logits. Raises ValueError for a share
+        outside its blocks."""
+        check_places(shares, self.block_size)
         counts = [count for _, _, count in shares]
         longest = max((start + 1 for _, start, count in shares if count == 1), default=0)
         return Shape(
@@ -135,7 +135,7 @@ class GpuCache:
         )
 
     def numbers(
-        self, shape: Shape, shares: Sequence[Share], ids: Sequence[int] = (), rows: Any = ()
+        self, shape: Shape, shares: Sequence[Share], ids: Sequence[int], rows: Sequence[int]
     ) -> Tensor:
         """The numbers of a pass, int32 on the CPU, pinned if there is a GPU. What `shape` has
         beyond the pass are tokens with no slot and no keys."""
@@ -159,8 +159,7 @@ class GpuCache:
         (single,), (many,) = (counts == 1).nonzero(), (counts > 1).nonzero()
         items = np.column_stack((single, begins[single], starts[single], counts[single]))
         field["singles"][: len(single)] = items
-        if len(single) < shape.singles:
-            field["singles"][len(single) :, 1] = np.arange(len(single), shape.singles)
+        field["singles"][len(single) :, 1] = np.arange(len(single), shape.singles)
         if len(many):
             pieces = cut(torch.from_numpy(counts[many]), self.most).numpy()  # share, first, count
             share, offset = many[pieces[:, 0]], pieces[:, 1]
@@ -169,24 +168,16 @@ class GpuCache:
         return whole
 
 
-def check(config: Config, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Raise NoKernels for a device, dtype or head size that the kernels do not support."""
-    kind, name = torch.device(device).type, str(dtype).removeprefix("torch.")
-    why = ""
-    if kind not in (DEVICE, "meta"):
-        why = f"run on CUDA, not on {kind}"
-    elif dtype not in DTYPES:
-        why = f"do not support {name}: choose float32, bfloat16 or float16"
-    elif config.head_dim > MAX_HEAD_DIM:
-        heads = f"and {config.name} has {config.head_dim}"
-        why = f"support heads of at most {MAX_HEAD_DIM} channels, {heads}"
-    elif kind == "cuda":
-        least = (8, 0) if dtype == torch.bfloat16 else (7, 5)
-        if torch.cuda.get_device_capability(device) < least:
-            gpu = torch.cuda.get_device_name(device)
-            why = f"need compute capability {least[0]}.{least[1]} for {name}: {gpu} is too old"
-    if why:
-        raise NoKernels(f"The kernels of stage 13 {why}.")
+def check(dtype: torch.dtype, device: torch.device | str) -> None:
+    """Raise NoKernels for a dtype or a GPU that the kernels do not support."""
+    name = str(dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        known = "choose float32, bfloat16 or float16."
+        raise NoKernels(f"The kernels of stage 13 do not support {name}: {known}")
+    least = (8, 0) if dtype == torch.bfloat16 else (7, 5)
+    if torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) < least:
+        why = f"For {name}, stage 13 needs compute capability {least[0]}.{least[1]}"
+        raise NoKernels(f"{why}: {torch.cuda.get_device_name(device)} is too old.")
 
 
 class GpuAttention:
@@ -198,7 +189,6 @@ class GpuAttention:
 
     def __init__(self, cache: GpuCache, shape: Shape, numbers: Tensor) -> None:
         self.cache, self.shape, self.input = cache, shape, shape.split(numbers)
-        self.order, self.positions = torch.arange(shape.tokens), self.input["positions"]
         count = cache.heads * cache.group  # query heads
         parts = (shape.pieces, shape.singles, count) if shape.pieces > 1 else (0, 0, 0)
         self.parts = numbers.new_empty((*parts, cache.width), dtype=torch.float32)
@@ -210,57 +200,47 @@ class GpuAttention:
         return self.read(layer, rows_of(q))
 
     def store(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        turns: tuple[Tensor, Tensor] | None = None,
-        gains: tuple[Tensor, Tensor] | None = None,
-        epsilon: float = 0.0,
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turns: Any = None, norms: Any = None
     ) -> None:
-        """Write k and v (N, H, D) to their slots; before that norm by `gains` of q and k, and
-        rotate by `turns` (cosines, sines), q (N, heads, D) in place."""
+        """Write k and v (N, H, D) to their slots; before that apply `norms`, the RMSNorms of q and
+        k, and rotate by `turns` (cosines, sines), q (N, heads, D) in place."""
         cache = self.cache
         keys, values = cache.kv[layer]  # each (H, blocks, block_size, D)
         queries = q.shape[1] if turns else 0
         cosines, sines = turns or (self.states, self.states)  # any memory, unread
-        q_gain, k_gain = gains or (k, k)
+        q_gain, k_gain = (norm.weight for norm in norms) if norms else (k, k)
+        epsilon = norms[0].epsilon if norms else 0.0
         launch(
             store, (self.shape.tokens, queries + cache.heads),
             q, k, v, keys, values, self.input["slots"], cosines, sines, q_gain, k_gain,
             q.stride(0), k.stride(0), v.stride(0), keys.stride(0), epsilon,
             QUERIES=queries, D=cache.width, HALF=power(cache.width) // 2,
-            NORM=gains is not None, ROTATE=turns is not None, num_warps=1,
+            NORM=norms is not None, ROTATE=turns is not None, num_warps=1,
         )  # fmt: skip
 
     def read(self, layer: int, q: Tensor) -> Tensor:
         """Attention (N, heads, D) of q (N, heads, D) to the keys and values in their slots."""
-        cache, shape = self.cache, self.shape
+        cache, pieces = self.cache, self.shape.pieces
         keys, values = cache.kv[layer]
         tables, singles, tiles = (self.input[name] for name in ("tables", "singles", "tiles"))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        strides = q.stride(0), keys.stride(0), tables.stride(0)
         scale = cache.width**-0.5 * math.log2(math.e)
-        layout = {"D": cache.width, "W": power(cache.width)}
-        both = layout | {"GROUP": cache.group, "BLOCK": cache.block_size}
-        whole, line = shape.pieces == 1, power(cache.width) * q.itemsize  # bytes of a key
-        # Long keys get smaller tiles and more threads, or their registers spill (registers.py).
-        short, long = {"TILE": TILE, "num_warps": 4}, {"TILE": TILE // 2, "num_warps": 8}
-        launch(
-            decode, (shape.singles, cache.heads, shape.pieces),
-            q, keys, values, tables, singles, out if whole else self.parts, self.states,
-            *strides, scale, **both, ROWS=power(cache.group), PIECE=PIECE, WHOLE=whole,
-            **(long if line >= 512 else short),
-        )  # fmt: skip
-        if not whole:
+        layout = {"D": cache.width, "W": power(cache.width), "PIECE": PIECE}
+
+        def attend_to(items: Tensor, rows: int, pieces: int, out: Tensor, long: int) -> None:
+            # Long keys get smaller tiles and more threads, or their registers spill (registers.py).
+            is_long = power(cache.width) * q.itemsize >= long  # bytes of a key
             launch(
-                merge, (shape.singles, q.shape[1]), self.parts, self.states, singles, out,
-                **layout, PIECE=PIECE, num_warps=1,
+                attend, (len(items), cache.heads, pieces),
+                q, keys, values, tables, items, out, self.states,
+                q.stride(0), keys.stride(0), tables.stride(0), scale,
+                **layout, GROUP=cache.group, BLOCK=cache.block_size, ROWS=rows, WHOLE=pieces == 1,
+                TILE=TILE // 2 if is_long else TILE, num_warps=8 if is_long else 4,
             )  # fmt: skip
-        launch(
-            prefill, (shape.tiles, cache.heads),
-            q, keys, values, tables, tiles, out, *strides, scale,
-            **both, ROWS=cache.rows, **(long if line >= 256 else short),
-        )  # fmt: skip
+
+        attend_to(singles, power(cache.group), pieces, self.parts if pieces > 1 else out, 512)
+        if pieces > 1:
+            grid = len(singles), q.shape[1]
+            launch(merge, grid, self.parts, self.states, singles, out, **layout, num_warps=1)
+        attend_to(tiles, cache.rows, 1, out, 256)
         return out

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from .launch import _run
 @dataclass
 class Counts:
     """Of one kernel: launches, programs, bytes, and operations of products (a multiply and an add
-    are two). addresses: of each load, in order, if they are kept."""
+    are two). addresses: of each load, in order."""
 
     launches: int = 0
     programs: int = 0
@@ -32,32 +33,32 @@ class Counts:
 
 
 @contextmanager
-def counting(keep: bool = False) -> Iterator[dict[str, Counts]]:
-    """Counts by the kernel's name of all that is launched inside. keep: the addresses as well."""
+def counting() -> Iterator[dict[str, Counts]]:
+    """Counts by the kernel's name of all that is launched inside."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
     counts: dict[str, Counts] = defaultdict(Counts)
-    names = ["create_load", "create_masked_load", "create_store", "create_masked_store"]
-    originals = {name: getattr(builder, name) for name in [*names, "create_dot"]}
+    load, store, product = (
+        builder.create_masked_load,
+        builder.create_masked_store,
+        builder.create_dot,
+    )
     current = Counts()
 
-    def size(pointers: Any, mask: Any) -> int:
-        count = int(np.sum(np.broadcast_to(mask.data, pointers.data.shape)))
-        return count * pointers.get_element_ty().primitive_bitwidth // 8
-
     def masked_load(pointers: Any, mask: Any, *rest: Any) -> Any:
-        current.loaded += size(pointers, mask)
-        if keep:
-            current.addresses.append(pointers.data[np.broadcast_to(mask.data, pointers.data.shape)])
-        return originals["create_masked_load"](pointers, mask, *rest)
+        addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+        current.loaded += len(addresses) * pointers.get_element_ty().primitive_bitwidth // 8
+        current.addresses.append(addresses)
+        return load(pointers, mask, *rest)
 
     def masked_store(pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        current.stored += size(pointers, mask)
-        return originals["create_masked_store"](pointers, value, mask, *rest)
+        count = int(np.sum(np.broadcast_to(mask.data, pointers.data.shape)))
+        current.stored += count * pointers.get_element_ty().primitive_bitwidth // 8
+        return store(pointers, value, mask, *rest)
 
     def dot(a: Any, b: Any, *rest: Any) -> Any:
         current.operations += 2 * a.data.shape[0] * a.data.shape[1] * b.data.shape[1]
-        return originals["create_dot"](a, b, *rest)
+        return product(a, b, *rest)
 
     def watch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         nonlocal current
@@ -67,13 +68,11 @@ def counting(keep: bool = False) -> Iterator[dict[str, Counts]]:
         _run(kernel, grid, *arguments, **constants)
 
     # Loads and stores without a mask are made of those with one.
-    replaced = {"create_masked_load": masked_load, "create_masked_store": masked_store}
-    for name, function in (replaced | {"create_dot": dot}).items():
-        setattr(builder, name, function)
+    replaced: dict[str, Any] = {"create_masked_load": masked_load, "create_dot": dot}
+    replaced["create_masked_store"] = masked_store
     launching.WATCHERS.append(watch)
     try:
-        yield counts
+        with patch.multiple(builder, **replaced):
+            yield counts
     finally:
         launching.WATCHERS.pop()
-        for name, original in originals.items():
-            setattr(builder, name, original)

@@ -4,9 +4,9 @@ A kernel is a program for one tile. The GPU runs as many copies of it at a time 
 in any order; a copy knows only its place in the grid. A tensor in a program (shapes in the margin)
 lives in the registers of its threads, and `tl.load` and `tl.store` are all it does to memory.
 
-    decode   one new token a sequence: keys are split over programs, which return partial results
-    merge    adds these up, piece by piece
-    prefill  many new tokens a sequence: a tile of queries, over all keys before them
+    attend  a tile of queries of a sequence: of many new tokens (prefill), over all keys before
+            them; of one (decode), over a piece of the keys, with a partial result
+    merge   adds these up, piece by piece
 
     keys and values of a layer and head: (blocks, BLOCK, D), that is (slots, D)
     slot of a position: table[position // BLOCK] * BLOCK + position % BLOCK
@@ -65,30 +65,37 @@ def online(q, keys, values, slots, inside, seen, best, total, mixed, scale, D: t
 
 
 @triton.jit
-def decode(
+def attend(
     q, keys, values, tables, items, out, states,
     q_stride, head_stride, table_stride, scale,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     W: tl.constexpr, TILE: tl.constexpr, PIECE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """One program: PIECE keys of one item and one KV head, for the GROUP queries that share it.
+    """One program: one item, of up to ROWS // GROUP tokens of a sequence, and one KV head. Row r of
+    its tile of queries is query head r % GROUP of token r // GROUP.
 
     q (N, heads, D); keys, values (H, slots, D); items (I, 4): table, token, first position, count.
-    out (pieces, I, heads, D) float32 and states (pieces, I, heads, 2): best and total. WHOLE: there
-    is one piece, and out (N, heads, D) is final. Pieces count from position 0: where a sequence is
-    cut depends on no neighbour.
+    WHOLE: the program takes all keys, and out (N, heads, D) is final. Else, for items of one token,
+    it takes PIECE of them; out (pieces, I, heads, D) float32 and states (pieces, I, heads, 2), best
+    and total, are for `merge`. Pieces and tiles count from position 0: where a sequence is cut
+    depends on no neighbour and on no chunk.
     """
     item, head, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, token = tl.load(items + 4 * item), tl.load(items + 4 * item + 1)
-    length = tl.load(items + 4 * item + 2) + tl.load(items + 4 * item + 3)  # of the keys
-    first, last = piece * PIECE, tl.minimum((piece + 1) * PIECE, length)
+    start, count = tl.load(items + 4 * item + 2), tl.load(items + 4 * item + 3)
+    first, last = piece * PIECE, start + count  # of the keys
+    if not WHOLE:
+        last = tl.minimum(last, first + PIECE)
     if first >= last and not WHOLE:
         return
-    lanes, channels = tl.arange(0, ROWS), tl.arange(0, W)
-    heads = head * GROUP + lanes  # (ROWS,): query heads, GROUP of them real
-    real = (lanes < GROUP)[:, None] & (channels < D)  # (ROWS, W)
+    rows, channels = tl.arange(0, ROWS), tl.arange(0, W)
+    tokens, heads = rows // GROUP, head * GROUP + rows % GROUP  # (ROWS,)
+    real = tokens < tl.maximum(count, 1)  # (ROWS,): an item without keys gives 0
+    inner = real[:, None] & (channels < D)  # (ROWS, W)
     at = heads[:, None] * D + channels
-    query = tl.load(q + token.to(tl.int64) * q_stride + at, mask=real, other=0.0)  # (ROWS, W)
+    lines = (token + tokens).to(tl.int64)[:, None]
+    query = tl.load(q + lines * q_stride + at, mask=inner, other=0.0)  # (ROWS, W)
+    query_at = start + tl.minimum(tokens, count - 1)  # (ROWS,): positions of the queries
     table = tables + row.to(tl.int64) * table_stride
     base = head.to(tl.int64) * head_stride
     best = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -97,21 +104,20 @@ def decode(
     for begin in range(first, last, TILE):
         positions = begin + tl.arange(0, TILE)  # (TILE,)
         inside = positions < last
+        seen = inside[None, :] & (positions[None, :] <= query_at[:, None])  # (ROWS, TILE)
         slots = slots_of(table, positions, inside, BLOCK)
         best, total, mixed = online(
-            query, keys + base, values + base, slots, inside, inside[None, :], best, total, mixed,
-            scale, D,
-        )  # fmt: skip
-    count = tl.num_programs(1) * GROUP  # of query heads
+            query, keys + base, values + base, slots, inside, seen, best, total, mixed, scale, D
+        )
+    width = tl.num_programs(1) * GROUP  # query heads
     if WHOLE:
-        place = token.to(tl.int64) * count * D + at
-        result = mixed / tl.where(length > 0, total, 1.0)[:, None]  # 0 for a token without keys
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=real)
+        result = mixed / tl.where(last > 0, total, 1.0)[:, None]
+        tl.store(out + lines * (width * D) + at, result.to(out.dtype.element_ty), mask=inner)
     else:
-        line = (piece * tl.num_programs(0) + item).to(tl.int64) * count
-        tl.store(out + line * D + at, mixed, mask=real)
-        tl.store(states + (line + heads) * 2, best, mask=lanes < GROUP)
-        tl.store(states + (line + heads) * 2 + 1, total, mask=lanes < GROUP)
+        line = (piece * tl.num_programs(0) + item).to(tl.int64) * width
+        tl.store(out + line * D + at, mixed, mask=inner)
+        tl.store(states + (line + heads) * 2, best, mask=real)
+        tl.store(states + (line + heads) * 2 + 1, total, mask=real)
 
 
 @triton.jit
@@ -140,42 +146,3 @@ def merge(
     place = (token.to(tl.int64) * tl.num_programs(1) + head) * D + channels
     result = mixed / tl.where(length > 0, total, 1.0)  # 0 for a token without keys
     tl.store(out + place, result.to(out.dtype.element_ty), mask=channels < D)
-
-
-@triton.jit
-def prefill(
-    q, keys, values, tables, items, out,
-    q_stride, head_stride, table_stride, scale,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    W: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """One program: up to ROWS // GROUP tokens of one sequence, and one KV head.
-
-    Row r of the tile of queries is head r % GROUP of token r // GROUP. Tiles of keys count from
-    position 0, so that it makes no difference how a prompt is cut. Arguments as for `decode`.
-    """
-    item, head = tl.program_id(0), tl.program_id(1)
-    row, token = tl.load(items + 4 * item), tl.load(items + 4 * item + 1)
-    start, count = tl.load(items + 4 * item + 2), tl.load(items + 4 * item + 3)
-    rows, channels = tl.arange(0, ROWS), tl.arange(0, W)
-    tokens, lanes = rows // GROUP, rows % GROUP  # (ROWS,)
-    real = (tokens < count)[:, None] & (channels < D)  # (ROWS, W)
-    at = (head * GROUP + lanes)[:, None] * D + channels
-    lines = (token + tokens).to(tl.int64)[:, None]
-    query = tl.load(q + lines * q_stride + at, mask=real, other=0.0)  # (ROWS, W)
-    table = tables + row.to(tl.int64) * table_stride
-    base = head.to(tl.int64) * head_stride
-    query_positions = start + tl.minimum(tokens, count - 1)  # (ROWS,): positions of the queries
-    best = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    mixed = tl.zeros((ROWS, W), tl.float32)
-    for begin in range(0, start + count, TILE):
-        positions = begin + tl.arange(0, TILE)  # (TILE,)
-        inside = positions < start + count
-        seen = inside[None, :] & (positions[None, :] <= query_positions[:, None])  # (ROWS, TILE)
-        slots = slots_of(table, positions, inside, BLOCK)
-        best, total, mixed = online(
-            query, keys + base, values + base, slots, inside, seen, best, total, mixed, scale, D
-        )
-    place = lines * (tl.num_programs(1) * GROUP * D) + at
-    tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=real)

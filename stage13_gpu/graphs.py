@@ -13,7 +13,6 @@ Prefill and mixed steps run without a graph: there, launches hide behind arithme
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,15 +25,6 @@ WARMUPS = 3  # passes before a capture: libraries allocate and choose kernels in
 
 Work = Callable[[], Tensor]
 Capture = Callable[[Work], tuple[Callable[[], Any], Tensor]]
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A graph: where its input is, how to replay it, and where its results are."""
-
-    numbers: Tensor
-    replay: Callable[[], Any]
-    logits: Tensor  # (rows, V)
 
 
 def capture_cuda(pool: Any) -> Capture:
@@ -69,7 +59,8 @@ class Graphs:
     ) -> None:
         self.cache, self.compute = cache, compute
         self.capture = capture or capture_cuda(torch.cuda.graph_pool_handle())
-        self.kept: dict[Shape, Captured] = {}
+        # Of each graph, where its input is, how to replay it, and where its logits (rows, V) are.
+        self.kept: dict[Shape, tuple[Tensor, Callable[[], Any], Tensor]] = {}
 
     def shape(self, shares: Sequence[Any], rows: Sequence[int]) -> Shape | None:
         """The shape of the graph that serves a pass; None if it is no decode step, or too large."""
@@ -83,21 +74,16 @@ class Graphs:
 
     def run(self, shape: Shape, ids: Sequence[int], shares: Sequence[Any]) -> Tensor:
         """Logits (N, V) of a decode step of N rows, until the next one."""
-        if shape not in self.kept:
-            self.kept[shape] = self._captured(shape)
-        graph, count = self.kept[shape], len(ids)
-        graph.numbers.copy_(self.cache.numbers(shape, shares, ids, range(count)), True)
-        graph.replay()
-        return graph.logits[:count]
-
-    def _captured(self, shape: Shape) -> Captured:
-        """Runs passes of tokens without a slot, so that nothing is written."""
-        numbers = torch.zeros(shape.numbers, dtype=torch.int32, device=self.cache.device)
-        fields = shape.split(numbers)
-        fields["slots"].fill_(-1)
-        torch.arange(shape.tokens, out=fields["singles"][:, 1])
-        attention = GpuAttention(self.cache, shape, numbers)
-        return Captured(numbers, *self.capture(lambda: self.compute(attention)))
+        count = len(ids)
+        numbers = self.cache.numbers(shape, shares, ids, range(count))
+        if shape not in self.kept:  # to write the same keys several times does no harm
+            place = numbers.to(self.cache.device)
+            attention = GpuAttention(self.cache, shape, place)
+            self.kept[shape] = place, *self.capture(lambda: self.compute(attention))
+        place, replay, logits = self.kept[shape]
+        place.copy_(numbers, non_blocking=True)
+        replay()
+        return logits[:count]
 
 
 def ceiling(number: int) -> int:

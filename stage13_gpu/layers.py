@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,26 +21,17 @@ GATES = 1024  # columns that one program of `fused.silu_mul` takes
 OUTPUTS = 32, 64  # that one program of `quantized.multiply` takes, of few rows and of many
 
 
-class Products:
-    """Linear layers that read the same input, as one product. Their weights become views of one
-    tensor, so the model keeps its layers and no second copy. Layers in a format of their own
-    compute each for itself."""
-
-    def __init__(self, *layers: Any) -> None:
-        self.layers = layers
-        self.plain = all(type(layer) is nn.Linear for layer in layers)
-        if self.plain:
-            counts = [layer.out_features for layer in layers]
-            self.weight = torch.cat([layer.weight for layer in layers])
-            for layer, weight in zip(layers, self.weight.split(counts), strict=True):
-                layer.weight = nn.Parameter(weight, requires_grad=False)
-            self.bias = side_by_side(layers)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x (N, in) -> (N, the outputs of all layers, side by side)."""
-        if self.plain:
-            return F.linear(x, self.weight, self.bias)
-        return torch.cat([layer(x) for layer in self.layers], -1)
+def joined_product(*layers: Any) -> Callable[[Tensor], Tensor]:
+    """A function of x (N, in) -> (N, the outputs of all layers, side by side). Linear layers are
+    one product: their weights become views of one tensor, so the model keeps its layers and no
+    second copy. Layers in a format of their own compute each for itself."""
+    if not all(type(layer) is nn.Linear for layer in layers):
+        return lambda x: torch.cat([layer(x) for layer in layers], -1)
+    whole, bias = torch.cat([layer.weight for layer in layers]), side_by_side(layers)
+    parts = whole.split([layer.out_features for layer in layers])
+    for layer, part in zip(layers, parts, strict=True):
+        layer.weight = nn.Parameter(part, requires_grad=False)
+    return lambda x: F.linear(x, whole, bias)
 
 
 def add_norm(x: Tensor, y: Tensor | None, norm: Any) -> Tensor:

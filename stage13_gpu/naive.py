@@ -54,18 +54,7 @@ def online(q: Tensor, key: Tensor, value: Tensor, seen: Tensor, state: State) ->
     return State(now, state.total * decay + weights.sum(1), mixed)
 
 
-def merge(states: Sequence[State]) -> Tensor:
-    """The attention output (M, D) of queries whose keys were divided among `states`, in order."""
-    all_ = states[0]
-    for state in states[1:]:
-        now = torch.maximum(all_.best, state.best)
-        decay, share = (all_.best - now).exp2(), (state.best - now).exp2()
-        mixed = all_.mixed * decay[:, None] + state.mixed * share[:, None]
-        all_ = State(now, all_.total * decay + state.total * share, mixed)
-    return all_.mixed / all_.total[:, None]
-
-
-def tiles(
+def attend(
     q: Tensor,
     query_at: Tensor,
     keys: Tensor,
@@ -76,34 +65,23 @@ def tiles(
     last: int,
 ) -> State:
     """The state of queries q (M, D) at the positions `query_at` (M,), each of which sees those up
-    to its own, after the keys at positions from `first` to `last`."""
+    to its own, after the keys at positions from `first` to `last`. To decode, a program takes PIECE
+    of them for one new token; to prefill, all of them for a tile of tokens."""
     state = State.of(q)
-    for begin in range(first // TILE * TILE, last, TILE):
-        positions = torch.arange(max(begin, first), min(begin + TILE, last))  # only what is stored
+    for begin in range(first, last, TILE):
+        positions = torch.arange(begin, min(begin + TILE, last))  # only what is stored
         slots = slots_of(table, positions, block)
         seen = positions <= query_at[:, None]  # (M, T)
         state = online(q, keys[slots], values[slots], seen, state)
     return state
 
 
-def decode(
-    q: Tensor, keys: Tensor, values: Tensor, table: Sequence[int], block: int, length: int
-) -> Tensor:
-    """Attention (M, D) of the new token of a sequence, for the M queries that share a KV head, to
-    its `length` keys: one program for each PIECE of them, and a merge."""
-    query_at = torch.full((len(q),), length - 1)
-    return merge(
-        [
-            tiles(q, query_at, keys, values, table, block, first, min(length, first + PIECE))
-            for first in range(0, length, PIECE)
-        ]
-    )
-
-
-def prefill(
-    q: Tensor, keys: Tensor, values: Tensor, table: Sequence[int], block: int, start: int
-) -> Tensor:
-    """Attention (T, D) of T new tokens of a sequence, from position `start` on, with one query
-    each: what one program does with its tile of queries."""
-    query_at = start + torch.arange(len(q))
-    return merge([tiles(q, query_at, keys, values, table, block, 0, start + len(q))])
+def merge(states: Sequence[State]) -> Tensor:
+    """The attention output (M, D) of queries whose keys were divided among `states`, in order."""
+    all_ = states[0]
+    for state in states[1:]:
+        now = torch.maximum(all_.best, state.best)
+        decay, share = (all_.best - now).exp2(), (state.best - now).exp2()
+        mixed = all_.mixed * decay[:, None] + state.mixed * share[:, None]
+        all_ = State(now, all_.total * decay + state.total * share, mixed)
+    return all_.mixed / all_.total[:, None]

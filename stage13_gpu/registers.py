@@ -1,4 +1,4 @@
-"""What the compiler makes of each kernel, without a GPU: `python -m stage13_gpu.registers`.
+"""What the compiler makes of each kernel, without a GPU: `python -m stage13_gpu.registers gpt2`.
 
 Every launch of a pass, recorded on a model whose tensors have shapes but no memory, is compiled for
 each kind of GPU. The assembler reports registers a thread, and bytes of the stack, which is memory:
@@ -13,35 +13,30 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from shared import catalog, cli
+from shared import catalog
 from shared.config import Config
-from shared.paths import ROOT
 
 CAPABILITIES = {80: "A100", 89: "L4", 90: "H100"}
 MODELS = ("gpt2", "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-0.6B")
-KINDS = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32",
-    torch.int8: "i8", torch.uint8: "u8",
-}  # fmt: skip
 QUANTIZED = ((8, None, "int8"), (4, 32, "int8"), (4, 128, "float"))  # bits, group, activations
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+).*LOCAL:(\d+)")
 
 
-def compiled(models: tuple[str, ...] = MODELS) -> list[dict[str, Any]]:
-    """The report on all kernels of the models, from a process in which kernels are compiled."""
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "stage13_gpu.registers", *models]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+def compiled(models: Sequence[str] = MODELS) -> Iterator[dict[str, Any]]:
+    """The report on all kernels of the models, in a process that has not loaded them yet: Triton
+    decides when it loads a kernel whether it compiles or interprets it."""
+    os.environ["TRITON_INTERPRET"] = "0"
+    for name in models:
+        for dtype in (torch.float32, torch.bfloat16):
+            yield from reports(name, catalog.presets()[name], dtype)
 
 
 def launched(config: Config, dtype: torch.dtype) -> Iterator[tuple[Any, tuple, dict[str, Any]]]:
@@ -53,7 +48,7 @@ def launched(config: Config, dtype: torch.dtype) -> Iterator[tuple[Any, tuple, d
     from stage10_quantization.matrix import QuantizedMatrix
 
     from . import launch as launching
-    from .cache import GpuAttention, GpuCache
+    from .cache import GpuCache
     from .layers import GpuMatrix, KernelLinear
     from .runner import GpuRunner
 
@@ -72,10 +67,8 @@ def launched(config: Config, dtype: torch.dtype) -> Iterator[tuple[Any, tuple, d
     table = list(range(64))
     launching.WATCHERS.append(watch)
     for shares in ([(table, 0, 90)], [(table, 9, 1)] * 2, [(table, 999, 1)] * 2):
-        shape = cache.shape(shares, 1)
-        numbers = cache.numbers(shape, shares).to("meta")
         with torch.inference_mode():
-            runner.compute(GpuAttention(cache, shape, numbers))
+            runner.compute(cache.extend(shares, rows=[0]))
     width = getattr(config, "n_inner", 4 * config.n_embd)
     for bits, group, activations in QUANTIZED:
         scales = torch.ones(64, width // (group or width))
@@ -88,27 +81,26 @@ def launched(config: Config, dtype: torch.dtype) -> Iterator[tuple[Any, tuple, d
     yield from seen.values()
 
 
+def driver_of(capability: int) -> Any:
+    """What Triton asks a GPU for when it compiles: here for one that is not there."""
+    from triton.backends.compiler import GPUTarget
+
+    return SimpleNamespace(
+        get_current_device=lambda: capability,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+    )
+
+
 def reports(name: str, config: Config, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     """A line for each kernel and kind of GPU."""
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     for kernel, arguments, constants in launched(config, dtype):
-        constants = dict(constants)
-        options = {"num_warps": constants.pop("num_warps", 4)}
-        if "enable_fp_fusion" in constants:
-            options["enable_fp_fusion"] = constants.pop("enable_fp_fusion")
-        names = kernel.arg_names[: len(arguments)]
-        signature = {n: _kind(value) for n, value in zip(names, arguments, strict=True)}
-        signature |= dict.fromkeys(constants, "constexpr")
-        aligned = [i for i, value in enumerate(arguments) if _aligned(value)]
-        attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
-        source = ASTSource(kernel, signature, constants, attributes)
         for capability, gpu in CAPABILITIES.items():
-            target = GPUTarget("cuda", capability, 32)
-            binary = triton.compile(source, target=target, options=options)
+            triton.runtime.driver.set_active(driver_of(capability))
+            binary = kernel.warmup(*arguments, grid=(1,), **constants)  # compiles it
             with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
                 file.write(binary.asm["cubin"])
                 file.flush()
@@ -124,27 +116,6 @@ def reports(name: str, config: Config, dtype: torch.dtype) -> Iterator[dict[str,
             }  # fmt: skip
 
 
-def _kind(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"*{KINDS[value.dtype]}"
-    return "fp32" if isinstance(value, float) else "i32"
-
-
-def _aligned(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or isinstance(value, int) and value % 16 == 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    about = "Compiles all kernels for GPUs that are not here, and prints what they need."
-    parser = cli.Parser("stage13_gpu.registers", about, "  python -m stage13_gpu.registers gpt2")
-    parser.add_argument("models", nargs="*", help="known shapes; by default three")
-    for name in parser.parse_args(argv).models or MODELS:
-        for dtype in (torch.float32, torch.bfloat16):
-            for line in reports(name, catalog.presets()[name], dtype):
-                print(json.dumps(line), flush=True)
-    return 0
-
-
 if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "0"
-    cli.run(main)
+    for line in compiled(sys.argv[1:] or MODELS):
+        print(json.dumps(line), flush=True)

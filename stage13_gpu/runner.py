@@ -17,14 +17,13 @@ from torch import Tensor
 
 from shared.config import Config
 from stage01_forward.model import GPT2
-from stage05_paged.cache import check_places
 from stage08_llama.model import Llama
 from stage08_llama.rope import rotation
 from stage09_kernels.backend import NoKernels
 
 from .cache import GpuAttention, GpuCache
 from .graphs import Graphs
-from .layers import Products, add_norm, silu_mul, to_kernels
+from .layers import add_norm, joined_product, silu_mul, to_kernels
 
 Forward = Callable[[GpuAttention], tuple[Tensor, Tensor]]  # stream and what is to be added, (N, C)
 
@@ -54,13 +53,9 @@ class GpuRunner:
         """Logits (R, V) of one pass over N packed tokens, valid until the next pass."""
         if not ids:
             return torch.empty(0, self.config.vocab_size, device=self.cache.device)
-        check_places(shares, self.cache.block_size)
         if self.graphs and (size := self.graphs.shape(shares, rows)):
             return self.graphs.run(size, ids, shares)
-        shape = self.cache.shape(shares, len(rows))
-        numbers = self.cache.numbers(shape, shares, ids, rows)
-        numbers = numbers.to(self.cache.device, non_blocking=True)
-        return self.compute(GpuAttention(self.cache, shape, numbers))
+        return self.compute(self.cache.extend(shares, ids, rows))
 
     def compute(self, attention: GpuAttention) -> Tensor:
         """Logits (R, V) of the rows that a pass wants."""
@@ -76,7 +71,7 @@ def gpt2(model: GPT2) -> tuple[Forward, Any]:
     layers: list[Any] = list(model.h)
 
     def forward(attention: GpuAttention) -> tuple[Tensor, Tensor]:
-        x = model.wte(attention.input["ids"]) + model.wpe(attention.positions)  # (N, C)
+        x = model.wte(attention.input["ids"]) + model.wpe(attention.input["positions"])  # (N, C)
         added: Tensor | None = None
         for layer, block in enumerate(layers):
             qkv = block.attn.c_attn(add_norm(x, added, block.ln_1))  # (N, 3C)
@@ -97,8 +92,8 @@ def llama(model: Llama) -> tuple[Forward, Any]:
     layers = [
         (
             layer,
-            Products(*(getattr(layer.self_attn, f"{name}_proj") for name in "qkv")),
-            Products(layer.mlp.gate_proj, layer.mlp.up_proj),
+            joined_product(*(getattr(layer.self_attn, f"{name}_proj") for name in "qkv")),
+            joined_product(layer.mlp.gate_proj, layer.mlp.up_proj),
         )
         for layer in listed
     ]
@@ -106,14 +101,14 @@ def llama(model: Llama) -> tuple[Forward, Any]:
 
     def forward(attention: GpuAttention) -> tuple[Tensor, Tensor]:
         x = model.embed_tokens(attention.input["ids"])  # (N, C)
-        turns = rotation(attention.positions, frequencies)
+        turns = rotation(attention.input["positions"], frequencies)
         added: Tensor | None = None
         for number, (layer, project, open_) in enumerate(layers):
             attn = layer.self_attn
             qkv = project(add_norm(x, added, layer.input_layernorm))
             q, k, v = qkv.unflatten(1, (-1, config.head_dim)).split(counts, 1)  # (N, heads, D)
-            gains = (attn.q_norm.weight, attn.k_norm.weight) if config.qk_norm else None
-            attention.store(number, q, k, v, turns, gains, config.layer_norm_epsilon)
+            norms = (attn.q_norm, attn.k_norm) if config.qk_norm else None
+            attention.store(number, q, k, v, turns, norms)
             added = attn.o_proj(attention.read(number, q).flatten(1))
             gated = silu_mul(open_(add_norm(x, added, layer.post_attention_layernorm)))
             added = layer.mlp.down_proj(gated)

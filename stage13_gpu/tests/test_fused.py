@@ -40,8 +40,8 @@ def test_queries_are_rotated_and_keys_stored_in_one_pass(width, norm, dtype):
             rotated, stored = norms[0](rotated), norms[1](stored)
         if turns is not None:
             rotated, stored = rotate(rotated, *turns), rotate(stored, *turns)
-        gains = (norms[0].weight, norms[1].weight) if norm else None
-        attention.store(0, q, k, v, None if turns is None else tuple(turns), gains, 1e-6)
+        options = None if turns is None else tuple(turns), norms if norm else None
+        attention.store(0, q, k, v, *options)
     close(q, rotated, dtype)
     slots = [21, 22, 23, 24, 45, 46, 13]
     keys, values = gpu.kv[0].flatten(2, 3)[:, :, slots].transpose(1, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stage13_gpu.naive import State, decode, merge, online, prefill
+from stage13_gpu.naive import PIECE, State, attend, merge, online
 
 BLOCKS = 90
 
@@ -68,14 +68,16 @@ def test_pieces_of_a_softmax_add_up():
 def test_a_new_token_sees_its_blocks_and_nothing_else(length):
     torch.manual_seed(length)
     table, memory, lines = blocks_of(length, 16, 8)
-    q = torch.randn(3, 8, dtype=torch.float64)
-    output = decode(q, memory[0], memory[1], table, 16, length)
-    own = torch.full((3,), length - 1)
-    torch.testing.assert_close(output, expected(q, own, lines))
+    q, query_at = torch.randn(3, 8, dtype=torch.float64), torch.full((3,), length - 1)
+    states = [
+        attend(q, query_at, memory[0], memory[1], table, 16, first, min(length, first + PIECE))
+        for first in range(0, length, PIECE)
+    ]
+    torch.testing.assert_close(merge(states), expected(q, query_at, lines))
 
 
 def test_new_tokens_see_those_before_them():
     table, memory, lines = blocks_of(131, 5, 8)
-    q = torch.randn(31, 8, dtype=torch.float64)
-    output = prefill(q, memory[0], memory[1], table, 5, 100)
-    torch.testing.assert_close(output, expected(q, torch.arange(100, 131), lines))
+    q, query_at = torch.randn(31, 8, dtype=torch.float64), torch.arange(100, 131)
+    state = attend(q, query_at, memory[0], memory[1], table, 5, 0, 131)
+    torch.testing.assert_close(merge([state]), expected(q, query_at, lines))
