@@ -28,6 +28,7 @@ def small(monkeypatch):
 
 
 def agree(heads, kv_heads, width, block, dtype, lengths):
+    """With stage 05, in float64. Slots without a token hold NaN."""
     torch.manual_seed(0)
     oracle, gpu = caches(heads, kv_heads, width, block, dtype)
     for shares in passes(block, lengths):
@@ -83,24 +84,6 @@ def test_bits_depend_on_neither_neighbours_nor_chunks(small, monkeypatch):
             both = [torch.cat((x, y[rows])) for x, y in zip(beside, tensors, strict=True)]
             attention = gpu.extend([*shares, (table, start, count)])
             parts.append(attention.attend(0, *both)[others:])
-            start += count
-        outputs.append(torch.cat(parts))
-    assert not outputs[0].isnan().any()
-    assert all(torch.equal(output, outputs[0]) for output in outputs)
-
-
-def test_a_neighbours_memory_changes_no_bit():
-    """Slots without a token of the sequence hold NaN, infinity or any number."""
-    torch.manual_seed(2)
-    q, k, v = inputs(40, 4, 2, 16, torch.float32)
-    outputs = []
-    for other in (0.0, torch.nan, torch.inf, -torch.inf):
-        _, gpu = caches(4, 2, 16, 16, torch.float32)
-        gpu.kv.fill_(other)
-        parts, start = [], 0
-        for table, count in (([9, 4], 22), ([9, 4, 5], 13), ([9, 4, 5], 1)):
-            rows = slice(start, start + count)
-            parts.append(gpu.extend([(table, start, count)]).attend(1, q[rows], k[rows], v[rows]))
             start += count
         outputs.append(torch.cat(parts))
     assert not outputs[0].isnan().any()
