@@ -235,7 +235,8 @@ class GpuAttention:
                 q, keys, values, tables, items, out, self.states,
                 q.stride(0), keys.stride(0), tables.stride(0), scale,
                 **layout, GROUP=cache.group, BLOCK=cache.block_size, ROWS=rows, WHOLE=pieces == 1,
-                TILE=TILE // 2 if is_long else TILE, num_warps=8 if is_long else 4,
+                MANY=items is tiles, TILE=TILE // 2 if is_long else TILE,
+                num_warps=8 if is_long else 4,
             )  # fmt: skip
 
         attend_to(singles, power(cache.group), pieces, self.parts if pieces > 1 else out, 512)

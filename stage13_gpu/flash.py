@@ -70,15 +70,17 @@ def attend(
     q_stride, head_stride, table_stride, scale,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     W: tl.constexpr, TILE: tl.constexpr, PIECE: tl.constexpr, WHOLE: tl.constexpr,
+    MANY: tl.constexpr,
 ):  # fmt: skip
     """One program: one item, of up to ROWS // GROUP tokens of a sequence, and one KV head. Row r of
     its tile of queries is query head r % GROUP of token r // GROUP.
 
     q (N, heads, D); keys, values (H, slots, D); items (I, 4): table, token, first position, count.
-    WHOLE: the program takes all keys, and out (N, heads, D) is final. Else, for items of one token,
-    it takes PIECE of them; out (pieces, I, heads, D) float32 and states (pieces, I, heads, 2), best
-    and total, are for `merge`. Pieces and tiles count from position 0: where a sequence is cut
-    depends on no neighbour and on no chunk.
+    MANY: items have several tokens, each of which sees the keys up to its own. WHOLE: the program
+    takes all keys, and out (N, heads, D) is final. Else, for items of one token, it takes PIECE of
+    them; out (pieces, I, heads, D) float32 and states (pieces, I, heads, 2), best and total, are
+    for `merge`. Pieces and tiles count from position 0: where a sequence is cut depends on no
+    neighbour and on no chunk. An item without keys gives 0.
     """
     item, head, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, token = tl.load(items + 4 * item), tl.load(items + 4 * item + 1)
@@ -90,10 +92,11 @@ def attend(
         return
     rows, channels = tl.arange(0, ROWS), tl.arange(0, W)
     tokens, heads = rows // GROUP, head * GROUP + rows % GROUP  # (ROWS,)
-    real = tokens < tl.maximum(count, 1)  # (ROWS,): an item without keys gives 0
+    lines, real = token.to(tl.int64), tokens < 1  # (ROWS,)
+    if MANY:
+        lines, real = lines + tokens[:, None], tokens < count
     inner = real[:, None] & (channels < D)  # (ROWS, W)
     at = heads[:, None] * D + channels
-    lines = (token + tokens).to(tl.int64)[:, None]
     query = tl.load(q + lines * q_stride + at, mask=inner, other=0.0)  # (ROWS, W)
     query_at = start + tl.minimum(tokens, count - 1)  # (ROWS,): positions of the queries
     table = tables + row.to(tl.int64) * table_stride
@@ -104,7 +107,9 @@ def attend(
     for begin in range(first, last, TILE):
         positions = begin + tl.arange(0, TILE)  # (TILE,)
         inside = positions < last
-        seen = inside[None, :] & (positions[None, :] <= query_at[:, None])  # (ROWS, TILE)
+        seen = inside[None, :]  # (1, TILE)
+        if MANY:
+            seen = seen & (positions[None, :] <= query_at[:, None])  # (ROWS, TILE)
         slots = slots_of(table, positions, inside, BLOCK)
         best, total, mixed = online(
             query, keys + base, values + base, slots, inside, seen, best, total, mixed, scale, D
