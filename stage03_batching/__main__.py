@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from shared import cli, live
 from shared.records import StepRecord
-from stage01_forward.generation import Output
 from stage01_forward.params import SamplingParams
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 ABOUT = "Stage 03, static batching: continue several texts in the same steps."
 PROMPTS = [
@@ -44,21 +38,10 @@ def main(argv: list[str] | None = None) -> int:
         cli.speak(engine, loaded, prompts, sampling)
         return 0
     sampling.check_vocabulary(loaded.config.vocab_size)  # or each prompt would report the same
-    return answer_all(engine, loaded, prompts or PROMPTS, sampling)
-
-
-def answer_all(
-    engine: Engine, loaded: cli.Loaded, prompts: Sequence[str], sampling: SamplingParams
-) -> int:
-    """Continue all `prompts`, print the texts in their order, and how much was wasted. Returns the
-    exit status: 2 if a prompt was invalid."""
-    outputs = [Output(loaded.tokenizer.encode(prompt)) for prompt in prompts]
-    params = [cli.sampling_of(sampling, index) for index in range(len(prompts))]
-    unprinted = deque(enumerate(outputs, 1))
-    for _ in engine.run(outputs, params):
-        while unprinted and unprinted[0][1].finish_reason:
-            live.print_answer(*unprinted.popleft(), loaded)
-    for number, output in unprinted:
+    texts = prompts or PROMPTS
+    params = [cli.sampling_of(sampling, index) for index in range(len(texts))]
+    outputs = engine.generate([loaded.tokenizer.encode(text) for text in texts], params)
+    for number, output in enumerate(outputs, 1):
         live.print_answer(number, output, loaded)
     seconds = sum(step.seconds for step in engine.steps)
     print(live.summary(outputs, len(engine.steps), seconds, loaded), file=sys.stderr)
