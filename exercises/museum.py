@@ -23,7 +23,7 @@ from .edits import Edit
 from .student import git, need_clean, note, recall
 
 ACTIONS = ("list", "plant", "hint", "check", "reveal", "clear")
-WIDTH, SHOWN = 100, 40  # columns; lines
+WIDTH = 100  # columns
 
 
 def main(action: str, number: int | None) -> int:
@@ -90,10 +90,7 @@ def symptom(shows: str) -> str:
     words = shlex.split(shows)[1:] if shows.startswith("python ") else ["-c", shows]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": -1, "stderr": subprocess.STDOUT}
     done = subprocess.run([sys.executable, *words], cwd=paths.ROOT, text=True, **pipes)
-    lines = done.stdout.strip().splitlines()
-    if len(lines) > SHOWN:
-        lines[SHOWN // 2 : -SHOWN // 2] = ["..."]
-    return "\n".join([*lines, f"[exit status {done.returncode}]" if done.returncode else ""])
+    return done.stdout + (f"[exit status {done.returncode}]" if done.returncode else "")
 
 
 def reveal(exhibit: Edit) -> None:

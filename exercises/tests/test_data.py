@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from exercises import edits, prove, splice, tasks
+from exercises import edits, museum, prove, splice, tasks
 from exercises.__main__ import main
 from shared import paths
 from shared.errors import UserError
@@ -64,6 +64,12 @@ def test_a_task_has_hints_and_its_tests_pin_no_words_of_its_errors(stage):
         for words in re.findall(r'match=f?r?"([^"]+)"', text):
             pinned = [said for said in raised if words in said or said in words]
             assert not pinned, f"{path.name}: match={words!r} pins an error of a task"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exhibit", edits.exhibits(), ids=lambda exhibit: exhibit.file)
+def test_what_an_exhibit_shows_runs_without_its_bug(exhibit):
+    assert "[exit status" not in museum.symptom("\n".join(exhibit.fields["shows"]))
 
 
 def test_edits_are_read(project):

@@ -12,7 +12,7 @@ from shared.tests.test_texts import tracked
 
 BUDGET = {  # lines of source, of tests
     "book": (400, 0),
-    "exercises": (1_185, 545),
+    "exercises": (1_182, 550),
     "reports": (1_935, 240),
     "shared": (4_385, 1_695),
     "stage01": (955, 520),
