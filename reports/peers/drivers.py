@@ -255,7 +255,8 @@ def main(engine: str, folder: str, dtype: str, threads: str, weights: str = "") 
     answer: Answer = globals()[engine](Path(folder), dtype, int(threads), weights)
     print("{}", file=replies, flush=True)
     for line in sys.stdin:
-        started, tokens = time.perf_counter(), answer(**json.loads(line))
+        request, started = json.loads(line), time.perf_counter()
+        tokens = answer(request["prompts"], request["count"])
         reply = {"seconds": time.perf_counter() - started, "tokens": tokens}
         print(json.dumps(reply), file=replies, flush=True)
 
