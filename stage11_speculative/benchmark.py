@@ -42,8 +42,7 @@ def compare(
     answers: dict[str, list[list[int]]] = {}
 
     def run(name: str) -> dict[str, Any]:
-        engine = engines[name]
-        engine.steps.clear()  # which the engines may share
+        (engine := engines[name]).steps.clear()  # which the engines may share
         answers[name] = [out.token_ids for out in engine.generate(prompts, kit.greedy(answer))]
         counts = getattr(engine.scheduler, "draft_counts", None)
         accepted = counts.accepted / max(1, counts.proposed) if counts else 0.0
@@ -122,8 +121,8 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
         what, (by_hand, why) = f"four drafts over none, {rows} rows", expected[rows]
         yield kit.claim(what, by_hand, predicted(row), gain, "x", why)
     for row in results.rows("oracle", model="gpt2", alpha=0.0, rows=1):
-        what, gain = "the same, all drafts wrong, 1 rows", row.gain(PLAIN, FIXED)
-        yield kit.claim(what, 1.0, predicted(row), gain, why="the same")
+        what = "the same, all drafts wrong, 1 rows"
+        yield kit.claim(what, 1.0, predicted(row), row.gain(PLAIN, FIXED), why="the same")
 
 
 def chart(results: Results) -> Figure:

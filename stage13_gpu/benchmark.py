@@ -1,14 +1,8 @@
 """What is known of the kernels without a GPU, and what a GPU measures where there is one:
 `python -m stage13_gpu.benchmark`.
 
-Registers come from the assembler, and predictions from the makers' data sheets, which no program
-reaches. A step takes the longest of three times:
-
-    bytes        weights, keys and values, over the bandwidth
-    operations   over the rate of the tensor cores
-    launches     each kernel has to be started, by Python one by one, or by a captured graph
-
-With CUDA, decode steps are proved and timed: stage 05, the kernels one by one, and in a graph.
+Registers come from the assembler, and predictions from data sheets (`predict.py`). With CUDA,
+decode steps are proved and timed: stage 05, the kernels one by one, and in a graph.
 """
 
 from __future__ import annotations
@@ -22,14 +16,11 @@ from typing import Any
 import torch
 
 from shared import catalog, cli, kit, models
-from shared.config import Config
 from shared.kit import Results, Subject
-from shared.measure import Limits
-from shared.roofline import forward_cost
 from stage04_continuous.runner import Runner
 from stage05_paged.engine import cache_type
 
-from .naive import PIECE
+from .predict import GPUS, launches, seconds
 from .registers import compiled
 
 STAGE = "stage13_gpu"
@@ -37,16 +28,6 @@ PAGED, EAGER, GRAPH = "paged", "eager", "graph"
 MODELS = ("gpt2", "meta-llama/Llama-3.2-1B")
 CONTEXT = 1000
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-# GB/s; GFLOP/s in float32, and in the half formats on tensor cores, dense
-GPUS = {
-    "H100 SXM": Limits(3350, {"float32": 67e3, "bfloat16": 989e3}),
-    "A100 80 GB": Limits(2039, {"float32": 19.5e3, "bfloat16": 312e3}),
-    "L4": Limits(300, {"float32": 30.3e3, "bfloat16": 121e3}),
-    "T4": Limits(320, {"float32": 8.1e3, "bfloat16": 65e3}),  # float16 in place of it
-}
-LAUNCH = 5e-6  # seconds for Python and the driver to start one kernel: assumed
-NODE, REPLAY = 1e-6, 10e-6  # seconds from a kernel of a graph to the next, and to start it: assumed
 
 
 def measure(bench: kit.Bench) -> None:
@@ -86,36 +67,6 @@ def steps(bench: kit.Bench, subject: Subject, rows: int) -> None:
     proofs = [kit.prove(logits, way().argmax(-1), dtype) for way in ways.values()]
     about = {**subject.about, "rows": rows, "context": CONTEXT}
     bench.row("steps", ways, 20, 3, partial(kit.together, proofs), **about)
-
-
-# ---- the GPU on paper ---------------------------------------------------------------------------
-
-
-def launches(config: Config, context: int) -> int:
-    """Kernels of a decode step with this runner: `tests/test_predict.py` counts them."""
-    attention = 2 if context < PIECE else 3  # store, decode, and merge
-    products = 4  # q k v, projection, up, down
-    between = 3  # two norms, and GELU or a gate
-    ends = 8 if hasattr(config, "rope") else 7  # embedding and positions; wanted rows and head
-    return config.n_layer * (attention + products + between) + ends
-
-
-def seconds(
-    config: Config, dtype: torch.dtype, rows: int, context: int, gpu: Limits
-) -> dict[str, float]:
-    """Of a decode step of `rows` rows with `context` keys each: what each part takes at least, and
-    the step without and with a graph."""
-    cost = forward_cost(config, dtype, 1, context, rows=rows)
-    rate = gpu.gflops[str(dtype).removeprefix("torch.")] * 1e9
-    parts = {"bytes": cost.bytes / gpu.bandwidth_gb_s / 1e9, "operations": cost.flops / rate}
-    kernels, least = launches(config, context), max(parts.values())
-    return parts | {
-        "eager": max(least, kernels * LAUNCH),
-        "graph": max(least, kernels * NODE) + REPLAY,
-    }
-
-
-# ---- tables -------------------------------------------------------------------------------------
 
 
 def measured(results: Results, gpu: str, variant: str, **step: Any) -> str:

@@ -15,12 +15,12 @@ import torch
 
 from shared import catalog, kit
 from shared.paths import ROOT
-from stage13_gpu import benchmark
+from stage13_gpu import benchmark, predict
 from stage13_gpu import launch as launching
-from stage13_gpu.benchmark import GPUS, launches, seconds
 from stage13_gpu.cache import PIECE, GpuAttention, GpuCache
 from stage13_gpu.counting import counting
 from stage13_gpu.launch import INTERPRETED
+from stage13_gpu.predict import GPUS, launches, seconds
 from stage13_gpu.runner import GpuRunner
 from stage13_gpu.tests.test_engine import CONFIGS, model_of
 from stage13_gpu.tests.test_graphs import Tape
@@ -77,9 +77,9 @@ def test_a_step_takes_the_longest_of_bytes_operations_and_launches():
     config = catalog.presets()["gpt2"]
     h100 = seconds(config, torch.bfloat16, 1, 1000, GPUS["H100 SXM"])
     assert h100["bytes"] == pytest.approx(0.284e9 / 3350e9, rel=0.02)
-    assert h100["eager"] == launches(config, 1000) * benchmark.LAUNCH > h100["graph"]
+    assert h100["eager"] == launches(config, 1000) * predict.LAUNCH > h100["graph"]
     t4 = seconds(config, torch.float32, 1, 1000, GPUS["T4"])
-    assert t4["eager"] == t4["bytes"] == t4["graph"] - benchmark.REPLAY
+    assert t4["eager"] == t4["bytes"] == t4["graph"] - predict.REPLAY
 
 
 @pytest.mark.parametrize(("device", "shown"), [("H100 80GB HBM3", "200"), ("L40S", "not measured")])
