@@ -38,6 +38,9 @@ SHAPES = {  # Config.family -> known shapes, a mapping from names of models to c
     "gpt2": "shared.catalog:PRESETS",
     "llama": "stage08_llama.shapes:PRESETS",
 }
+TOKENIZERS = {  # a file of a folder -> tokenizer(folder)
+    "tokenizer.json": "shared.json_tokenizer:JsonTokenizer"
+}
 # Of checkpoints beside folders of floating-point numbers: a module that imports PyTorch only in its
 # open(path) -> shared.catalog.Opened. KIND is what it reads, in words; NAMES: known names -> what
 # finds their files, or raises UserError; reads(path) -> bool.

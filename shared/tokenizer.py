@@ -15,6 +15,7 @@ from pathlib import Path
 
 import tiktoken
 
+from . import registry
 from .errors import UserError
 from .files import read_json, read_text
 
@@ -137,10 +138,10 @@ def load_tokenizer(folder: str | Path | None) -> AnyTokenizer:
     cut."""
     if folder is None:
         return ByteTokenizer()
-    if (Path(folder) / "tokenizer.json").exists():
-        from .json_tokenizer import JsonTokenizer  # GPT-2's folders need no `tokenizers`
-
-        return JsonTokenizer(folder)
+    for name, entry in registry.TOKENIZERS.items():
+        if (Path(folder) / name).exists():
+            tokenizer: AnyTokenizer = registry.load(entry)(folder)
+            return tokenizer
     return Tokenizer.from_folder(folder)
 
 

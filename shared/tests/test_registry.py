@@ -27,6 +27,7 @@ ARGUMENTS: dict[str, list[Any]] = {  # the first ones, of what a table's entries
     "CACHES": ["config", "blocks", "block_size", "swap_blocks", "dtype", "device"],
     "KERNEL_CACHES": ["config", "blocks", "block_size", "swap_blocks", "dtype", "device"],
     "TRIALS": ["dtype", "device"],
+    "TOKENIZERS": ["folder"],
     "DRAFTS": [..., ..., ..., ..., ...],
 }
 ATTRIBUTES = {

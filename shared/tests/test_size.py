@@ -27,7 +27,7 @@ BUDGET = {  # lines of source, of tests
     "stage10": (2_940, 1_630),
     "stage11": (1_700, 1_405),
     "stage12": (2_005, 1_315),
-    "stage13": (1_550, 785),
+    "stage13": (1_560, 785),
 }
 CODE = (".py", ".c", ".h", ".js", ".css", ".html", ".sh")
 FILES = {"README.md", "EXERCISES.md", "REPORT.md", "lab.ipynb", "__main__.py", "benchmark.py"}
