@@ -9,12 +9,11 @@ for output in llm.generate(["Once upon a time", "Long ago"], SamplingParams(max_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared import chat_template, cli
-from shared.errors import UserError
+from shared import cli
 from stage01_forward.generation import Output, sampling_per_prompt
 from stage01_forward.params import SamplingParams
 
@@ -25,14 +24,11 @@ OPTIONS = ("dtype", "weights", "kv_dtype", "device", "threads", "max_model_len")
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt and the model's continuation. `text` is without the end-of-text token."""
+    """A prompt and the model's continuation, both as texts and as token ids."""
 
     prompt: str
-    prompt_token_ids: list[int]
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None  # "stop", "length" or "error"
-    error: str | None = None
+    text: str  # without the end-of-text token
+    output: Output
 
 
 class LLM:
@@ -44,11 +40,8 @@ class LLM:
     """
 
     def __init__(self, model: str = "stories", **options: Any) -> None:
-        words = [
-            f"--{name.replace('_', '-')}={str(options.pop(name)).removeprefix('torch.')}"
-            for name in OPTIONS
-            if name in options
-        ]
+        chosen = {name: options.pop(name) for name in OPTIONS if name in options}
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in chosen.items()]
         parser = cli.Parser("stage09_kernels", "", "")  # which checks them
         cli.add_model_options(parser)
         cli.add_format_options(parser)
@@ -76,22 +69,7 @@ class LLM:
             self.engine.check(*pair)
         return list(map(self._answer, self.engine.generate(ids, params)))
 
-    def chat(
-        self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None
-    ) -> Answer:
-        """The answer to a conversation, by the template in the model's folder. Raises UserError if
-        it has none, and for messages that do not fit the model or its template."""
-        tokenizer: Any = self.loaded.tokenizer
-        control = getattr(tokenizer, "control", None)  # of a tokenizer.json
-        template = chat_template.load(self.loaded.folder, control) if control else None
-        if template is None:
-            name = self.loaded.config.name
-            raise UserError(f"{name} has no chat template: use generate, or a chat model.")
-        ids = tokenizer.encode_chat(template.render([dict(message) for message in messages]))
-        return self.generate([ids], params or SamplingParams(max_tokens=600))[0]
-
     def _answer(self, output: Output) -> Answer:
         decoder = self.loaded.decoder()
         text = "".join(map(decoder.push, output.token_ids)) + decoder.flush()
-        prompt, ids = self.loaded.tokenizer.decode(output.prompt_ids), output.token_ids
-        return Answer(prompt, output.prompt_ids, text, ids, output.finish_reason, output.error)
+        return Answer(self.loaded.tokenizer.decode(output.prompt_ids), text, output)
