@@ -18,7 +18,6 @@ import logging
 import math
 import mmap
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -65,9 +64,8 @@ def capabilities() -> dict[str, Any]:
 
 
 def levels() -> list[str]:
-    """The levels of instructions that this processor supports, the best first."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return ["plain"]  # on ARM that includes NEON
+    """The levels of instructions that this processor supports, the best first. On ARM that is
+    "plain", which includes NEON."""
     can = capabilities()
     has = [level for level, (_, needed) in LEVELS.items() if all(can.get(n) for n in needed)]
     return has if "amx" not in has or may_use_tiles() else has[1:]
@@ -77,13 +75,11 @@ def levels() -> list[str]:
 def may_use_tiles() -> bool:
     """Whether the system lets this process use tiles, which it is asked once. If not, the log says
     why."""
-    reason = "only Linux is asked for them"
-    if sys.platform == "linux":
-        try:
-            answer = _loaded(PERMISSION, [*FLAGS, *TILES.split()]).permission()
-            reason = ("", "the processor has a flag and no tiles", "the system refuses")[answer]
-        except NoKernels as error:
-            reason = str(error)
+    try:
+        answer = load(PERMISSION, level="amx").permission()
+        reason = ("", "the processor has a flag and no tiles", "the system refuses")[answer]
+    except NoKernels as error:  # so on Windows and macOS
+        reason = str(error)
     if reason:
         log.warning("The kernels run without tiles (AMX): %s.", reason.rstrip("."))
     return not reason
@@ -102,12 +98,8 @@ def load(source: Path, defines: tuple[str, ...] = (), level: str = "") -> ctypes
 
     Raises NoKernels if no compiler can build it.
     """
-    flags = LEVELS[level or levels()[0]][0].split()
-    return _loaded(source, [*FLAGS, *flags, *(f"-D{define}" for define in defines)])
-
-
-def _loaded(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
-    command = compiler()
+    instructions, command = LEVELS[level or levels()[0]][0].split(), compiler()
+    flags = [*FLAGS, *instructions, *(f"-D{define}" for define in defines)]
     if not command:
         raise NoKernels(
             "No C compiler was found (cc, gcc, clang): install one, or set CC to its command."
@@ -174,8 +166,6 @@ def blank(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Zeros in large pages, which the system clears when they are first written: to clear a cache
     of gigabytes at once would take most of the time of a start."""
     size = math.prod(shape) * dtype.itemsize
-    if not size:
-        return torch.zeros(*shape, dtype=dtype)
     unix = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
     tensor = torch.frombuffer(mmap.mmap(-1, size, **unix), dtype=dtype).view(*shape)
     _request_large_pages(tensor)
@@ -201,15 +191,9 @@ def call(kernel: Any, *arguments: Any) -> None:
 
 @cache
 def parallel_for() -> ctypes.c_void_p:
-    """The address of PyTorch's parallel loop. Raises NoKernels if this PyTorch has none."""
+    """The address of PyTorch's parallel loop."""
     folder = Path(torch.__file__).parent / "lib"
     name = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}.get(
         sys.platform, "libtorch_cpu.so"
     )
-    try:
-        function = ctypes.CDLL(str(folder / name)).torch_parallel_for
-    except (OSError, AttributeError):
-        raise NoKernels(
-            f"PyTorch {torch.__version__} has no torch_parallel_for: kernels need 2.10 or later."
-        ) from None
-    return ctypes.cast(function, ctypes.c_void_p)
+    return ctypes.cast(ctypes.CDLL(str(folder / name)).torch_parallel_for, ctypes.c_void_p)

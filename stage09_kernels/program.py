@@ -49,6 +49,7 @@ from .operations import (
 )
 
 Place = tuple[str, int]  # a buffer, and a column of it
+Embedding = tuple[nn.Module, nn.Embedding | None]  # tables: of tokens, of positions
 LINE = 64  # bytes of a cache line
 FEW_POSITIONS = 512  # for which rotations are computed at once
 
@@ -81,12 +82,8 @@ def lay_out(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 def interleave(gate: Tensor, up: Tensor) -> Tensor:
     """32 rows of `gate` and 32 of `up` (F, ...) in turn, padded with zeros."""
     half = PANEL // 2
-    count = -(-len(gate) // half) * half
-    parts = []
-    for part in (gate, up):
-        whole = part.new_zeros(count, *part.shape[1:])
-        whole[: len(part)] = part
-        parts.append(whole.unflatten(0, (-1, half)))
+    padding = (0, 0) * (gate.ndim - 1) + (0, -len(gate) % half)
+    parts = [nn.functional.pad(part, padding).unflatten(0, (-1, half)) for part in (gate, up)]
     return torch.stack(parts, 1).flatten(0, 2)
 
 
@@ -146,13 +143,9 @@ class Program:
         self.turns: list[Tensor] = []  # cosines and sines by position, (positions, 1, head_dim / 2)
         self.rows = ALL_ROWS  # that the next operation covers
         self.stream = self.buffer("stream", self.config.n_embd)
-        BUILDERS[type(model)](self, model)
-        self._find_table()
-        first = 0 if self.embeds else 1
+        self.embedding = BUILDERS[type(model)](self, model)
+        self.embeds = self._add_embedding(*self.embedding)
         self.array = (Operation * len(self.operations))(*self.operations)
-        self.steps = (Operation * (len(self.array) - first)).from_buffer(
-            self.array, first * ctypes.sizeof(Operation)
-        )
 
     @property
     def bytes(self) -> int:
@@ -174,27 +167,24 @@ class Program:
         self.widths[name] = max(width, self.widths.get(name, 0))
         return name
 
-    def embed(self, table: nn.Module, positions: nn.Embedding | None = None) -> None:
-        """Begin with the tokens' rows of `table`, and those of their positions."""
-        operation = Operation(EMBED)
-        operation.of.embed = Embed(width=self.config.n_embd)
-        self.embedding = table, positions
-        self._add(operation, out=(self.stream, 0))
-
-    def _find_table(self) -> None:
-        """Point the first operation to the table of tokens, which may have a format of its own. If
-        no product reads that, `run` embeds tokens in Python."""
-        table, positions = self.embedding
+    def _add_embedding(self, table: nn.Module, positions: nn.Embedding | None) -> bool:
+        """Begin with the tokens' rows of `table`, and those of their positions. A table may have a
+        format of its own; if no product reads that, `run` embeds tokens in Python."""
         readers = (product.reader(table) for product in self.formats)
-        reader = next((reader for reader in readers if reader), None)
-        body = self.operations[0].of.embed
-        self.embeds = isinstance(table, nn.Embedding) or reader is not None
-        if reader:
+        body = Embed(width=self.config.n_embd)
+        if reader := next((reader for reader in readers if reader), None):
             body.read_row, body.format = reader
         elif isinstance(table, nn.Embedding):
             body.table = table.weight.data_ptr()
-        if self.embeds and positions is not None:
+        else:
+            return False
+        if positions is not None:
             body.positions = positions.weight.data_ptr()
+        operation = Operation(EMBED, ALL_ROWS)
+        operation.of.embed = body
+        self.operations.insert(0, operation)
+        self.places.insert(0, {"out": ("stream", 0)})
+        return True
 
     def norm(self, layer: Any, x: str, out: str, heads: int = 1, first: int = 0) -> None:
         """Add a norm, from column `first` on. `layer`: LayerNorm or RMSNorm."""
@@ -359,14 +349,13 @@ class Program:
         if not isinstance(self.model, GPT2):
             self._make_turns(attention.end)
             this_pass.cosines, this_pass.sines = (turn.data_ptr() for turn in self.turns)
-        library.call(self.library.step, self.steps, len(self.steps), ctypes.byref(this_pass))
+        library.call(self.library.step, self.array, len(self.array), ctypes.byref(this_pass))
         return self.buffers["logits"][: len(rows), : self.config.vocab_size]
 
 
-def _gpt2(p: Program, model: Any) -> None:
+def _gpt2(p: Program, model: Any) -> Embedding:
     width = p.config.n_embd
     normed = p.buffer("normed", width)
-    p.embed(model.wte, model.wpe)
     for layer, block in enumerate(model.h):
         p.norm(block.ln_1, p.stream, normed)
         p.linear([block.attn.c_attn], normed, "qkv")
@@ -377,13 +366,13 @@ def _gpt2(p: Program, model: Any) -> None:
         p.add(block.mlp.c_proj, "inner")
     p.norm(model.ln_f, p.stream, normed)
     p.linear([model.lm_head], normed, "logits")
+    return model.wte, model.wpe
 
 
-def _llama(p: Program, model: Any) -> None:
+def _llama(p: Program, model: Any) -> Embedding:
     config = p.config
     normed = p.buffer("normed", config.n_embd)
     heads, width = config.n_head, config.head_dim
-    p.embed(model.embed_tokens)
     for number, layer in enumerate(model.layers):
         attn = layer.self_attn
         p.norm(layer.input_layernorm, p.stream, normed)
@@ -399,6 +388,8 @@ def _llama(p: Program, model: Any) -> None:
         p.add(layer.mlp.down_proj, "inner")
     p.norm(model.norm, p.stream, normed)
     p.linear([model.lm_head], normed, "logits")
+    return model.embed_tokens, None
 
 
-BUILDERS: dict[Any, Callable[[Program, Any], None]] = {GPT2: _gpt2, Llama: _llama}
+# They add the operations after the embedding, and return its tables.
+BUILDERS: dict[Any, Callable[[Program, Any], Embedding]] = {GPT2: _gpt2, Llama: _llama}

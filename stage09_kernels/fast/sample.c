@@ -62,13 +62,8 @@ struct kept {
 
 /* The next number below the smallest of x, which are not negative; 0 stays 0. */
 static real below(vec x) {
-    integer bits = ((mask)x)[0];
-    for (int t = 1; t < LANES; t++)
-        if (((mask)x)[t] < bits) bits = ((mask)x)[t];
-    bits -= bits > 0;
-    real limit;
-    memcpy(&limit, &bits, sizeof(real));
-    return limit;
+    const real smallest = -hmax(-x, -INFINITY);
+    return REAL == 4 ? nextafterf(smallest, 0) : nextafter(smallest, 0);
 }
 
 /* Copy the weights above `low` and up to `high`; returns their number. */

@@ -95,20 +95,3 @@ def test_a_format_without_a_kernel_is_refused(shape):
     model = load_model(checkpoint)
     with pytest.raises(NoKernels, match="no kernel for the product of Int8Linear"):
         KernelRunner(model, KernelCache(shape, 8))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_do_not_depend_on_which_rows_are_wanted(shape, dtype):
-    """All rows of a pass over three prompts, the last ones, some in any order, one twice, none."""
-    model, ids = oracle.the_model(dtype), oracle.prompt_of(54)
-    shares = [([3, 0], 0, 21), ([5], 0, 3), ([2, 7], 0, 30)]
-    following = [([3, 0], 21, 1), ([5], 3, 1), ([2, 7], 30, 1)]
-    every = list(range(54))
-    output = []
-    for rows in (every, [20, 23, 53], [53, *range(18, 27), 4, 4, *range(30, 50)], every[:-1], []):
-        runner = KernelRunner(model, KernelCache(model.config, 8, 16, dtype=dtype))
-        logits = runner.run(ids, shares, rows).clone()
-        output.append((rows, logits, runner.run([7, 8, 9], following, [0, 1, 2]).clone()))
-    assert not output[0][1].isnan().any() and len(output[-1][1]) == 0
-    for rows, logits, after in output:
-        assert torch.equal(logits, output[0][1][rows]) and torch.equal(after, output[0][2])

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
 
 from stage01_forward import sampling
-from stage01_forward.generation import Row
 from stage01_forward.params import SamplingParams
-from stage01_forward.tests.rows import FixedDart, fresh
+from stage01_forward.tests.rows import FixedDart, batches, fresh
 from stage04_continuous import fast_sampling
 from stage04_continuous.request import Request
 from stage09_kernels.sample import choose, sample_tokens
@@ -28,30 +28,17 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 1.0, "min_p": 0.3},
     {"temperature": 1.5, "top_k": 40, "top_p": 0.95, "min_p": 0.02},
 ]
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 
 
-def rows_of(count: int) -> list[Row]:
-    options = [OPTIONS[row % len(OPTIONS)] for row in range(count)]
-    return [Row(SamplingParams(seed=seed, **fields)) for seed, fields in enumerate(options)]
+@settings(max_examples=150)
+@given(batches((torch.float32, torch.float64)))
+def test_the_same_tokens_as_the_plain_sampler(batch):
+    logits, rows, eos_ids = batch
+    expected, _ = sampling.sample(logits, fresh(rows), eos_ids)
+    assert sample(logits.clone(), rows, eos_ids)[0] == expected
 
 
-@DTYPES
-@pytest.mark.parametrize("vocabulary", [1, 15, 16, 211, 3000])
-def test_the_same_tokens_as_the_plain_sampler(vocabulary, dtype):
-    """Scores spread, coarse or all equal; in every second row a part of them is -inf."""
-    torch.manual_seed(vocabulary)
-    for spread, step in ((3.0, 0.0), (0.1, 0.0), (8.0, 0.5), (0.0, 0.0)):
-        rows = rows_of(28)
-        logits = spread * torch.randn(28, vocabulary, dtype=dtype)
-        logits = (logits / step).round() * step if step else logits
-        if vocabulary > 1:
-            logits[::2, 1::7] = -math.inf
-        expected, _ = sampling.sample(logits, fresh(rows))
-        assert sample(logits.clone(), rows)[0] == expected
-
-
-@DTYPES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("options", OPTIONS[1:], ids=str)
 def test_darts_at_either_end_hit_a_token_that_is_kept(options, dtype):
     """Next to 1, rounding can carry a dart past the sum of all weights: then the last one kept is
@@ -76,7 +63,7 @@ def test_darts_at_either_end_hit_a_token_that_is_kept(options, dtype):
 def test_a_row_that_is_not_finite_fails_alone(dtype):
     """Wherever in the row the number stands; and a greedy row fails like a drawn one."""
     torch.manual_seed(0)
-    requests = [Request([1], row.params) for row in rows_of(12)]
+    requests = [Request([1], SamplingParams(seed=0, **options)) for options in 2 * OPTIONS][:12]
     logits = torch.randn(12, 100)
     logits[1, 99], logits[2, 50], logits[7] = math.nan, math.inf, -math.inf
     logits[0, 0], logits[10, 17] = math.nan, math.nan
@@ -84,14 +71,3 @@ def test_a_row_that_is_not_finite_fails_alone(dtype):
     assert [requests.index(request) for request, _, _ in sampled] == [3, 4, 5, 6, 8, 9, 11]
     errors = [requests[i].output.finish_reason for i in (0, 1, 2, 7, 10)]
     assert errors == ["error"] * 5
-
-
-def test_a_token_depends_on_no_other_row_and_no_thread():
-    logits, before = torch.randn(30, 5000), torch.get_num_threads()
-    together = []
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
-        together.append(choose(logits.clone(), rows_of(30)))
-    torch.set_num_threads(before)
-    alone = [choose(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows_of(30))]
-    assert together == [alone, alone]
