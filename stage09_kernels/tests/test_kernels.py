@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import sys
-import threading
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ import torch
 from shared.testing import python
 from stage05_paged.engine import cache_type
 from stage08_llama.config import LlamaConfig
-from stage09_kernels import library
 from stage09_kernels.cache import KernelCache
 from stage09_kernels.tests.test_naive import EmulatedCache
 
@@ -186,32 +183,6 @@ def test_subnormal_numbers_are_stored_as_they_are(dtype):
     v = torch.full((1, 1, 16), smallest * 3 / 8, dtype=torch.float64).to(dtype)
     kernel.extend([([0], 0, 1)]).attend(0, v, v, v)
     assert v.all() and int((kernel.kv == v[0, 0, 0]).sum()) == 2 * 16  # a key and a value
-
-
-def test_the_parts_of_a_loop_wait_for_no_other(monkeypatch):
-    """A parallel loop may run all of them in one thread, in any order."""
-    signature = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2)
-    body_type = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
-
-    def backwards(begin, end, grain, body, context):
-        for item in reversed(range(begin, end)):
-            body_type(body)(item, item + 1, context)
-        return 0
-
-    def outputs():
-        torch.manual_seed(4)
-        _, kernel = caches(3, 3, 16, 16, torch.float32)
-        attention = kernel.extend([([0, 1], 0, 20), ([3], 0, 2)])
-        return attention.attend(0, *torch.randn(3, 22, 3, 16))
-
-    expected, output = outputs(), []
-    kept = signature(backwards)
-    address = ctypes.cast(kept, ctypes.c_void_p)
-    monkeypatch.setattr(library, "parallel_for", lambda: address)
-    worker = threading.Thread(target=lambda: output.append(outputs()), daemon=True)
-    worker.start()
-    worker.join(30)
-    assert output and torch.equal(output[0], expected)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

@@ -8,6 +8,7 @@ output over the middle between two numbers: RARE is the share of outputs that ma
 from __future__ import annotations
 
 import ctypes
+import threading
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -321,11 +322,13 @@ ODD = (
     LlamaConfig(211, 64, 42, 3, 7, 1, n_inner=45),
     LlamaConfig(211, 64, 40, 2, 10, 2, n_inner=33, qk_norm=True),
 )
-STEPS = (  # two prompts; a chunk of one that wants no logits; decode steps, in another order
+# Two prompts; a chunk of one that wants no logits; decode steps, in another order; any rows, one of
+# them twice.
+STEPS = (
     (list(range(3, 45)), [([4, 1, 5], 0, 37), ([2], 0, 5)], [36, 41]),
     (list(range(50, 59)), [([4, 1, 5], 37, 8), ([2], 5, 1)], [8]),
     ([7, 8], [([2], 6, 1), ([4, 1, 5], 45, 1)], [0, 1]),
-    (list(range(60, 66)), [([4, 1, 5], 46, 2), ([2], 7, 4)], [5, 1, 0, 3]),
+    (list(range(60, 66)), [([4, 1, 5], 46, 2), ([2], 7, 4)], [5, 1, 1, 0, 3]),
 )
 
 
@@ -376,9 +379,10 @@ def test_logits_do_not_depend_on_the_size_of_a_block(dtype):
     assert all(torch.equal(logits, several[0]) for logits in several)
 
 
-def test_each_part_runs_once_and_after_the_operation_before():
+def test_each_part_runs_once_and_after_the_operation_before(monkeypatch):
     """A chain of products, each added to what was there: a part that runs twice adds twice, and one
-    that runs too early reads old numbers. More threads than parts, and than most machines have."""
+    that runs too early reads old numbers. More threads than parts, and than most machines have; and
+    a parallel loop that runs all parts in one thread, in any order: none may wait for another."""
     torch.manual_seed(5)
     width, count = 512, 120
     packed = [lay_out([torch.randn(width, width) / 40], F32) for _ in range(2)]
@@ -403,3 +407,18 @@ def test_each_part_runs_once_and_after_the_operation_before():
     assert alone.isfinite().all()
     for number in range(20):
         assert torch.equal(chain(2 + number % 8), alone)
+
+    body_type = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2)
+    def backwards(begin, end, grain, body, context):
+        for part in reversed(range(begin, end)):
+            body_type(body)(part, part + 1, context)
+        return 0
+
+    address, output = ctypes.cast(backwards, ctypes.c_void_p), []
+    monkeypatch.setattr(library, "parallel_for", lambda: address)
+    worker = threading.Thread(target=lambda: output.append(chain(1)), daemon=True)
+    worker.start()
+    worker.join(30)
+    assert output and torch.equal(output[0], alone)
