@@ -508,7 +508,7 @@ static void attend_items(int64_t first, int64_t last, void *context) {
 /* Store the new keys and values of all tokens, then attend. */
 static void add_attention(struct loops *list, struct operation *o) {
     int64_t heads = o->of.attention.heads;
-    if (!is_single(o)) add_loop(list, o->pass->n_items * heads, 16, store_items, o);
+    if (!is_single(o)) add_loop(list, o->pass->n_items * heads, store_items, o);
     int64_t n_items = o->rows == ALL_ROWS ? o->pass->n_items : o->pass->n_out_items;
-    add_loop(list, n_items * heads, 1, attend_items, o);
+    add_loop(list, n_items * heads, attend_items, o);
 }

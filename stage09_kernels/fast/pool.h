@@ -36,10 +36,9 @@ struct loops { /* to run one after the other */
     int64_t count;
 };
 
-/* Add a loop of `run` over `count` items, at least `least` at a time. */
-static void add_loop(struct loops *l, int64_t count, int64_t least, body run, void *context) {
-    int64_t size = (count + PARTS - 1) / PARTS;
-    if (size < least) size = least;
+/* Add a loop of `run` over `count` items. */
+static void add_loop(struct loops *l, int64_t count, body run, void *context) {
+    int64_t size = count < PARTS ? 1 : (count + PARTS - 1) / PARTS;
     l->all[l->count++] = (struct loop){run, context, count, size, 0, {0}};
 }
 

@@ -8,8 +8,6 @@
 #include "attention.c"
 #include "linear.c"
 
-#define FEW 6144 /* numbers that one thread finishes before another could begin */
-
 static void embed(int64_t first, int64_t last, void *context) { /* rows */
     const struct operation *o = context;
     const struct embed *e = &o->of.embed;
@@ -88,15 +86,11 @@ int step(struct operation *operations, int64_t count, const struct pass *pass, p
     if (!list.all) return -1;
     for (struct operation *o = operations; o < operations + count; o++) {
         o->pass = pass;
-        const struct embed *e = &o->of.embed;
-        const struct norm *n = &o->of.norm;
-        const struct rope *r = &o->of.rope;
         if (o->kind == ATTEND) add_attention(&list, o);
         else if (o->kind == LINEAR) add_linear(&list, o);
-        else if (o->kind == EMBED) add_loop(&list, rows_of(o), 1 + FEW / e->width, embed, o);
-        else if (o->kind == NORM)
-            add_loop(&list, rows_of(o) * n->heads, 1 + FEW / n->width, norm, o);
-        else add_loop(&list, rows_of(o) * r->heads, 1 + FEW / r->head_dim, rope, o);
+        else if (o->kind == EMBED) add_loop(&list, rows_of(o), embed, o);
+        else if (o->kind == NORM) add_loop(&list, rows_of(o) * o->of.norm.heads, norm, o);
+        else add_loop(&list, rows_of(o) * o->of.rope.heads, rope, o);
     }
     int failed = run_all(&list, run);
     free(list.all);

@@ -35,15 +35,20 @@ static inline vec blend(mask where, vec yes, vec no) {
     return (vec)((where & (mask)yes) | (~where & (mask)no));
 }
 
-/* a > b ? a : b, number by number. For AVX-512, gcc compiles `blend` to four instructions where one
-   is enough. */
+/* a > b ? a : b, and a < b ? a : b, number by number. For AVX-512, gcc compiles
+   `blend` to four instructions where one is enough. */
 static inline vec vmax(vec a, vec b) {
 #if BYTES == 64 && REAL == 4
     return (vec)_mm512_max_ps((__m512)a, (__m512)b);
 #endif
     return blend(a > b, a, b);
 }
-static inline vec vmin(vec a, vec b) { return -vmax(-a, -b); }
+static inline vec vmin(vec a, vec b) {
+#if BYTES == 64 && REAL == 4
+    return (vec)_mm512_min_ps((__m512)a, (__m512)b);
+#endif
+    return blend(a < b, a, b);
+}
 
 static inline real hsum(vec x) { /* in halves */
 #if BYTES == 64 && REAL == 4

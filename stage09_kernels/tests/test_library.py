@@ -122,7 +122,7 @@ def test_without_any_compiler(fresh, monkeypatch):
         library.load(FAST, DEFINES)
 
 
-def test_tiles_that_the_system_refuses_are_one_line_and_the_next_level(fresh, monkeypatch, caplog):
+def test_tiles_that_the_system_refuses_are_one_line_and_the_next_level(monkeypatch, caplog):
     """Or the processor has none; asked once."""
     flags = dict.fromkeys(("amx_tile", "amx_bf16", "amx_int8"), True)
     monkeypatch.setattr(library, "capabilities", lambda: flags)

@@ -414,6 +414,6 @@ void add_product(struct loops *list, struct operation *o) {
     if (fits && rows_of(o) >= TILE_LEAST)
         multiply_panels = product_by_tiles;
 #endif
-    add_loop(list, rows_of(o), 1, round_rows, o);
-    add_loop(list, (o->of.linear.outputs + size - 1) / size, 1, multiply_panels, o);
+    add_loop(list, rows_of(o), round_rows, o);
+    add_loop(list, (o->of.linear.outputs + size - 1) / size, multiply_panels, o);
 }
