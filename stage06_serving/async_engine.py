@@ -426,18 +426,25 @@ class AsyncEngine:
         first: Request | None = None
         if score is not None:  # a token that is found in the prefix cache would not be scored
             salt = b"for one prompt: " + group[0].id.encode() + b"\0" + salt
-        for ticket, params in zip(group, sampling, strict=True):
-            request = Request(prompt, params, ticket.id)
-            if score is not None and first is None:
-                scores = ticket.scores
-                request = ScoredRequest(prompt, params, ticket.id, top=score, scores=scores)
-            if prepare is not None:
-                prepare(request)
-            self._enter(request)
-            if first is None:
-                first, self._engine.scheduler.tables[request].salt = request, salt
-            else:
-                self._engine.scheduler.follow(request, first)
+        try:
+            for ticket, params in zip(group, sampling, strict=True):
+                request = Request(prompt, params, ticket.id)
+                if score is not None and first is None:
+                    scores = ticket.scores
+                    request = ScoredRequest(prompt, params, ticket.id, top=score, scores=scores)
+                if prepare is not None:
+                    prepare(request)
+                self._enter(request)
+                if first is None:
+                    first, self._engine.scheduler.tables[request].salt = request, salt
+                else:
+                    self._engine.scheduler.follow(request, first)
+        except Exception as error:  # a defect, as `submit` has checked: its readers must not wait
+            log.error("a prompt could not be added", exc_info=error)
+            step = Step(ended=[(ticket.id, "error", BROKEN) for ticket in group])
+            self._loop.call_soon_threadsafe(self._deliver, step)
+            for ticket in group:
+                self._abort(ticket.id)
 
     def _abort(self, name: str) -> None:
         """End a request, if it has not ended, before the next step."""

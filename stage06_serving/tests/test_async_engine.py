@@ -258,6 +258,24 @@ async def test_a_failure_outside_of_a_pass_ends_all(gated, expected):
         assert await said(running, submit(running, prompt_of(4), 9)) == expected(prompt_of(4), 9)
 
 
+async def test_a_defect_in_adding_ends_all_samples_and_nothing_else(engine, expected):
+    """Tickets of requests that the engine does not know end, too, and free their places."""
+    made, prompt = engine(), prompt_of(4)
+    enqueue, faults = made.enqueue, iter([None, RuntimeError("a planted fault")])
+
+    def broken(request):
+        if error := next(faults, None):
+            raise error
+        enqueue(request)
+
+    made.enqueue = broken
+    async with started(made) as running:
+        (group,) = running.submit([prompt], [words(50)] * 3)
+        assert [await error_of(running, ticket) for ticket in group] == [BROKEN] * 3
+        assert not running.in_flight
+        assert await said(running, submit(running, prompt, 5)) == expected(prompt, 5)
+
+
 async def test_only_failures_in_a_row_count(engine, expected):
     made = engine()
     passes = Passes(made.runner, {1, 2, 4, 5, 7, 8})
