@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 WEIGHT_FORMATS = (AUTO, *registry.WEIGHTS)
-KV_FORMATS = (AUTO, "float32", "bfloat16", *registry.CACHES)
+KV_FORMATS = (AUTO, "float32", "bfloat16", *(kind for kind, _ in registry.KERNEL_CACHES))
 ABOUT_WEIGHTS = "format of the weights; auto is the file's; a number format is also the --dtype"
 ABOUT_KV = "format of keys and values in memory; auto is the --dtype"
 LINEAR = ("auto", "plain")  # as in linear.py, which imports PyTorch

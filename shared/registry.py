@@ -52,14 +52,12 @@ WEIGHTS = {  # --weights -> change(checkpoint, value), after which its model has
     "int8-g32": "stage10_quantization.stored:change",
     "int4": "stage10_quantization.stored:change",
 }
-CACHES = {  # dtype of keys and values -> cache with the arguments of stage 05's PagedCache
-    "int8": "stage10_quantization.cache:Int8Cache"
-}
 KERNELS = {  # type of device -> a stage09_kernels.backend.Backend
     "cpu": "stage09_kernels.engine:BACKEND",
     "cuda": "stage13_gpu.backend:BACKEND",
 }
-KERNEL_CACHES = {  # dtype of keys and values, type of device -> cache that the kernels read
+KERNEL_CACHES = {  # dtype of keys and values, type of device -> cache that only kernels read, with
+    # the arguments of stage 05's PagedCache
     ("int8", "cpu"): "stage10_quantization.cache:Int8KernelCache"
 }
 TRIALS = {  # engine -> unsupported_reason(dtype, device) -> "" if the machine can run it

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shared.attention import attention
 from shared.config import Config
+from shared.errors import UserError
 from stage04_continuous.cache import CALL, ordered
 from stage04_continuous.runner import Cache
 
@@ -57,6 +58,12 @@ class PagedCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
+        if not dtype.is_floating_point:
+            name = str(dtype).removeprefix("torch.")
+            raise UserError(
+                f"Keys and values in {name} need the kernels of stage 09, a CPU and a C compiler: "
+                "leave --kv-dtype out."
+            )
         self.blocks, self.block_size, self.dtype = blocks, block_size, dtype
         # Heads first: all blocks of one head are then a table of rows, which one operator gathers
         # in any order.

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from shared import registry
 from stage01_forward.model import Model
 from stage04_continuous.engine import Engine, Sampled, sample_tokens
 from stage04_continuous.plan import Observer
@@ -26,14 +25,6 @@ from .sanitizer import Sanitizer
 from .scheduler import Scheduler
 
 
-def cache_type(dtype: torch.dtype = torch.float32) -> Callable[..., BlockCache]:
-    """Makes the cache in `dtype`, from PagedCache's arguments."""
-    if entry := registry.CACHES.get(str(dtype).removeprefix("torch.")):
-        make_cache: Callable[..., BlockCache] = registry.load(entry)
-        return make_cache
-    return PagedCache
-
-
 def make(
     model: Model,
     contexts: int | None = None,
@@ -45,7 +36,7 @@ def make(
     sanitize: bool = False,
     eos_ids: Sequence[int] | None = None,
     observers: Sequence[Observer] = (),
-    make_cache: Callable[..., BlockCache] | None = None,
+    make_cache: Callable[..., BlockCache] = PagedCache,
     make_runner: Callable[..., AnyRunner] = Runner,
     sample_tokens: Callable[..., list[Sampled]] = sample_tokens,
     **options: Any,
@@ -53,11 +44,11 @@ def make(
     """The engine with the blocks of `pool`; without a pool, with blocks for `contexts` whole
     contexts; with neither, with those of `default_memory` for SEQUENCES requests at a time.
 
-    dtype: of the cache; None: the model's. A later stage may offer a cache in another dtype.
+    dtype: of the cache; None: the model's.
     sanitize: check after every step that no block is lost, shared by mistake or read after it was
         given back; slow.
     make_cache, make_runner, sample_tokens: another stage's, with the arguments of PagedCache,
-        Runner and stage 04's function. make_cache None: that of `cache_type`.
+        Runner and stage 04's function.
     options: those of Scheduler. Raises UserError for invalid settings.
     """
     config, dtype = model.config, model.dtype if dtype is None else dtype
@@ -68,7 +59,6 @@ def make(
         pool = make_pool(memory, config, dtype, block_size)
         options = {"max_sequences": SEQUENCES, **options}
     swap_blocks = swap_pool.count if swap_pool else 0
-    make_cache = cache_type(dtype) if make_cache is None else make_cache
     cache = make_cache(config, pool.count, pool.block_size, swap_blocks, dtype, model.device)
     runner = make_runner(model, cache)
     options = {"longest": config.n_positions, **options}

@@ -53,12 +53,8 @@ def make(
 
 
 def _cache_type(model: Any, dtype: torch.dtype | None) -> Any:
-    """Makes the cache that the registry names for `dtype`; None: the kernels' own, if any. Raises
-    NoKernels if it has none for the model's device."""
+    """Makes the cache that the registry names for `dtype`; None: the kernels' own."""
     format = str(dtype).removeprefix("torch.")
-    if format not in registry.CACHES:
-        return None
-    kind, real = model.device.type, torch.promote_types(model.dtype, torch.float32)
-    if (format, kind) not in registry.KERNEL_CACHES:
-        raise NoKernels(f"There are no kernels for a cache in {dtype} on {kind}.")
-    return partial(registry.load(registry.KERNEL_CACHES[format, kind]), real=real)
+    entry = registry.KERNEL_CACHES.get((format, model.device.type))
+    real = torch.promote_types(model.dtype, torch.float32)
+    return entry and partial(registry.load(entry), real=real)

@@ -24,7 +24,7 @@ from stage01_forward.sampling import distribution, draw, edit
 from stage04_continuous.request import Request
 from stage04_continuous.runner import AnyRunner, Runner
 from stage05_paged.blocks import BlockPool, BlockTable, Move
-from stage05_paged.engine import cache_type
+from stage05_paged.cache import PagedCache
 from stage09_kernels.backend import NoKernels, backend_of
 
 from .drafts import DraftPlan, Drafts
@@ -153,7 +153,7 @@ def _runner(model: Any, *memory: Any) -> AnyRunner:
         kernels = backend_of(model.device)
         return kernels.runner(model, kernels.cache(model.config, *memory))
     except NoKernels:
-        return Runner(model, cache_type(model.dtype)(model.config, *memory))
+        return Runner(model, PagedCache(model.config, *memory))
 
 
 def _generator(request: Request) -> torch.Generator:

@@ -18,7 +18,7 @@ import torch
 from shared import catalog, cli, kit, models
 from shared.kit import Results, Subject
 from stage04_continuous.runner import Runner
-from stage05_paged.engine import cache_type
+from stage05_paged.cache import PagedCache
 
 from .predict import GPUS, launches, seconds
 from .registers import compiled
@@ -48,11 +48,11 @@ def steps(bench: kit.Bench, subject: Subject, rows: int) -> None:
 
     config, dtype, size = subject.config, subject.dtype, -(-(CONTEXT + 1) // 16)
     blocks = rows * size
-    paged = cache_type(dtype)(config, blocks, 16, 0, dtype, DEVICE)
+    paged = PagedCache(config, blocks, 16, 0, dtype, DEVICE)
     paged.memory.planes[0].normal_(generator=torch.Generator(DEVICE).manual_seed(0))
     ours = GpuCache(config, blocks, 16, dtype=dtype)
     ours.kv.copy_(paged.memory.planes[0].movedim(0, 3))
-    exact = cache_type(torch.float32)(config, blocks, 16, 0, torch.float32, DEVICE)
+    exact = PagedCache(config, blocks, 16, 0, torch.float32, DEVICE)
     exact.memory.planes[0].copy_(paged.memory.planes[0])
     judge = Runner(models.load_model(subject.shape, DEVICE, dtype).float(), exact)
     runners: dict[str, Any] = {PAGED: Runner(subject.model, paged)}

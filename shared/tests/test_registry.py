@@ -24,7 +24,6 @@ ARGUMENTS: dict[str, list[Any]] = {  # the first ones, of what a table's entries
     "CONFIGS": [..., "name", "source"],
     "MODELS": ["checkpoint", "device", "dtype"],
     "WEIGHTS": ["checkpoint", "weights"],
-    "CACHES": ["config", "blocks", "block_size", "swap_blocks", "dtype", "device"],
     "KERNEL_CACHES": ["config", "blocks", "block_size", "swap_blocks", "dtype", "device"],
     "TRIALS": ["dtype", "device"],
     "TOKENIZERS": ["folder"],

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shared.testing import python
-from stage05_paged.engine import cache_type
+from stage05_paged.cache import PagedCache
 from stage08_llama.config import LlamaConfig
 from stage09_kernels.cache import KernelCache
 from stage09_kernels.tests.test_naive import EmulatedCache
@@ -24,7 +24,7 @@ def caches(heads, kv_heads, width, block, dtype, blocks=BLOCKS, kind=KernelCache
     config = LlamaConfig(11, 4096, heads * width, 2, heads, kv_heads, width)
     kernel = kind(config, blocks, block, dtype=dtype)
     kernel.kv.fill_(torch.nan)
-    return cache_type()(config, blocks, block, dtype=torch.float64), kernel
+    return PagedCache(config, blocks, block, dtype=torch.float64), kernel
 
 
 def passes(block, lengths, blocks=BLOCKS):

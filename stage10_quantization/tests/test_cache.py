@@ -10,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stage01_forward.attention import explicit_attention
+from shared.errors import UserError
+from stage05_paged.cache import PagedCache
 from stage08_llama.config import LlamaConfig
 from stage09_kernels import cache as floats
 from stage09_kernels import library
 from stage09_kernels.tests.test_kernels import in_all_ways
 from stage09_kernels.tests.test_naive import EMULATED, at_every_level, attentions, cases, near
-from stage10_quantization.cache import FAST, NAIVE, SCALE, Int8Cache, Int8KernelCache, quantize
+from stage10_quantization.cache import FAST, NAIVE, SCALE, Int8KernelCache, quantize
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 compiled = pytest.mark.skipif(not library.compiler(), reason="no C compiler (cc, gcc, clang)")
@@ -113,27 +114,9 @@ def test_codes_fit_the_scale_that_readers_multiply_by():
     assert ((careless * scales.double()[:, None] - x).abs() / scales[:, None]).max() > 0.7
 
 
-def rounded(x):
-    codes, scales = quantize(x)
-    return codes * scales.to(x.dtype)[..., None]
-
-
-def test_attention_is_explicit_attention_over_rounded_keys_and_values():
-    torch.manual_seed(0)
-    size, table = 5, [7, 2, 9, 0, 4, 1, 8]
-    cache = Int8Cache(config_of(6, 2, 3, layers=2), 10, size)
-    cache.memory.poison(range(10))
-    q, k, v = (torch.randn(33, heads, 6, dtype=F64) for heads in (6, 2, 2))
-    parts = []
-    for start, end in ((0, 20), (20, 32), (32, 33)):
-        attention = cache.extend([(table, start, end - start)])
-        assert attention.positions.tolist() == list(range(start, end))
-        parts.append(attention.attend(1, q[start:end], k[start:end], v[start:end]))
-    keys, values = (rounded(x).repeat_interleave(3, 1).transpose(0, 1) for x in (k, v))
-    wanted = explicit_attention(q.transpose(0, 1), keys, values).transpose(0, 1)
-    torch.testing.assert_close(torch.cat(parts), wanted, rtol=0, atol=1e-12)
-    with pytest.raises(ValueError, match="no place for 3 tokens at 9 in 2 blocks of 5"):
-        cache.extend([([0, 1], 9, 3)])
+def test_without_the_kernels_they_are_refused():
+    with pytest.raises(UserError, match="int8 need the kernels of stage 09"):
+        PagedCache(config_of(3), 1, dtype=torch.int8)
 
 
 @compiled

@@ -30,8 +30,7 @@ from shared.errors import UserError
 from stage04_continuous.engine import Engine
 from stage04_continuous.runner import Runner
 from stage05_paged.blocks import Move
-from stage05_paged.cache import BlockCache, Share
-from stage05_paged.engine import cache_type
+from stage05_paged.cache import BlockCache, PagedCache, Share
 from stage05_paged.engine import make as make_paged
 
 from ..lora import Adapters, Ordered
@@ -104,8 +103,7 @@ def obey(collectives: Collectives, model: Any) -> None:
         if kind == CACHE:
             *sizes, name = arguments
             dtype = getattr(torch, name)
-            make_cache = cache_type(dtype)
-            runner = runner_of(model, make_cache(model.config, *sizes, dtype, model.device))
+            runner = runner_of(model, PagedCache(model.config, *sizes, dtype, model.device))
         else:
             moves, ids, shares, rows, adapters = arguments
             if model.adapters:
