@@ -46,11 +46,11 @@ TOKENIZERS = {  # a file of a folder -> tokenizer(folder)
 # finds their files, or raises UserError; reads(path) -> bool.
 FORMATS = {"quantized": "stage10_quantization.files"}
 WEIGHTS = {  # --weights -> change(checkpoint, value), after which its model has such weights
-    "float32": "stage10_quantization.stored:change",
-    "bfloat16": "stage10_quantization.stored:change",
-    "int8": "stage10_quantization.stored:change",
-    "int8-g32": "stage10_quantization.stored:change",
-    "int4": "stage10_quantization.stored:change",
+    "float32": "stage10_quantization.convert:change",
+    "bfloat16": "stage10_quantization.convert:change",
+    "int8": "stage10_quantization.convert:change",
+    "int8-g32": "stage10_quantization.convert:change",
+    "int4": "stage10_quantization.convert:change",
 }
 KERNELS = {  # type of device -> a stage09_kernels.backend.Backend
     "cpu": "stage09_kernels.engine:BACKEND",

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.conversion import Linear as OwnLinear
+from shared.errors import UserError
 from stage01_forward.model import GPT2
 from stage08_llama.model import Llama
 from stage08_llama.rope import rotation
@@ -214,7 +215,7 @@ class Program:
         with the gate and what it scales. Layers whose formats differ become several operations.
 
         Raises NoKernels for a format that brings no Product, and for a gate in another format than
-        what it scales.
+        what it scales; UserError once weights were released.
         """
         operation, bias = Operation(LINEAR), None
         if not any(isinstance(layer, OwnLinear) for layer in layers):
@@ -230,7 +231,9 @@ class Program:
             return
         else:
             names = " and ".join(sorted({type(layer).__name__ for layer in layers}))
-            raise NoKernels(f"There is no kernel for the product of {names} in {self.real}.")
+            released = self.release and any(o.kind == LINEAR for o in self.operations)
+            error = UserError if released else NoKernels  # no engine can take over then
+            raise error(f"There is no kernel for the product of {names} in {self.real}.")
         operation.of.linear.bias = self.vector(bias)
         self.buffer(out, operation.of.linear.outputs)
         places = {"residual": (residual, 0)} if residual else {}

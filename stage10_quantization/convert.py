@@ -1,4 +1,5 @@
-"""Quantize the layers of a model as they are loaded, or of a float model that is there already.
+"""Quantize the layers of a model as they are loaded, or of a float model that is there already; or
+take those that its files have.
 
 checkpoint = models.load("stories")
 checkpoint.conversion = Quantize("int4")
@@ -7,15 +8,24 @@ shared.conversion.convert(model, Quantize("int8"))
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shared.catalog import Opened
+from shared.checkpoint import Checkpoint
+from shared.config import Config
 from shared.errors import UserError
 
-from .layers import QuantizedEmbedding, QuantizedLinear, QuantizedMatrix
-from .rounding import quantize
+from . import numpy_quant
+from .layers import QuantizedEmbedding, QuantizedLinear
+from .matrix import PROJECTIONS, QuantizedMatrix
+
+AT_A_TIME = 2**20  # weights: what is made on the way takes some 20 MB
 
 
 @dataclass(frozen=True)
@@ -29,19 +39,32 @@ class Format:
     dtype: torch.dtype = torch.float32
     zero: bool = False
 
-    def check(self, name: str, weight: Tensor) -> None:
-        """Raise UserError unless groups divide `weight` (N, K), called `name`."""
+    def nearest(self, weight: Tensor) -> QuantizedMatrix:
+        """`weight` (N, K) by the page; a group that cannot be quantized has scale NaN."""
+        kind = numpy_quant.symmetric
+        if self.minimum:
+            kind = numpy_quant.with_zero if self.zero else numpy_quant.asymmetric
+        w = weight.detach().float().cpu().contiguous().numpy()
+        dtype = str(self.dtype).removeprefix("torch.")
+        pieces = np.array_split(w, max(1, w.size // AT_A_TIME))
+        with np.errstate(all="ignore"):
+            parts = [kind(piece, self.bits, self.group or w.shape[1], dtype) for piece in pieces]
+        codes, scale, *minimum = (
+            torch.from_numpy(np.concatenate(part)).to(weight.device)
+            for part in zip(*parts, strict=True)
+        )
+        return QuantizedMatrix(codes, scale, minimum[0] if minimum else None, self.bits)
+
+    def quantized(self, name: str, weight: Tensor) -> QuantizedMatrix:
+        """The nearest codes for `weight` (N, K), called `name`. Raises UserError if groups do not
+        divide it, or if it is not finite."""
         width = weight.shape[1]
         if self.group and width % self.group:
             raise UserError(
                 f"{name}.weight has {width} inputs, which do not divide into groups of "
                 f"{self.group}: use --weights int8, which has no groups."
             )
-
-    def quantized(self, name: str, weight: Tensor) -> QuantizedMatrix:
-        """Raises UserError for a weight that does not fit, or is not finite."""
-        self.check(name, weight)
-        matrix = quantize(weight, self.bits, self.group, self.minimum, self.dtype, self.zero)
+        matrix = self.nearest(weight)
         if (rows := matrix.scale.isnan().any(1)).any():
             raise UserError(
                 f"{name}.weight has NaN, infinity or numbers too large for a scale in row "
@@ -79,12 +102,55 @@ class Quantize:
         self.activations = activations
 
     def layer(self, name: str, plain: nn.Linear) -> QuantizedLinear:
-        weight = plain.weight.detach()
-        format = self.format if name != "lm_head" else of_table(weight)
-        matrix = format.quantized(name, weight)
+        format = self.format if name != "lm_head" else of_table(plain.weight)
+        matrix = format.quantized(name, plain.weight)
         return QuantizedLinear(matrix, plain.bias, self.activations)
 
     def embedding(self, name: str, plain: nn.Embedding) -> QuantizedEmbedding:
-        weight = plain.weight.detach()
-        matrix = of_table(weight).quantized(name, weight)
+        matrix = of_table(plain.weight).quantized(name, plain.weight)
         return QuantizedEmbedding(matrix, plain.weight.dtype, self.activations)
+
+
+class Stored:
+    """A Conversion to `matrices` of whole numbers, by name, that the files of a model have."""
+
+    def __init__(self, matrices: dict[str, QuantizedMatrix], activations: str) -> None:
+        self.matrices, self.activations = matrices, activations
+        self.stored = matrices.keys()
+
+    def layer(self, name: str, plain: nn.Linear) -> nn.Module:
+        matrix = self.matrices.get(f"{name}.weight")
+        return plain if matrix is None else QuantizedLinear(matrix, plain.bias, self.activations)
+
+    def embedding(self, name: str, plain: nn.Embedding) -> nn.Embedding | QuantizedEmbedding:
+        if (matrix := self.matrices.get(f"{name}.weight")) is None:
+            return plain
+        return QuantizedEmbedding(matrix, plain.weight.dtype, self.activations)
+
+
+def opened(
+    config: Config, values: Mapping[str, Tensor | QuantizedMatrix], folder: Path, activations: str
+) -> Opened:
+    """The checkpoint with `values` for all of config.shapes: floats in that shape, or matrices
+    (out, in), GPT-2's projections too."""
+    matrices, tensors = dict[str, QuantizedMatrix](), dict[str, Tensor]()
+    for name, value in values.items():
+        if isinstance(value, QuantizedMatrix):
+            matrices[name] = value
+        else:
+            tensors[name] = value
+    return Opened(config, tensors, folder, Stored(matrices, activations))
+
+
+def change(checkpoint: Checkpoint, weights: str) -> None:
+    """Change the checkpoint so that its model has `weights`, of --weights, whatever its own are.
+    Whole numbers are replaced by what they stand for, and rounded anew if `weights` are of
+    others."""
+    if isinstance(stored := checkpoint.conversion, Stored):
+        checkpoint.conversion = None
+        while stored.matrices:
+            name, matrix = stored.matrices.popitem()
+            weight = matrix.dequantized()
+            checkpoint.tensors[name] = weight.t() if name.endswith(PROJECTIONS) else weight
+    if weights in FORMATS:
+        checkpoint.conversion = Quantize(weights)

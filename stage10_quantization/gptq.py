@@ -14,6 +14,7 @@ Each group takes its scale from the weights as they are when its first column is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from stage01_forward.attention import Recompute
 from .convert import FORMATS, Format, Quantize
 from .layers import QuantizedLinear
 from .matrix import QuantizedMatrix
-from .rounding import codes_of, fit
+from .numpy_quant import codes_of
 
 BLOCK = 128  # columns
 WINDOW = 512  # tokens
@@ -49,26 +50,30 @@ def gptq(weight: Tensor, hessian: Tensor, format: Format, damp: float = 0.01) ->
     w[:, dead] = 0
     upper = _upper(h, damp).to(w.dtype)
 
-    codes = torch.empty_like(w, dtype=torch.int8)
-    scales, minima = [], []
+    codes = torch.empty(w.shape, dtype=torch.int8)  # contiguous, also of a transposed weight
+    groups: list[QuantizedMatrix] = []  # with their scales and minima
     for start in range(0, inputs, BLOCK):
         end = min(start + BLOCK, inputs)
         errors = torch.zeros(len(w), end - start)
         for j in range(start, end):
             if j % group == 0:
-                kind = format.bits, format.minimum, format.dtype, format.zero
-                scale, minimum = fit(w[:, j : j + group], *kind)  # each (N,)
-                scales.append(scale)
-                minima.append(minimum)
-            codes[:, j : j + 1] = codes_of(w[:, j : j + 1], scale, minimum, format.bits)
-            rounded = codes[:, j] * scale
-            rounded = rounded if minimum is None else rounded + minimum
+                groups.append(format.nearest(w[:, j : j + group]))
+            codes[:, j] = nearest(w[:, j], groups[-1])
+            rounded = replace(groups[-1], codes=codes[:, j : j + 1]).dequantized()[:, 0]
             error = (w[:, j] - rounded) / upper[j, j]
             w[:, j:end] -= error[:, None] * upper[j, j:end]
             errors[:, j - start] = error
         w[:, end:] -= errors @ upper[start:end, end:]
-    low = torch.stack([m for m in minima if m is not None], 1) if format.minimum else None
-    return QuantizedMatrix(codes, torch.stack(scales, 1), low, format.bits)
+    scale = torch.cat([part.scale for part in groups], 1)
+    minima = [part.minimum for part in groups if part.minimum is not None]
+    return QuantizedMatrix(codes, scale, torch.cat(minima, 1) if minima else None, format.bits)
+
+
+def nearest(column: Tensor, group: QuantizedMatrix) -> Tensor:
+    """The nearest codes for a column (N,) of a group with these scales and minima."""
+    minimum = None if group.minimum is None else group.minimum.numpy()
+    codes = codes_of(column[:, None, None].numpy(), group.scale.numpy(), minimum, group.bits)
+    return torch.from_numpy(codes)[:, 0]
 
 
 def _upper(hessian: Tensor, damp: float) -> Tensor:
@@ -82,9 +87,7 @@ def _upper(hessian: Tensor, damp: float) -> Tensor:
 
 
 @torch.inference_mode()
-def calibrate(
-    model: Any, windows: Sequence[Tensor], weights: str | Format = "int4", activations: str = "int8"
-) -> None:
+def calibrate(model: Any, windows: Sequence[Tensor], weights: str | Format = "int4") -> None:
     """Quantize all layers of `model` in place, in its order: each layer is calibrated on what the
     quantized layers before it make of the token ids `windows`, each (T,). Raises UserError for
     weights that do not fit."""
@@ -100,12 +103,11 @@ def calibrate(
                     f"The inputs of {full} are not finite on the calibration text: check the "
                     "checkpoint, or quantize without calibration."
                 )
-            weight, bias = layers[name].weight, layers[name].bias
-            format.check(full, weight)
-            matrix = gptq(weight, hessian, format)
-            block.set_submodule(name, QuantizedLinear(matrix, bias, activations))
+            format.quantized(full, layers[name].weight)  # refuses what does not fit
+            matrix = gptq(layers[name].weight, hessian, format)
+            block.set_submodule(name, QuantizedLinear(matrix, layers[name].bias))
         passes = [(block(*arguments), *arguments[1:]) for arguments in passes]
-    convert(model, Quantize(weights, activations))  # the head, and the table of tokens
+    convert(model, Quantize(weights))  # the head, and the table of tokens
 
 
 def _first_arguments(model: Any, block: nn.Module, ids: Tensor) -> tuple[Any, ...]:

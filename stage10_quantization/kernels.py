@@ -25,7 +25,7 @@ FOLDER = ROOT / "stage10_quantization"
 NAIVE, FAST = FOLDER / "naive.c", FOLDER / "fast" / "linear.c"
 STEP = 8  # inputs to whose multiple a group is padded
 GROUP_BYTES = 12  # struct group
-AT_A_TIME = 2**18  # codes that are laid out
+AT_A_TIME = 8  # panels that are laid out: what is made on the way takes some 10 MB
 
 
 class Quantized(ctypes.Structure):
@@ -38,81 +38,32 @@ class Quantized(ctypes.Structure):
     ]
 
 
-class Panels:
-    """The rows of matrices (N, K) of one format in panels of 64: (panels, groups, bytes), uint8.
-
-    numbers: (panels * 64,) for each row its number in the matrices, one after the other, from 1 on;
-        0 for a row of padding.
-    """
-
-    def __init__(self, matrices: Sequence[QuantizedMatrix], numbers: Tensor) -> None:
-        parts = [m.rows(torch.arange(m.shape[0])) for m in matrices]
-        minima = [m.minimum for m in parts if m.minimum is not None]
-        whole, sides = torch.cat([m.codes for m in parts]), [torch.cat([m.scale for m in parts])]
-        sides += [torch.cat(minima)] if minima else []
-        self.inputs, self.count = whole.shape[1], sides[0].shape[1]
-        self.group, self.bits, self.minimum = parts[0].group, parts[0].bits, len(minima) > 0
-        self.offset = 0 if self.minimum else 1 << (self.bits - 1)
-        exact = all(torch.equal(side.half().float(), side) for side in sides)
-        self.scale_dtype = torch.float16 if exact else torch.float32
-        padded, panels = self.group + -self.group % STEP, len(numbers) // PANEL
-        size = len(sides) * self.scale_dtype.itemsize + padded * self.bits // 8
-        self.bytes = library.blank((panels, self.count, PANEL * size), torch.uint8)
-        step = max(1, AT_A_TIME // (PANEL * self.inputs))  # no more than those exist twice
-        for start in range(0, panels, step):
-            rows = numbers[start * PANEL : (start + step) * PANEL]
-            exists, index = rows.gt(0)[:, None], rows.sub(1).clamp(min=0)
-            scales = torch.stack([side[index] for side in sides]) * exists
-            codes, stored = whole[index] * exists, scales.to(self.scale_dtype)
-            self.bytes[start : start + step] = self._laid_out(codes, stored)
-
-    def _laid_out(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """codes (64 P, K) and scales (1 or 2, 64 P, G) -> (P, G, bytes)."""
-        stored = codes.view(torch.uint8) + self.offset  # wraps around
-        stored = stored.unflatten(1, (-1, self.group))
-        if self.group % STEP:
-            stored = nn.functional.pad(stored, (0, -self.group % STEP))
-        if self.bits == 4:
-            low, high = stored.unflatten(2, (-1, 2, 4)).unbind(3)  # (64 P, G, steps / 2, 4)
-            stored = (low | high << 4).flatten(2)
-        steps = stored.contiguous().view(torch.int32).unflatten(0, (-1, PANEL))  # (P, 64, G, steps)
-        turned = steps.permute(0, 2, 3, 1).contiguous().flatten(2).view(torch.uint8)
-        sides = scales.unflatten(1, (-1, PANEL)).permute(1, 3, 0, 2)  # (P, G, 1 or 2, 64)
-        return torch.cat((sides.contiguous().flatten(2).view(torch.uint8), turned), 2)
-
-    def matrix(self, rows: Tensor) -> QuantizedMatrix:
-        """The rows `rows` (R,) of the matrix: a copy."""
-        panel, place = rows // PANEL, rows % PANEL
-        width = PANEL * self.scale_dtype.itemsize
-        count = 2 if self.minimum else 1
-        sides = self.bytes[..., : count * width].view(self.scale_dtype).unflatten(2, (count, PANEL))
-        scale, *minima = sides[panel, :, :, place].float().unbind(2)  # (R, G)
-        codes = self.bytes[..., count * width :].unflatten(2, (-1, PANEL, 4))
-        codes = codes[panel, :, :, place]  # (R, G, steps, 4)
-        if self.bits == 4:
-            codes = torch.stack((codes & 15, codes >> 4), 3)
-        codes = codes.flatten(2)[..., : self.group].flatten(1)
-        signed = (codes.int() - self.offset).to(torch.int8)
-        return QuantizedMatrix(signed, scale, minima[0] if minima else None, self.bits)
+def lay_out(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+    """Rows (64 P, K), with scales in `dtype` -> (P, G, bytes)."""
+    stored = (matrix.codes.view(torch.uint8) + offset_of(matrix)).unflatten(1, (-1, matrix.group))
+    stored = nn.functional.pad(stored, (0, -matrix.group % STEP))
+    if matrix.bits == 4:
+        low, high = stored.unflatten(2, (-1, 2, 4)).unbind(3)  # (64 P, G, steps / 2, 4)
+        stored = (low | high << 4).flatten(2)
+    steps = stored.contiguous().view(torch.int32).unflatten(0, (-1, PANEL))  # (P, 64, G, steps)
+    codes = steps.permute(0, 2, 3, 1).contiguous().flatten(2).view(torch.uint8)
+    scales = torch.stack(sides_of(matrix)).to(dtype).unflatten(1, (-1, PANEL))  # (1 or 2, P, 64, G)
+    sides = scales.permute(1, 3, 0, 2).contiguous().flatten(2).view(torch.uint8)
+    return torch.cat((sides, codes), 2)
 
 
-class PanelMatrix:
-    """The rows `columns` (N,) of a matrix in panels: a QuantizedMatrix that is put together again
-    whenever it is read."""
+def offset_of(matrix: QuantizedMatrix) -> int:
+    """What is added to a code, so that it has no sign."""
+    return 0 if matrix.minimum is not None else 1 << (matrix.bits - 1)
 
-    def __init__(self, panels: Panels, columns: Tensor) -> None:
-        self.panels, self.columns = panels, columns
-        self.bits, self.group = panels.bits, panels.group
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.columns), self.panels.inputs
+def sides_of(matrix: QuantizedMatrix) -> list[Tensor]:
+    return [side for side in (matrix.scale, matrix.minimum) if side is not None]
 
-    def rows(self, index: Tensor) -> QuantizedMatrix:
-        return self.panels.matrix(self.columns[index])
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.panels.matrix(self.columns), name)
+def below_zeros(parts: Sequence[Tensor]) -> Tensor:
+    """(1 + rows of all parts, columns)"""
+    return torch.cat([parts[0].new_zeros(1, parts[0].shape[1]), *parts])
 
 
 class PanelProduct:
@@ -125,36 +76,46 @@ class PanelProduct:
         self, layers: Sequence[Any], epilogue: int, function: int | None, read_row: int | None
     ) -> None:
         self.read_row = read_row
-        self.matrices = [layer.matrix for layer in layers]
+        self.matrices: list[QuantizedMatrix] = [layer.matrix for layer in layers]
         counts = [layer.out_features for layer in layers]
 
         def side(parts: Sequence[Tensor]) -> Tensor:
-            return interleave(*parts) if epilogue == SILU_MUL else torch.cat(list(parts))
+            """One after the other, or by turns, and then zeros up to a whole panel."""
+            whole = interleave(*parts) if epilogue == SILU_MUL else torch.cat(list(parts))
+            return nn.functional.pad(whole, (0, -len(whole) % PANEL))
 
-        numbers = side(torch.arange(1, sum(counts) + 1).split(counts))
-        numbers = nn.functional.pad(numbers, (0, -len(numbers) % PANEL))
-        self.places = numbers.argsort(stable=True)[numbers.eq(0).sum() :].split(counts)
-        self.panels = p = Panels(self.matrices, numbers)
-        self.bytes = p.bytes.nbytes
-        self.bias = side_by_side(layers)
-        if self.bias is not None:
-            bias = side(self.bias.split(counts))
-            self.bias = nn.functional.pad(bias, (0, -len(bias) % PANEL))
+        rows = side(torch.arange(1, sum(counts) + 1).split(counts))  # 0 for one of padding
+        bias = side_by_side(layers)
+        self.bias = None if bias is None else side(bias.split(counts))
+        codes = below_zeros([matrix.codes for matrix in self.matrices])
+        scale = below_zeros([matrix.scale for matrix in self.matrices])
+        minima = [matrix.minimum for matrix in self.matrices if matrix.minimum is not None]
+        minimum = below_zeros(minima) if minima else None
+        whole = QuantizedMatrix(codes, scale, minimum, self.matrices[0].bits)
+        exact = all(torch.equal(part.half().float(), part) for part in sides_of(whole))
+        dtype, padded = torch.float16 if exact else torch.float32, whole.group + -whole.group % STEP
+        size = len(sides_of(whole)) * dtype.itemsize + padded * whole.bits // 8
+        count = scale.shape[1]
+        self.panels = library.blank((len(rows) // PANEL, count, PANEL * size), torch.uint8)
+        parts = self.panels.split(AT_A_TIME), rows.split(AT_A_TIME * PANEL)
+        for panels, index in zip(*parts, strict=True):
+            panels[:] = lay_out(whole.rows(index), dtype)
+        self.bytes = self.panels.nbytes
         floats = layers[0].activations == "float"
-        x_bytes = p.count * (p.group + -p.group % STEP) * (4 if floats else 1)
+        x_bytes = count * padded * (4 if floats else 1)
         code_bytes = x_bytes + -x_bytes % LINE + LINE  # the last vector may write one line more
-        group_bytes = p.count * GROUP_BYTES
+        group_bytes = count * GROUP_BYTES
         self.scratch = code_bytes + group_bytes + -group_bytes % LINE
         self.format = Quantized(
-            panels=p.bytes.data_ptr(),
+            panels=self.panels.data_ptr(),
             row_bytes=self.scratch,
             code_bytes=code_bytes,
-            count=p.count,
-            group=p.group,
-            bits=p.bits,
-            offset=p.offset,
-            scale_bytes=p.scale_dtype.itemsize,
-            minimum=p.minimum,
+            count=count,
+            group=whole.group,
+            bits=whole.bits,
+            offset=offset_of(whole),
+            scale_bytes=dtype.itemsize,
+            minimum=minimum is not None,
             floats=floats,
         )
         self.linear = Linear(
@@ -166,21 +127,20 @@ class PanelProduct:
         )
 
     def reader(self, table: nn.Module) -> tuple[int | None, int] | None:
-        matrix = getattr(table, "matrix", None)
-        here = isinstance(matrix, PanelMatrix) and matrix.panels is self.panels
-        if len(self.places) == 1 and (here or any(matrix is one for one in self.matrices)):
-            return self.read_row, ctypes.addressof(self.format)
-        return None
+        (matrix, *others) = self.matrices
+        if others or matrix is not getattr(table, "matrix", None):
+            return None
+        return self.read_row, ctypes.addressof(self.format)
 
     def release(self, model: nn.Module) -> None:
-        """The layers of `model`, and a table that shares a matrix with one, drop it: they read the
-        panels."""
-        for matrix, places in zip(self.matrices, self.places, strict=True):
+        """The layers of `model`, and a table that shares a matrix with one, drop it."""
+        for place, matrix in enumerate(self.matrices):
+            codes, scale = matrix.codes.to("meta"), matrix.scale.to("meta")
+            self.matrices[place] = empty = QuantizedMatrix(codes, scale, None, matrix.bits)
             module: Any
             for module in model.modules():
                 if getattr(module, "matrix", None) is matrix:
-                    module.matrix = PanelMatrix(self.panels, places)
-        self.matrices = []
+                    module.matrix = empty
 
 
 def product_of(
@@ -188,10 +148,9 @@ def product_of(
 ) -> PanelProduct | None:
     """The product of `layers` side by side for kernels with this cache and with operands of
     `dtype`. None if they differ in format, or read their input in float64."""
-    rows = [layer.matrix.rows(torch.tensor([0])) for layer in layers]
     formats = {
-        (row.group, row.bits, row.minimum is None, layer.activations)
-        for row, layer in zip(rows, layers, strict=True)
+        (layer.matrix.group, layer.matrix.bits, layer.matrix.minimum is None, layer.activations)
+        for layer in layers
     }
     if len(formats) > 1 or layers[0].activations == "float" and cache.real == torch.float64:
         return None

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .kernels import PanelProduct, product_of
 from .matrix import QuantizedMatrix
-
-if TYPE_CHECKING:
-    from .kernels import PanelProduct
 
 SMALLEST = 2.0**-119  # of a group of activations: then its scale is a normal number, 127 / x finite
 EXACT = 2**24  # whole numbers up to here, and so their sums in any order, are exact in float32
@@ -87,12 +85,6 @@ class QuantizedLinear(nn.Module):
             y = F.linear(flat.to(wide), self.matrix.dequantized(wide), bias)
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
-    def numbers(self) -> list[Tensor]:
-        """All tensors of the layer: what two equal ones have in common."""
-        matrix = self.matrix.rows(torch.arange(self.out_features))
-        parts = matrix.codes, matrix.scale, matrix.minimum, self.bias
-        return [part for part in parts if part is not None]
-
     def pack(self) -> nn.Module:
         return self
 
@@ -101,8 +93,6 @@ class QuantizedLinear(nn.Module):
     ) -> PanelProduct | None:
         """The product of `layers`, this one first, by the kernels (`Product` of stage 09); None if
         they do not take these layers together."""
-        from .kernels import product_of  # here: models run without kernels, too
-
         if not all(isinstance(layer, QuantizedLinear) for layer in layers):
             return None
         return product_of(layers, epilogue, cache, dtype)

@@ -1,6 +1,6 @@
 """A matrix of whole numbers with scales.
 
-It is what all of this stage exchanges: `rounding`, `gptq` and the readers of files make it,
+It is what all of this stage exchanges: `convert`, `gptq` and the readers of files make it,
 `QuantizedLinear` and the kernels multiply by it, `folder` stores it.
 """
 

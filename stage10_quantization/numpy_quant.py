@@ -46,7 +46,7 @@ def symmetric(w: Array, bits: int, group: int, dtype: DTypeLike = np.float32) ->
     largest = np.abs(groups).max(-1).astype(np.float64)
     scale = up(largest / (2 ** (bits - 1) - 1), dtype).astype(np.float32)
     scale[~np.isfinite(scale)] = np.nan
-    return _codes(groups, scale), scale
+    return codes_of(groups, scale, None, bits), scale
 
 
 def asymmetric(w: Array, bits: int, group: int, dtype: DTypeLike = np.float16) -> tuple:
@@ -62,14 +62,32 @@ def asymmetric(w: Array, bits: int, group: int, dtype: DTypeLike = np.float16) -
     unusable = ~np.isfinite(scale) | ~np.isfinite(minimum) | ~finite
     scale[unusable], minimum[unusable] = np.nan, 0
     minimum = minimum.astype(np.float32)
-    return _codes(groups - minimum[:, :, None], scale), scale, minimum
+    return codes_of(groups, scale, minimum, bits), scale, minimum
 
 
-def _codes(groups: Array, scale: Array) -> Array:
-    """groups (N, G, group) / scale (N, G), rounded half to even -> (N, K)."""
+def with_zero(w: Array, bits: int, group: int, dtype: DTypeLike = np.float16) -> tuple:
+    """As `asymmetric`, with minima that are whole multiples of the scales, as compressed-tensors
+    stores them: 0 is exact."""
+    groups = w.astype(np.float32).reshape(len(w), -1, group)
+    low = np.minimum(groups.min(-1), 0).astype(np.float64)
+    high = np.maximum(groups.max(-1), 0).astype(np.float64)
+    scale = up((high - low) / (2**bits - 1), dtype).astype(np.float32)
+    zero = np.rint(-low / np.where(scale > 0, scale, 1)).astype(np.float32)
+    scale[~np.isfinite(scale)] = np.nan
+    minimum = np.where(np.isfinite(scale), -(scale * zero), np.float32(0))
+    return codes_of(groups, scale, minimum, bits), scale, minimum
+
+
+def codes_of(groups: Array, scale: Array, minimum: Array | None, bits: int) -> Array:
+    """groups (N, G, group), less the minimum (N, G), over the scale (N, G), rounded half to even,
+    within the range of the codes -> (N, K)."""
+    highest = 2 ** (bits - 1) - 1 if minimum is None else 2**bits - 1
     divisor = np.where(scale > 0, scale, 1)[:, :, None]
-    usable = np.isfinite(scale)[:, :, None]
-    return np.rint(np.where(usable, groups, 0) / divisor).astype(np.int8).reshape(len(groups), -1)
+    if minimum is not None:
+        groups = groups - minimum[:, :, None]
+    codes = np.rint(np.where(np.isfinite(scale)[:, :, None], groups, 0) / divisor)
+    lowest = -highest if minimum is None else 0
+    return codes.clip(lowest, highest).astype(np.int8).reshape(len(groups), -1)
 
 
 def dequantize(codes: Array, scale: Array, minimum: Array | None = None) -> Array:

@@ -53,19 +53,15 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError("--method round reads no text: leave --text out, or add --method gptq.")
     if options.dtype not in ("auto", "float32"):
         raise UserError("The weights are rounded from float32: leave --dtype out.")
-    quantize(options)
-    return 0
+    if options.out.exists():
+        raise UserError(f"{options.out} exists already: choose another name, or remove it.")
 
-
-def quantize(options: argparse.Namespace) -> None:
     from shared.conversion import convert
 
     from .convert import FORMATS, INT4_ZERO, Quantize
     from .folder import write_folder
     from .gptq import WINDOW, calibrate, text_ids, windows_of
 
-    if options.out.exists():
-        raise UserError(f"{options.out} exists already: choose another name, or remove it.")
     plain = {"linear": "plain", "dtype": "float32", "weights": "float32"}
     loaded = cli.load_model_from(argparse.Namespace(**{**vars(options), **plain}))
     model, config, folder = loaded.model, loaded.config, loaded.folder
@@ -82,6 +78,7 @@ def quantize(options: argparse.Namespace) -> None:
     tensors = {name: tensor_of(model, name) for name in config.shapes()}
     copies = [folder / name for name in TOKENIZER if (folder / name).exists()]
     write_folder(options.out, fields, tensors, copies)
+    return 0
 
 
 def tensor_of(model: Any, name: str) -> Tensor | QuantizedMatrix:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,10 +17,9 @@ from shared.testing import random_checkpoint
 from shared.tokenizer import load_tokenizer
 from stage01_forward.attention import Recompute
 from stage10_quantization.convert import INT4, INT8, Format, Quantize
-from stage10_quantization.gptq import calibrate, gptq, text_ids, windows_of
+from stage10_quantization.gptq import calibrate, gptq, nearest, text_ids, windows_of
 from stage10_quantization.layers import QuantizedLinear
 from stage10_quantization.quality import divergence, engine_of
-from stage10_quantization.rounding import codes_of, fit
 
 SMALL = Format(3, group=4, minimum=True, dtype=torch.float16)
 WIDE = Format(4, group=64)
@@ -45,10 +45,9 @@ def by_least_squares(weight, hessian, format, damp):
     codes = torch.empty(w.shape, dtype=torch.int8)
     for j in range(inputs):
         if j % format.group == 0:
-            group = w[:, j : j + format.group].float()
-            scale, low = fit(group, format.bits, format.minimum, format.dtype)
-        codes[:, j : j + 1] = codes_of(w[:, j : j + 1].float(), scale, low, format.bits)
-        change = codes[:, j] * scale + (0 if low is None else low) - w[:, j]
+            group = format.nearest(w[:, j : j + format.group].float())
+        codes[:, j] = nearest(w[:, j].float(), group)
+        change = replace(group, codes=codes[:, j : j + 1]).dequantized(torch.double)[:, 0] - w[:, j]
         if j + 1 < inputs:
             rest = torch.linalg.solve(h[j + 1 :, j + 1 :], h[j + 1 :, j])
             w[:, j + 1 :] -= change[:, None] * rest

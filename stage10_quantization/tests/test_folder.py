@@ -5,49 +5,44 @@ from __future__ import annotations
 
 import itertools
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shared import registry
-from shared.catalog import STORIES
+from shared import models
 from shared.checkpoint import random_tensors
 from shared.errors import UserError
 from stage08_llama.config import LlamaConfig
 from stage08_llama.tests.folders import to_fields
-from stage10_quantization.convert import INT4_ZERO, INT8, INT8_GROUPS
-from stage10_quantization.folder import FolderModel, Unfit, compressed, gptq, write_folder
-from stage10_quantization.matrix import PROJECTIONS, QuantizedMatrix
+from stage10_quantization.convert import INT4_ZERO, INT8
+from stage10_quantization.files import Unfit
+from stage10_quantization.folder import compressed, gptq, write_folder
 
 LLAMA = LlamaConfig(64, 32, 64, 2, 2, 1, n_inner=96, tied=False)
 
 
-def config_of(fields):
-    return registry.load(registry.CONFIGS[fields["model_type"]])(fields, "out", "")
-
-
-FIELDS = {"llama": to_fields(LLAMA), "gpt2": json.loads((STORIES / "config.json").read_text())}
+FIELDS = to_fields(LLAMA)
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm"}
 LAYER = "layers.1.mlp.up_proj"
 
 
-def words(rows, bits=4):
+def words(rows):
     """Each row of codes (R, C) packed along itself, the first in the lowest bits: int32."""
-    eights = rows.unflatten(1, (-1, 32 // bits)).flip(2).tolist()
-    digits = [["".join(f"{c:0{bits // 4}x}" for c in part) for part in row] for row in eights]
-    numbers = [[int(part, 16) for part in row] for row in digits]
+    eights = rows.unflatten(1, (-1, 8)).flip(2).tolist()
+    numbers = [[int("".join(f"{c:x}" for c in part), 16) for part in row] for row in eights]
     return torch.from_numpy(np.array(numbers, np.uint32).view(np.int32))
 
 
-def draw(seed, rows, columns, count, bits=4, zero=None):
+def draw(seed, rows, columns, count, zero=None):
     """Codes (N, K), scales and zeros (N, G)."""
     random = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 2**bits, (rows, columns), generator=random)
+    codes = torch.randint(0, 16, (rows, columns), generator=random)
     scale = (torch.randn(rows, count, generator=random) / 100).half()
-    zeros = torch.randint(0, 2**bits, (rows, count), generator=random)
+    zeros = torch.randint(0, 16, (rows, count), generator=random)
     return codes, scale, zeros if zero is None else torch.full_like(zeros, zero)
 
 
@@ -56,10 +51,10 @@ def expected(codes, scale, zeros):
     return ((codes - zeros[:, index]) * scale.double()[:, index]).float()
 
 
-def gptq_parts(codes, scale, zeros, bits=4, less=1):
+def gptq_parts(codes, scale, zeros, less=1):
     return {
-        "qweight": words(codes, bits).t().contiguous(),
-        "qzeros": words(((zeros - less) % 2**bits).t(), bits),
+        "qweight": words(codes).t().contiguous(),
+        "qzeros": words(((zeros - less) % 16).t()),
         "scales": scale.t().contiguous(),
     }
 
@@ -76,16 +71,16 @@ def write(folder, options, zero=None, first=None, changes=(), **how):
     first: of those of the first layer. changes: to the tensors of the file, None removes one. how:
     of the packer."""
     pack = awq_parts if options == AWQ else gptq_parts
-    fields = FIELDS["llama"] | {"quantization_config": options}
+    fields = FIELDS | {"quantization_config": options}
     (folder / "config.json").write_text(json.dumps(fields))
     tensors, stored = random_tensors(LLAMA), {}
     for name, tensor in list(tensors.items()):
         if not name.endswith("_proj.weight"):
             stored[name] = tensor
             continue
-        rows, columns = tensor.shape
         point, first = first or zero, None
-        drawn = draw(len(stored), rows, columns, columns // 8, options.get("bits", 4), point)
+        rows, columns = tensor.shape
+        drawn = draw(len(stored), rows, columns, columns // 8, point)
         tensors[name], layer = expected(*drawn), name.removesuffix(".weight")
         stored |= {f"{layer}.{kind}": part for kind, part in pack(*drawn, **how).items()}
     spelled = {
@@ -98,13 +93,11 @@ def write(folder, options, zero=None, first=None, changes=(), **how):
 
 
 def assert_read(folder, tensors):
-    model = FolderModel(folder)
-    assert list(tensors) == list(model.config.shapes()) and len(model.quantized) == 14
-    for name, want in tensors.items():
-        tensor = model.read(name)
-        assert isinstance(tensor, QuantizedMatrix) == (name in model.quantized)
-        values = tensor.dequantized() if isinstance(tensor, QuantizedMatrix) else tensor
-        assert torch.equal(values, want), name
+    stored: Any = models.load(str(folder)).conversion
+    assert len(stored.matrices) == 14
+    ours = models.load(str(folder), weights="float32").tensors
+    assert ours.keys() == tensors.keys()
+    assert all(torch.equal(ours[name], want) for name, want in tensors.items())
 
 
 @pytest.mark.parametrize("options", [GPTQ, AWQ], ids=["gptq", "awq"])
@@ -117,22 +110,18 @@ def test_the_version_of_a_gptq_file_is_that_of_all_its_zeros(tmp_path, less):
     """Symmetric files lie about it, so their zeros count; others are what they state, also where
     all zeros of a layer happen to look like those of a symmetric file."""
     lie, truth = ("gptq", "gptq_v2")[less], ("gptq_v2", "gptq")[less]
-    for bits in (4, 8):
-        symmetric = GPTQ | {"bits": bits, "sym": True, "checkpoint_format": lie}
-        tensors = write(tmp_path, symmetric, zero=2 ** (bits - 1), bits=bits, less=less)
-        assert_read(tmp_path, tensors)
-    stated = GPTQ | {"checkpoint_format": truth}
+    symmetric = GPTQ | {"sym": True, "checkpoint_format": lie}
+    assert_read(tmp_path, write(tmp_path, symmetric, zero=8, less=less))
     other = 7 + 2 * less  # stored, it is the middle of the other version
-    tensors = write(tmp_path, stated, first=other, less=less)
-    assert_read(tmp_path, tensors)
+    stated = GPTQ | {"checkpoint_format": truth}
+    assert_read(tmp_path, write(tmp_path, stated, first=other, less=less))
 
 
 def test_gptq_adds_one_within_a_field():
     """A zero of 0 is stored as 15; one more must not reach the field beside it."""
     codes, scale, zeros = draw(0, 16, 8, 1)
     zeros[::3] = 0
-    parts, options = gptq_parts(codes, scale, zeros), {"bits": 4, "group_size": 8}
-    ours = gptq(parts, (16, 8), options, 1)
+    ours = gptq(gptq_parts(codes, scale, zeros), (16, 8), {"group_size": 8}, 1)
     assert torch.equal(ours.dequantized(), expected(codes, scale, zeros))
 
 
@@ -141,21 +130,20 @@ def test_gptq_adds_one_within_a_field():
     [
         ({"quant_method": "fp8"}, {}, "its quant_method is 'fp8', and only gptq, awq"),
         ({"quant_method": "compressed-tensors", "format": "marlin"}, {}, "its format is 'marlin'"),
-        ({"quant_method": "awq", "version": "gemv"}, {}, "only 4 bits in the packing"),
-        ({"bits": 3}, {}, "codes of 3 bits are not read, only 4 or 8"),
+        ({"quant_method": "awq", "version": "gemv"}, {}, "only the packing version 'gemm'"),
+        ({"bits": 3}, {}, "codes of 3 bits are not read, only 4"),
         ({}, {f"{LAYER}.g_idx": torch.arange(64).flip(0) // 8}, "(desc_act) are not read"),
         ({}, {f"{LAYER}.scales": None}, f"{LAYER} are no gptq: scales is missing"),
-        ({}, {f"{LAYER}.bias": torch.ones(96)}, f"{LAYER}.bias is none of the model"),
+        ({}, {f"{LAYER}.bias": torch.ones(96)}, f"{LAYER} are no gptq: bias is not read"),
+        ({}, {"layers.1.mlp.scales": torch.ones(96)}, "layers.1.mlp.scales is none of the model"),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(tmp_path, changed, tensors, reason):
     write(tmp_path, GPTQ, changes=tensors)
-    fields = FIELDS["llama"] | {"quantization_config": GPTQ | changed}
+    fields = FIELDS | {"quantization_config": GPTQ | changed}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(UserError, match="cannot be opened as a quantized model: ") as caught:
-        model = FolderModel(tmp_path)
-        for name in model.config.shapes():
-            model.read(name)
+    with pytest.raises(UserError, match=" cannot be opened: ") as caught:
+        models.load(str(tmp_path))
     assert reason in str(caught.value)
 
 
@@ -171,46 +159,17 @@ def test_int8_codes_with_zeros_of_their_own_are_refused():
 # ---- writing ----
 
 
-def quantized(config, *formats):
-    """Tensors as `FolderModel.read` returns them, the projections in `formats` by turns."""
-    tensors, turns = {}, itertools.cycle(formats)
-    for name, tensor in random_tensors(config).items():
-        weight = tensor.t().contiguous() if name.endswith(PROJECTIONS) else tensor
-        projection = name.endswith(("proj.weight", "c_attn.weight", "c_fc.weight"))
-        tensors[name] = next(turns).quantized(name, weight) if projection else tensor
-    return tensors
-
-
-@pytest.mark.parametrize("packed", [True, False], ids=["int4", "int8"])
-@pytest.mark.parametrize("family", FIELDS)
-def test_a_folder_is_read_as_it_was_written(tmp_path, family, packed):
-    fields, out = FIELDS[family], tmp_path / "out"
-    formats = (INT4_ZERO, INT8) if packed else (INT8, INT8_GROUPS)
-    tensors = quantized(config_of(fields), *formats)
-    write_folder(out, fields, tensors, [STORIES / "vocab.json"])
-    assert {p.name for p in out.iterdir()} == {"config.json", "model.safetensors", "vocab.json"}
-    model = FolderModel(out)
-    assert model.config == config_of(fields)
-    for name, tensor in tensors.items():
-        ours = model.read(name)
-        if isinstance(tensor, QuantizedMatrix):
-            assert isinstance(ours, QuantizedMatrix) and ours.bits == tensor.bits
-            assert torch.equal(ours.codes, tensor.codes) and torch.equal(ours.scale, tensor.scale)
-        else:
-            assert isinstance(ours, torch.Tensor) and torch.equal(ours, tensor)
-    config = json.loads((out / "config.json").read_text())["quantization_config"]
-    inputs = [scheme["input_activations"] for scheme in config["config_groups"].values()]
-    sizes = {kind.get("group_size") for kind in inputs if kind}  # by the token, or as the weights
-    assert sizes == (set() if packed else {None, 32})
-
-
 def test_compressed_tensors_reads_what_was_written(tmp_path):
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
-    tensors = quantized(LLAMA, INT4_ZERO, INT8)
-    write_folder(tmp_path / "out", FIELDS["llama"], tensors)
+    turns = itertools.cycle((INT4_ZERO, INT8))
+    tensors: dict[str, Any] = {
+        name: next(turns).quantized(name, tensor) if name.endswith("_proj.weight") else tensor
+        for name, tensor in random_tensors(LLAMA).items()
+    }
+    write_folder(tmp_path / "out", FIELDS, tensors)
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     schemes = QuantizationConfig.model_validate(config).config_groups.values()
     stored, compared = load_file(tmp_path / "out" / "model.safetensors"), 0
@@ -223,10 +182,3 @@ def test_compressed_tensors_reads_what_was_written(tmp_path):
             torch.testing.assert_close(theirs.float(), ours.dequantized(), rtol=1e-3, atol=1e-4)
             compared += 1
     assert compared == 14
-
-
-def test_a_place_that_is_taken(tmp_path):
-    (tmp_path / "file").touch()
-    for place in ("file", "file/out"):
-        with pytest.raises(UserError, match="cannot be written"):
-            write_folder(tmp_path / place, FIELDS["llama"], {})

@@ -6,7 +6,6 @@ import ctypes
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,18 +20,15 @@ from stage08_llama.config import LlamaConfig
 from stage08_llama.model import RMSNorm
 from stage09_kernels import library
 from stage09_kernels.cache import FAST, NAIVE, KernelCache
-from stage09_kernels.operations import EMBED, LINEAR, PLAIN, Embed, Operation, Pass
+from stage09_kernels.operations import LINEAR, PLAIN, Operation, Pass
 from stage09_kernels.runner import KernelRunner
 from stage10_quantization import kernels
-from stage10_quantization.kernels import PanelMatrix, product_of
-from stage10_quantization.layers import (
-    QuantizedEmbedding,
-    QuantizedLinear,
-    QuantizedMatrix,
-    multiply,
-)
+from stage10_quantization.convert import INT4, Format, Quantize
+from stage10_quantization.kernels import product_of
+from stage10_quantization.layers import QuantizedLinear, QuantizedMatrix, multiply
 
 LEVELS = library.levels()
+READ_ROW = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
 EMULATED = "emulated"  # the loops over tiles, on any processor
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 EACH = [  # source and level; levels but the first are compiled for this test alone
@@ -81,11 +77,12 @@ def a_cache(source, level, real) -> Any:
 
 
 def run(source, level, x, layer):
-    """The product by the kernel, with guards behind each row of it."""
+    """The product by the kernel, with guards behind each row of it; and the matrix, as a table of
+    embeddings reads it."""
     dtype = x.dtype
     cache = a_cache(source, level, F32)
     ours = product_of([layer], PLAIN, cache, dtype)
-    assert ours is not None
+    assert ours is not None and ours.read_row is not None
     scratch = torch.full((len(x) * ours.scratch + 1,), 7, dtype=torch.uint8)
     operation = Operation(LINEAR, 1)
     operation.of.linear = ours.linear
@@ -99,6 +96,11 @@ def run(source, level, x, layer):
     step = cache.library(dtype).step
     library.call(step, ctypes.byref(operation), 1, ctypes.byref(this_pass))
     assert scratch[-1] == 7 and (room[-1] == 7).all() and (room[:, fields.outputs :] == 7).all()
+    table = torch.full((fields.outputs + 1, layer.in_features), 7.0)
+    read_row = READ_ROW(ours.read_row)
+    for number, row in enumerate(table[:-1]):
+        read_row(fields.format, number, row.data_ptr())
+    assert (table[-1] == 7).all() and torch.equal(table[:-1], layer.matrix.dequantized())
     return room[:-1, : fields.outputs]
 
 
@@ -143,36 +145,17 @@ def test_inputs_that_are_not_rounded(level):
             assert ((fast - layer(x.float())).abs() <= 1e-5 * (1 + size)).all()
 
 
-Formats = dict[str, tuple[int, int | None, bool]]  # bits, group and minimum
+class Mixed(Quantize):
+    """Values have groups of their own, so that a product becomes several."""
+
+    def layer(self, name: str, plain: Any) -> QuantizedLinear:
+        self.format = Format(8, 16) if "v_proj" in name else INT4
+        return super().layer(name, plain)
 
 
-def quantized(model: Any, formats: Formats) -> Any:
-    """`model` with its layers, and its table, in random whole numbers: in the format of the first
-    word that a name contains."""
-
-    def matrix_of(name: str, weight: Tensor) -> QuantizedMatrix:
-        bits, group, minimum = next(kind for word, kind in formats.items() if word in name)
-        inputs = weight.shape[1]
-        return a_matrix(len(weight), inputs // (group or inputs), group or inputs, bits, minimum)
-
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
-            matrix = matrix_of(name, layer.weight)
-            model.set_submodule(name, QuantizedLinear(matrix, layer.bias))
-    name = "wte" if hasattr(model, "wte") else "embed_tokens"
-    weight = model.get_submodule(name).weight
-    table = QuantizedEmbedding(matrix_of(name, weight), weight.dtype)
-    model.set_submodule(name, table)
-    model.lm_head = table.head()
-    return model
-
-
-MODELS: dict[str, tuple[Any, Formats]] = {
-    "groups": (Config(211, 64, 64, 2, 2), {"wte": (8, None, False), "": (4, 32, True)}),
-    "mixed": (
-        LlamaConfig(211, 64, 64, 2, 4, 2, n_inner=96),
-        {"v_proj": (8, 16, False), "embed": (8, 32, False), "": (4, 32, True)},
-    ),
+MODELS: dict[str, tuple[Any, Quantize]] = {
+    "groups": (Config(211, 64, 64, 2, 2), Quantize("int4")),
+    "mixed": (LlamaConfig(211, 64, 64, 2, 4, 2, n_inner=96), Mixed("int4")),
 }
 STEPS = (  # two prompts; a chunk that wants no logits; decode steps, in another order
     (list(range(3, 45)), [([4, 1, 5], 0, 37), ([2], 0, 5)], [36, 41]),
@@ -186,47 +169,18 @@ STEPS = (  # two prompts; a chunk that wants no logits; decode steps, in another
 @pytest.mark.parametrize("name", MODELS)
 def test_whole_models_are_those_of_the_slow_layers(name, source, release, monkeypatch):
     """In float64, where norms and attention agree so far that x is rounded alike. Panels are laid
-    out one at a time; a released model, its table too, reads them."""
+    out one at a time; a released model, its table too, keeps no matrix."""
     monkeypatch.setattr(kernels, "AT_A_TIME", 1)
     monkeypatch.setattr(RMSNorm, "forward", wide_norm)  # which computes in float32 otherwise
-    config, formats = MODELS[name]
+    config, conversion = MODELS[name]
     tensors = random_tensors(config)
     for tensor in tensors.values():  # of norms: so that no x is in the middle between two codes
         tensor += torch.rand_like(tensor) / 8
-    model = quantized(load_model(Checkpoint(config, tensors), dtype=F64), formats)
+    model = load_model(Checkpoint(config, tensors, conversion=conversion), dtype=F64)
     slow = Runner(model, PagedCache(config, 6, dtype=F64))
     outputs = [slow.run(*inputs).clone() for inputs in STEPS]
     fast: Any = KernelRunner(model, KernelCache(config, 6, dtype=F64, source=source), release)
-    matrices = [m.matrix for m in model.modules() if hasattr(m, "matrix")]
-    assert all(isinstance(m, PanelMatrix) == release for m in matrices)
+    codes = [m.matrix.codes for m in model.modules() if hasattr(m, "matrix")]
+    assert all(part.is_meta == release for part in codes)
     for inputs, want in zip(STEPS, outputs, strict=True):
         assert (fast.run(*inputs) - want).abs().max() < 1e-12 * want.abs().max()
-    again = Runner(model, PagedCache(config, 6, dtype=F64))
-    assert torch.equal(again.run(*STEPS[0]), outputs[0])
-
-
-@pytest.mark.parametrize(("source", "level"), EACH)
-def test_rows_of_a_table_have_the_bits_of_the_reference(source, level):
-    torch.manual_seed(2)
-    ids = np.array([69, 0, 3, 64, 63], np.int64)
-    shares = np.array([(0, 0, len(ids), 0)], np.int64)
-    for real, dtype in ((F32, F32), (F32, BF16), (F64, F64)):
-        for groups, group, code_bits, minimum in (
-            *((1, 37, 8, False), (3, 32, 4, True), (2, 12, 4, False)),
-        ):
-            table = a_matrix(70, groups, group, code_bits, minimum, half=groups % 2 == 1)
-            embedding, cache = QuantizedEmbedding(table, dtype), a_cache(source, level, real)
-            ours = product_of([embedding.head()], PLAIN, cache, dtype)
-            assert ours is not None and ours.reader(torch.nn.Embedding(70, 1)) is None
-            room = torch.full((len(ids) + 1, groups * group + 3), 7.0, dtype=real)
-            operation = Operation(EMBED)
-            body = Embed(width=groups * group)
-            body.out, body.out_stride = room.data_ptr(), room.stride(0)
-            body.read_row, body.format = ours.reader(embedding) or (None, None)
-            operation.of.embed = body
-            this_pass = Pass(ids=ids.ctypes.data, shares=shares.ctypes.data, n_rows=len(ids))
-            step = cache.library(dtype).step
-            library.call(step, ctypes.byref(operation), 1, ctypes.byref(this_pass))
-            expected = embedding(torch.from_numpy(ids)).to(real)
-            assert torch.equal(bits(room[:-1, :-3]), bits(expected))
-            assert (room[-1] == 7).all() and (room[:, -3:] == 7).all()

@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent
 @pytest.mark.parametrize(
     ("file", "chosen"),
     [
-        ("test_kernels.py", "shape or rounded or table"),
+        ("test_kernels.py", "shape or rounded"),
         ("test_cache.py", "kernels or attention_of_every_shape"),
     ],
 )

@@ -101,9 +101,9 @@ def obey(collectives: Collectives, model: Any) -> None:
     while True:
         kind, *arguments = collectives.receive_command()
         if kind == CACHE:
-            *sizes, name = arguments
-            dtype = getattr(torch, name)
-            runner = runner_of(model, PagedCache(model.config, *sizes, dtype, model.device))
+            blocks, size, swapped, name = arguments
+            memory = blocks, size, swapped, getattr(torch, name), model.device
+            runner = runner_of(model, PagedCache(model.config, *memory))
         else:
             moves, ids, shares, rows, adapters = arguments
             if model.adapters:
