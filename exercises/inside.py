@@ -131,15 +131,16 @@ class Reporter:
 
 
 def main() -> None:
-    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as results:
+        os.dup2(2, 1)
 
-    def write(*line: str) -> None:
-        print(json.dumps(line), file=results, flush=True)
+        def write(*line: str) -> None:
+            print(json.dumps(line), file=results, flush=True)
 
-    reporter = Reporter(write, **json.loads(sys.argv[1]))
-    sys.exit(pytest.main([*OPTIONS, *sys.argv[2:]], plugins=[reporter]))
+        reporter = Reporter(write, **json.loads(sys.argv[1]))
+        status = pytest.main([*OPTIONS, *sys.argv[2:]], plugins=[reporter])
+    sys.exit(status)
 
 
 if __name__ == "__main__":

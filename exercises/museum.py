@@ -90,7 +90,7 @@ def symptom(shows: str) -> str:
     words = shlex.split(shows)[1:] if shows.startswith("python ") else ["-c", shows]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": -1, "stderr": subprocess.STDOUT}
     done = subprocess.run([sys.executable, *words], cwd=paths.ROOT, text=True, **pipes)
-    return done.stdout + (f"[exit status {done.returncode}]" if done.returncode else "")
+    return done.stdout.strip() + (f"\n[exit status {done.returncode}]" if done.returncode else "")
 
 
 def reveal(exhibit: Edit) -> None:
