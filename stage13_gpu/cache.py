@@ -102,7 +102,8 @@ class GpuCache:
         self.heads = config.n_kv_head
         self.tables = Tables(blocks)
         # Rows of a tile of many tokens. Those of float32 are smaller, or they spill (registers.py).
-        self.rows = max(32 if dtype == torch.float32 else 64, power(self.group))
+        few = 16 if self.width > 64 else 32
+        self.rows = max(few if dtype == torch.float32 else 64, power(self.group))
         self.most = self.rows // self.group  # tokens in it
 
     def move(self, moves: Sequence[Move]) -> None:
