@@ -10,3 +10,7 @@ import shared  # noqa: F401  before PyTorch: it chooses how OpenMP's threads wai
 QUESTION: str = "A decode step waits for the weights: how few bytes do they need, and what is lost?"
 FIRST_FILE: str = "numpy_quant.py"
 OPTION = "quantization_config"  # of a folder's config.json
+
+
+class Unfit(Exception):
+    """Why a file or folder is not read."""

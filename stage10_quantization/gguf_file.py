@@ -23,8 +23,8 @@ from torch import Tensor
 from shared.catalog import Opened
 from stage08_llama.config import LlamaConfig, llama
 
+from . import Unfit
 from .convert import opened
-from .files import Unfit
 from .gguf_tokenizer import tokenizer_folder
 from .matrix import QuantizedMatrix
 

@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence
 
-from .files import Unfit
+from . import Unfit
 
 TEMPORARY: list[Any] = []  # folders of this process
 CONTROL, USERS, UNUSED = 3, 4, 5  # types of tokens; ordinary ones are 1

@@ -17,8 +17,8 @@ from shared.checkpoint import random_tensors
 from shared.errors import UserError
 from stage08_llama.config import LlamaConfig
 from stage08_llama.tests.folders import to_fields
+from stage10_quantization import Unfit
 from stage10_quantization.convert import INT4_ZERO, INT8
-from stage10_quantization.files import Unfit
 from stage10_quantization.folder import compressed, gptq, write_folder
 
 LLAMA = LlamaConfig(64, 32, 64, 2, 2, 1, n_inner=96, tied=False)
