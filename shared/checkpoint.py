@@ -168,8 +168,7 @@ def _checked(opened: Opened, source: Path) -> dict[str, torch.Tensor]:
     shapes = {name: shape for name, shape in config.shapes().items() if name not in stored}
     names = {old: new for old in opened.tensors if (new := config.tensor_name(old)) is not None}
     tensors = {new: opened.tensors[old] for old, new in names.items()}
-    if config.tied:
-        tensors.pop("lm_head.weight", None)  # some files have it twice
+    head = tensors.pop("lm_head.weight", None) if config.tied else None
     present = {name: tensors[name] for name in shapes if name in tensors}
     problems = {
         "missing": [name for name in shapes if name not in tensors],
@@ -190,6 +189,12 @@ def _checked(opened: Opened, source: Path) -> dict[str, torch.Tensor]:
         raise UserError(
             f"The weights in {source} do not fit its config.json: {listed}; get both from the same "
             "checkpoint."
+        )
+    embedding = next(iter(config.shapes()))
+    if head is not None and embedding in present and not torch.equal(head, present[embedding]):
+        raise UserError(
+            f"lm_head.weight in {source} differs from {embedding}, but config.json ties them: set "
+            "tie_word_embeddings to false, or choose another checkpoint."
         )
     return present
 

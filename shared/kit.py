@@ -458,5 +458,7 @@ def main(
     path, text = results_file(stage, device), json.dumps(content, allow_nan=False)
     short = json.loads(text, parse_float=lambda number: float(f"{float(number):.6g}"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(short, separators=(",", ":")) + "\n", encoding="utf-8")
+    half = path.with_suffix(".part")  # results are written as a whole, or not at all
+    half.write_text(json.dumps(short, separators=(",", ":")) + "\n", encoding="utf-8")
+    half.replace(path)
     print(f"Written: {paths.shown(path)}. Next: python -m reports.draw")

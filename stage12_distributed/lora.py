@@ -14,6 +14,7 @@ writes them; an option that is not implemented is refused by name.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,11 +67,13 @@ def _scale(fields: Mapping[str, Any], source: Path, model: str) -> tuple[int, fl
         raise UserError(f"{source} is for the base model {base}, not {model}: serve that.")
     wrong = [name for name, values in WORKS.items() if fields.get(name, values[0]) not in values]
     wrong += [name for name in fields if fields[name] and name not in HARMLESS | WORKS.keys()]
-    wrong += [name for name in ("r", "lora_alpha") if type(fields.get(name)) not in (int, float)]
+    alpha: Any = fields.get("lora_alpha")
+    wrong += [] if type(alpha) in (int, float) and math.isfinite(alpha) else ["lora_alpha"]
+    wrong += [] if type(fields.get("r")) is int and fields["r"] > 0 else ["r"]
     for name in wrong:
         what = f"{source} sets {name} to {fields.get(name)}"
         raise UserError(f"{what}, which is not implemented: train the adapter without it.")
-    return fields["r"], fields["lora_alpha"] / fields["r"]
+    return fields["r"], alpha / fields["r"]
 
 
 def read(folder: Path, config: Config, shapes: Mapping[str, tuple[int, int]]) -> Adapter:
@@ -96,6 +99,8 @@ def read(folder: Path, config: Config, shapes: Mapping[str, tuple[int, int]]) ->
             why = f"{key[:100]} in {path} has NaN or infinite numbers"
             raise UserError(f"{why}: its training has failed; choose an earlier checkpoint.")
         matrices.setdefault(name, {})[kind[0]] = tensor
+    if half := [name for name, pair in matrices.items() if len(pair) < 2]:
+        raise UserError(f"{path} has one of two matrices for {half[0]}: save the adapter again.")
     data = (folder / CONFIG).read_bytes() + path.read_bytes()
     pairs = {name: (pair["A"], scale * pair["B"].double()) for name, pair in matrices.items()}
     return Adapter(hashlib.sha256(data).digest(), pairs)

@@ -116,6 +116,7 @@ FAULTS: list[tuple[Any, str]] = [  # a change of the tensors, or files, of which
     (lambda ts: ts | {"extra": torch.zeros(2)}, "unexpected extra"),
     (lambda ts: change(ts, "h.0.attn.c_attn.weight", torch.t), "misshapen h.0.attn.c_attn.weight"),
     (lambda ts: change(ts, "h.0.ln_1.bias", torch.Tensor.char), "h.0.ln_1.bias (torch.int8)"),
+    (lambda ts: ts | {"lm_head.weight": torch.zeros(101, 24)}, "differs from wte.weight"),
     ({"config.json": None}, "config.json is missing"),
     ({"config.json": b"\x80\x04"}, "cannot be read as JSON"),
     ({WEIGHTS: None, "pytorch_model.bin": b""}, "pytorch_model.bin: other formats may run code"),

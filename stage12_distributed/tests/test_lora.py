@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -192,6 +193,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"modules_to_save": ["lm_head"]}, r"modules_to_save to \['lm_head'\]"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights to pissa"),
     ({"lora_alpha": None}, "lora_alpha to None"),
+    ({"lora_alpha": math.inf}, "lora_alpha to inf"),
+    ({"r": 0}, "r to 0"),
     ({"base_model_name_or_path": "C:\\models\\odd-2\\"}, r"odd-2\\, not odd"),
     ({"r": 8}, r"is \(4, 24\) instead of \(8, 24\): the adapter is of another rank"),
 ]
@@ -209,6 +212,9 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     other = {"h.0.attn.c_attn": (72, 24)}
     with pytest.raises(UserError, match="has no such layer"):
         lora.read(bad, CONFIG, other)
+    save_file({name: torch.zeros(4, 24)}, bad / lora.WEIGHTS)
+    with pytest.raises(UserError, match="one of two matrices for h.0.mlp.c_fc"):
+        lora.read(bad, CONFIG, SHAPES)
     save_file({name: torch.full((4, 24), torch.nan)}, bad / lora.WEIGHTS)
     with pytest.raises(UserError, match="has NaN or infinite numbers"):
         lora.read(bad, CONFIG, SHAPES)
