@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import math
 import os
 import time
@@ -16,6 +15,7 @@ from .protocol import ChatBody, CompletionBody, GenerateBody, OpenAIBody
 from .service import Choice, Generation, Piece
 
 MINUS_INFINITY = -9999.0  # JSON has no infinity
+Scored = tuple[int, Logprobs | None]  # a token: its id, and its log-probabilities
 
 
 class Format(Protocol):
@@ -80,11 +80,11 @@ class Completion(OpenAI):
     def __init__(self, generation: Generation, body: CompletionBody) -> None:
         self.body = body
         super().__init__(generation, body, "cmpl", "text_completion")
-        self._echoes = {choice.index: self._echo(choice) for choice in generation.choices}
-        self._eos_ids = generation.service.loaded.config.eos_ids
-        self._offsets = [Offsets(len(text)) for text in self._echoes.values()]
-        scored = generation.choices if body.echo and body.logprobs is not None else ()
-        self._scores = {choice.index: self._prompt_logprobs(choice) for choice in scored}
+        # Of prompts that are repeated, until they have been sent: texts, and tokens with scores.
+        echoed = generation.choices if body.echo else ()
+        self._echoes = {choice.index: self._echo(choice) for choice in echoed}
+        scored = echoed if body.logprobs is not None else ()
+        self._scores = {choice.index: self._prompt_scores(choice) for choice in scored}
 
     def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
         pairs = zip(self.generation.choices, answers, strict=True)
@@ -101,10 +101,7 @@ class Completion(OpenAI):
         index, logprobs = choice.index, None
         if self.body.logprobs is not None:
             scored = [(token.id, token.logprobs) for token in piece.tokens]
-            data = [b"" if id in self._eos_ids else self._bytes(id) for id, _ in scored]
-            logprobs = columns(self.tokenizer, scored, data, self._offsets[index])
-            if before := self._scores.pop(index, None):
-                logprobs = {name: before[name] + logprobs[name] for name in logprobs}
+            logprobs = self._columns(self._scores.pop(index, []) + scored)
         text = self._echoes.pop(index, "") + piece.text
         part: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs}
         part["finish_reason"] = piece.finish_reason
@@ -113,30 +110,25 @@ class Completion(OpenAI):
         return part
 
     def _echo(self, choice: Choice) -> str:
-        """The prompt's text, if it is to be repeated."""
-        if not self.body.echo:
-            return ""
         sent = choice.prompt
         return sent if isinstance(sent, str) else self.tokenizer.decode(sent)
 
-    def _prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
-        """The columns of a prompt. Tokens that the tokenizer puts before a text, such as BOS, have
-        no text in its echo; nor has the space that sentencepiece puts before its first word."""
-        ids = choice.prompt_ids
-        data = [self._bytes(id) for id in ids]
-        start = self.tokenizer.encode("")
-        before = len(start) if ids[: len(start)] == start else 0
-        if isinstance(choice.prompt, str):
-            data[:before] = [b""] * before
-        whole = b"".join(data).decode("utf-8", "replace")
-        if len(self._echoes[choice.index]) < len(whole):
-            data[before] = data[before].removeprefix(b" ")
+    def _prompt_scores(self, choice: Choice) -> list[Scored]:
         first = self.generation.choices[choice.index // self.body.n * self.body.n]
-        scored = list(zip(ids, first.ticket.scores, strict=True))
-        return columns(self.tokenizer, scored, data, Offsets(0))
+        return list(zip(choice.prompt_ids, first.ticket.scores, strict=True))
 
-    def _bytes(self, token_id: int) -> bytes:
-        return self.tokenizer.decode_bytes([token_id])
+    def _columns(self, scored: Sequence[Scored]) -> dict[str, list[Any]]:
+        """Log-probabilities of tokens, as completions have them."""
+        table: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
+        for token_id, logprobs in scored:
+            text, score, top = token_text(self.tokenizer, token_id), None, None
+            if logprobs is not None:
+                score, pairs = finite(logprobs.token), logprobs.top
+                top = {token_text(self.tokenizer, other): finite(value) for other, value in pairs}
+                top.setdefault(text, score)
+            for column, value in zip(table.values(), (text, score, top), strict=True):
+                column.append(value)
+        return table
 
 
 class Chat(OpenAI):
@@ -202,43 +194,3 @@ def token_text(tokenizer: AnyTokenizer, token_id: int) -> str:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-class Offsets:
-    """Where tokens are in a text that begins with `start` characters before them."""
-
-    def __init__(self, start: int) -> None:
-        self._characters = start
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def next(self, data: bytes) -> int:
-        """The place of the first character that has bytes of the next token, whose bytes are
-        `data`."""
-        if not data:
-            return self._characters
-        self._characters += len(self._utf8.decode(data[:1]))
-        unfinished = bool(self._utf8.getstate()[0])  # then its character is still to come
-        place = self._characters - (0 if unfinished else 1)
-        self._characters += len(self._utf8.decode(data[1:]))
-        return place
-
-
-def columns(
-    tokenizer: AnyTokenizer,
-    scored: Sequence[tuple[int, Logprobs | None]],
-    data: Sequence[bytes],
-    offsets: Offsets,
-) -> dict[str, list[Any]]:
-    """Log-probabilities of tokens, and where their bytes `data` are, as completions have them."""
-    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-    table: dict[str, list[Any]] = {name: [] for name in names}
-    for (token_id, logprobs), text_bytes in zip(scored, data, strict=True):
-        text, score, top = token_text(tokenizer, token_id), None, None
-        if logprobs is not None:
-            score = finite(logprobs.token)
-            top = {token_text(tokenizer, other): finite(value) for other, value in logprobs.top}
-            top.setdefault(text, score)
-        offset = offsets.next(text_bytes)
-        for column, value in zip(table.values(), (text, score, top, offset), strict=True):
-            column.append(value)
-    return table

@@ -25,7 +25,7 @@ CLOSE: Any = {"rel": 0, "abs": 1e-4}
 
 @pytest.fixture(scope="module")
 def byte_tokens(tiny_folder):
-    """Its model in the words of stage 01, and the bytes and the name of each token."""
+    """Its model in the words of stage 01, and the name of each token."""
     tokenizer = Tokenizer.from_folder(tiny_folder)
 
     def name(id: int) -> str:
@@ -35,43 +35,24 @@ def byte_tokens(tiny_folder):
         return text if "\ufffd" not in text else "bytes:" + "".join(f"\\x{one:02x}" for one in data)
 
     model = load_model(load(str(tiny_folder)), dtype=torch.float64)
-    return SimpleNamespace(model=model, name=name, bytes_of=lambda id: tokenizer.decode_bytes([id]))
-
-
-def offsets_of(*parts: list[bytes]) -> list[int | None]:
-    """Where each token's character begins, for tokens with text. No character spans two parts."""
-    offsets: list[int | None] = []
-    start = 0
-    for part in parts:
-        whole = b""
-        for data in part:
-            place = start + len((whole + data[:1]).decode(errors="replace")) - 1
-            offsets.append(place if data else None)
-            whole += data
-        start += len(whole.decode(errors="replace"))
-    return offsets
+    return SimpleNamespace(model=model, name=name)
 
 
 @pytest.mark.parametrize("more", [{}, {"echo": True}, {"echo": True, "max_tokens": 0}])
 @pytest.mark.parametrize("top", [0, 1, 20])
 def test_logprobs_of_completions(bytes_server, byte_tokens, top, more):
-    """A prompt's first token has none. Sampling options change none. A stream has the same text,
-    tokens and places."""
+    """A prompt's first token has none. Sampling options change none. A stream has the same text and
+    tokens."""
     body = DRAWN | {"prompt": PROMPTS, "n": 2, "logprobs": top, "return_token_ids": True, **more}
     body |= {"logit_bias": {str(0xF0): 3, str(EOS): 3}}
     whole = bytes_server.post(json=body).json()
-    name, bytes_of, echo = byte_tokens.name, byte_tokens.bytes_of, bool(more)
+    name, echo = byte_tokens.name, bool(more)
     for number, choice in enumerate(whole["choices"]):
         prompt, answer = PROMPTS[number // 2], choice["token_ids"]
         assert choice["finish_reason"] == "length" and len(answer) == body["max_tokens"]
         begin, ids = 0 if echo else len(prompt), prompt + answer
         table, scores = choice["logprobs"], prompt_logprobs(byte_tokens.model, ids, top)[begin:]
         assert table["tokens"] == [name(id) for id in ids[begin:]]
-        # End-of-text in an answer has no text.
-        parts = [[b"" if id == EOS else bytes_of(id) for id in answer]]
-        want = offsets_of(*[[bytes_of(id) for id in prompt]] * echo, *parts)
-        for mine, place in zip(table["text_offset"], want, strict=True):
-            assert place in (mine, None)
         rows = zip(ids[begin:], scores, table["token_logprobs"], table["top_logprobs"], strict=True)
         for id, score, logprob, others in rows:
             if score is None:
@@ -89,9 +70,8 @@ def test_logprobs_of_completions(bytes_server, byte_tokens, top, more):
         mine = [part for part in streamed if part["index"] == choice["index"]]
         assert "".join(part["text"] for part in mine) == choice["text"]
         assert mine[-1]["finish_reason"] == choice["finish_reason"]
-        for column in ("tokens", "text_offset"):  # the scores differ in their last digits
-            lists = [part["logprobs"][column] for part in mine if part["logprobs"]]
-            assert sum(lists, []) == choice["logprobs"][column]
+        tokens = [part["logprobs"]["tokens"] for part in mine]  # scores differ in their last digits
+        assert sum(tokens, []) == choice["logprobs"]["tokens"]
 
 
 @pytest.mark.parametrize("top", [None, 20])
@@ -101,9 +81,9 @@ def test_logprobs_of_a_chat_are_those_of_the_completion(bytes_server, byte_token
 
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": "é"}], "logprobs": True}
     chat |= {} if top is None else {"top_logprobs": top}
-    prompt = asked("/tokenize", messages=chat["messages"]).json()["tokens"]
     (choice,) = asked("/v1/chat/completions", **chat).json()["choices"]
-    (other,) = asked("/v1/completions", prompt=prompt, logprobs=top or 0).json()["choices"]
+    same = {"prompt": "User: é\nAssistant:", "logprobs": top or 0}
+    (other,) = asked("/v1/completions", **same).json()["choices"]
     content, table = choice["logprobs"]["content"], other["logprobs"]
     assert [one["token"] for one in content] == table["tokens"] and len(content) == 40
     assert [one["logprob"] for one in content] == approx(table["token_logprobs"], **CLOSE)
