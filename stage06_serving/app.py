@@ -17,7 +17,6 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import ValidationError
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -33,7 +32,7 @@ from .errors import ANSWERS, ApiError, failure
 from .formats import Completion, Format, Generate
 from .loading import Served
 from .metrics import Metrics
-from .protocol import Body, CompletionBody, GenerateBody, TokenizeBody
+from .protocol import CompletionBody, GenerateBody, TokenizeBody
 from .service import Generation, Service
 from .settings import Settings
 
@@ -151,7 +150,7 @@ def create_app(served: Served, settings: Settings, thread: EngineThread | None =
         redirect_slashes=False,  # a redirect would name the host that the client chose
     )
     app.state.engine = engine
-    for kind in (ApiError, RequestValidationError, ValidationError, HTTPException, *ANSWERS):
+    for kind in (ApiError, RequestValidationError, HTTPException, *ANSWERS):
         app.add_exception_handler(kind, failed)
     app.add_exception_handler(Exception, failed)
     app.add_middleware(Door)
@@ -195,12 +194,7 @@ def create_app(served: Served, settings: Settings, thread: EngineThread | None =
     @app.post("/tokenize")
     async def tokenize(request: Request, body: TokenizeBody, tenant: Tenant) -> dict[str, Any]:
         service.check_model(body.model)
-        rest = body.model_dump(exclude={"prompt"})
-        if body.prompt is None:
-            ids = await service.chat_ids(Chats.model_validate(rest))
-        else:
-            Body.model_validate(rest)  # refuses what is not supported
-            ids = await unless_gone(request, service.encode(body.prompt))
+        ids = await unless_gone(request, service.encode(body.prompt))
         return {"count": len(ids), "max_model_len": service.context, "tokens": ids}
 
     @app.get("/health")

@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from shared.errors import UserError
@@ -55,7 +54,7 @@ def failure(error: Exception) -> ApiError:
         return error
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, error.detail, headers=error.headers)
-    if isinstance(error, RequestValidationError | ValidationError):
+    if isinstance(error, RequestValidationError):
         return ApiError(400, *validation_message(error.errors()))
     for kind, (status, headers) in ANSWERS.items():
         if isinstance(error, kind):

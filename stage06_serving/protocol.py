@@ -104,7 +104,7 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         data = {name: value for name, value in data.items() if value is not None}
-        for name, value in data.items() if cls.model_config.get("extra") == "ignore" else ():
+        for name, value in data.items():
             wanted = name in REFUSED and value not in HARMLESS.get(name, NOTHING)
             if wanted and name not in cls.model_fields:
                 raise WrongField(name, REFUSED[name])
@@ -224,17 +224,7 @@ class ChatBody(OpenAIBody):
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: of a prompt, or of a chat, with all that a chat takes. The endpoint checks
-    the other fields."""
+    """POST /tokenize."""
 
-    model_config = ConfigDict(extra="allow")
-
-    prompt: Text | None = None
-    messages: list[Any] | None = None
+    prompt: Text
     model: str | None = None
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> TokenizeBody:
-        if (self.prompt is None) == (self.messages is None):
-            raise WrongField("prompt", "send either 'prompt' or 'messages'")
-        return self

@@ -182,20 +182,17 @@ class Service:
 
     async def chat(self, body: ChatBody, tenant: bytes) -> Generation:
         self.check_model(body.model)
-        form, ids = await self.forms.prepare(body), await self.chat_ids(body)
+        form = await self.forms.prepare(body)
+        try:  # off the event loop: a template may take its time
+            messages, tools = self.forms.conversation(body)
+            ids = await asyncio.to_thread(self.template.prompt, messages, tools)
+        except UserError as error:
+            raise ApiError(400, str(error), "messages") from None
         limit = body.max_completion_tokens or body.max_tokens or max(1, self.context - len(ids))
         logprobs = body.top_logprobs if body.logprobs else None
         return await self._begin(
             body, [ids], limit, tenant, logprobs=logprobs, form=form, stops=self.template.stops
         )
-
-    async def chat_ids(self, body: ChatBody) -> list[int]:
-        """The ids of a chat's prompt. Raises ApiError."""
-        try:  # off the event loop: a template may take its time
-            messages, tools = self.forms.conversation(body)
-            return await asyncio.to_thread(self.template.prompt, messages, tools)
-        except UserError as error:
-            raise ApiError(400, str(error), "messages") from None
 
     async def encode(self, text: str) -> list[int]:
         """The ids of a text. Raises ApiError."""
