@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,11 +49,7 @@ class OwnServer:
 
 @contextmanager
 def own_server(
-    arguments: Sequence[str] = (),
-    quiet: bool = False,
-    environment: Mapping[str, str] | None = None,
-    module: str = MODULE,
-    wait: bool = True,
+    arguments: Sequence[str] = (), quiet: bool = False, module: str = MODULE, wait: bool = True
 ) -> Iterator[OwnServer]:
     """Our server on a free port, for as long as the block lasts. Its standard error is shown at the
     end, unless it is `quiet`. module: what to run in place of the server. wait: until it is ready;
@@ -63,7 +59,7 @@ def own_server(
         command = [sys.executable, "-m", module, "--port", "0", *arguments]
         with log.open("wb") as file:
             pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
-            process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+            process = subprocess.Popen(command, cwd=ROOT, **pipes)
         server = OwnServer(process, log)
         try:
             if wait:

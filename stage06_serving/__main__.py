@@ -8,7 +8,6 @@ import logging
 import signal
 import socket
 import sys
-import threading
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,6 @@ from shared import cli
 from shared.errors import UserError
 from stage05_paged.memory import size
 
-from . import logs
 from .async_engine import EngineThread
 from .loading import Served, make_engine
 from .settings import Settings, parse
@@ -27,6 +25,7 @@ if TYPE_CHECKING:  # the settings are checked, and the port is taken, before it 
     from fastapi import FastAPI
 
 log = logging.getLogger(__name__)
+LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 SWITCH = 0.0002  # seconds until the engine's thread, which runs little Python, gets the lock
 BACKLOG = 1024  # connections that wait to be accepted
 CLOSE = 2  # seconds for connections to close once their answers have ended
@@ -39,7 +38,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: FastAPI, grace: float) -> None:
         config = uvicorn.Config(
             app,
-            log_config=None,  # see logs.py
+            log_config=None,
             ws="none",
             lifespan="on",
             server_header=False,
@@ -88,14 +87,11 @@ def plan(settings: Settings, served: Served, address: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     settings = parse(argv)
-    logs.start(settings.log_requests)
+    logging.basicConfig(format=LINE)
+    if settings.log_requests:
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     # The port is taken before the model is loaded, which takes longer.
     with bind(settings.host, settings.port) as place:
-        # Python's own handler would end the interpreter under a thread that computes, and abort.
-        # The server shuts down first, and then lets the signal end the process.
-        main_thread = threading.current_thread() is threading.main_thread()
-        if main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
         if settings.open_to_all:
             say(
                 f"WARNING: --host {settings.host} opens the server to every machine that can reach "
@@ -158,4 +154,7 @@ def address_of(place: socket.socket) -> str:
 
 
 if __name__ == "__main__":
+    # Python's own handler would end the interpreter under a thread that computes, and abort. The
+    # server shuts down first, and then lets the signal end the process.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     cli.run(main)

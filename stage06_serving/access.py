@@ -37,7 +37,7 @@ class Keys:
 
 
 class Door:
-    """Refuses large and encoded bodies. HEAD becomes GET, as uvicorn leaves out its body."""
+    """Refuses large and encoded bodies."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -58,5 +58,4 @@ class Door:
                 raise HTTPException(413, "The body exceeds a megabyte: send a shorter one.")
             return message
 
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        await self.app({**scope, "method": method}, body, send)
+        await self.app(scope, body, send)

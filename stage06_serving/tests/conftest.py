@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,19 +16,11 @@ from shared.config import Config
 from shared.testing import FIELDS, make_folder, random_checkpoint
 from stage05_paged.blocks import BlockPool
 from stage05_paged.engine import make as make_paged
-from stage06_serving.settings import PREFIX
 
 from .tools import HANG, House, Passes, started
 
 FEW_BLOCKS = ("--kv-memory", "8MiB")  # the sanitizer checks all blocks after every step
 KEYS = "first-key, second-key, zweiter-schlüssel"
-
-
-def environment(**extra: str) -> dict[str, str]:
-    """This process's variables without those of the server, and with `extra` ones of it."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
-    more = {PREFIX + name: value for name, value in extra.items()}
-    return own | {"OMP_NUM_THREADS": "1"} | more
 
 
 @pytest.fixture(scope="session")

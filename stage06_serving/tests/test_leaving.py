@@ -7,8 +7,6 @@ import asyncio
 import os
 import random
 import signal
-import socket
-import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -236,21 +234,6 @@ async def test_draining_and_hurrying():
             assert 1 <= len(chunks) < 10 and not any("error" in chunk for chunk in chunks)
 
 
-async def leave(port: int, streams: bool, chance: random.Random) -> None:
-    """Send a request or the beginning of one, and leave soon: with an orderly close, or a reset."""
-    body = {"prompt": "abcd", "ignore_eos": True, "max_tokens": 200, "stream": streams}
-    content = httpx2.Request("POST", "http://a", json=body).content
-    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    data = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
-    _, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(data[: chance.choice([0, len(head) // 2, len(data) - 5, *[len(data)] * 4])])
-    await asyncio.sleep(chance.random() * 0.4)
-    if chance.random() < 0.5:
-        connection = writer.get_extra_info("socket")
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    writer.close()
-
-
 @pytest.mark.skipif(os.name != "posix", reason="counts file descriptors")
 def test_a_storm_of_clients_that_leave(house, tiny_folder):
     """Each at a different moment. Everything is released: blocks, places, open files; and the next
@@ -261,9 +244,17 @@ def test_a_storm_of_clients_that_leave(house, tiny_folder):
     expected, process = server.post(json=short).json()["choices"], psutil.Process()
     before, files = server.until_idle(), process.num_fds()
 
+    async def leave(http: httpx2.AsyncClient, streams: bool) -> None:
+        body = short | {"max_tokens": 200, "stream": streams}
+        asking = asyncio.create_task(http.post(PATH, json=body))
+        await asyncio.sleep(chance.random() * 0.4)
+        asking.cancel()
+
     async def storm() -> None:
-        async with asyncio.timeout(2 * HANG):
-            await asyncio.gather(*(leave(server.port, n % 2 == 0, chance) for n in range(200)))
+        limits = httpx2.Limits(max_connections=None)
+        client = httpx2.AsyncClient(base_url=server.url, limits=limits, trust_env=False)
+        async with asyncio.timeout(2 * HANG), client as http:
+            await asyncio.gather(*(leave(http, number % 2 == 0) for number in range(200)))
             await soon(lambda: process.num_fds() <= files + 6)  # those of this loop
 
     asyncio.run(storm())

@@ -17,7 +17,6 @@ from stage06_serving import __main__ as stage
 from stage06_serving.loading import BUDGET, make_engine
 from stage06_serving.settings import PREFIX, Settings, parse
 
-from .conftest import environment
 from .tools import HANG, until
 
 
@@ -92,7 +91,7 @@ def test_what_stops_the_start(capsys, tmp_path, monkeypatch):
 def test_ctrl_c_while_the_model_loads(interruptible):
     """The interpreter ended under the thread that loads, and the process aborted."""
     arguments = ["--model", "gpt2", "--random-weights"]
-    with own_server(arguments, True, environment(), wait=False) as server:
+    with own_server(arguments, quiet=True, wait=False) as server:
         until(lambda: "Loading " in server.stderr())
         time.sleep(0.5)
         server.process.send_signal(signal.SIGINT)
@@ -115,11 +114,14 @@ def test_the_engine_has_the_settings(tiny_folder):
         make_engine(parse([*arguments, "--kv-memory", "100TB"]))
 
 
-def test_a_process_from_its_start_to_its_end(interruptible, tiny_folder):
+def test_a_process_from_its_start_to_its_end(interruptible, tiny_folder, monkeypatch):
     """From the environment alone: the plan, the warning, the log of requests, and Ctrl-C."""
     values = {"MODEL": str(tiny_folder), "HOST": "0.0.0.0", "LOG_REQUESTS": "1"}
     values |= {"MAX_NUM_SEQS": "3", "MAX_QUEUE": "5", "KV_MEMORY": "64KiB", "ENGINE": "paged"}
-    with own_server([], True, environment(**values)) as running:
+    for name, value in values.items():
+        monkeypatch.setenv(PREFIX + name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with own_server(quiet=True) as running:
         shown, address = running.stderr(), running.url
         assert shown.startswith("WARNING: --host 0.0.0.0 opens the server to every machine")
         for line in (
