@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from shared import cli
 
@@ -32,8 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     if INTERPRETED:
         print("No GPU: the kernels run in Triton's interpreter, slowly.", file=sys.stderr)
         layers.OUTPUTS = 1024, 1024  # there, a program takes nearly as long for 32
-    organs: dict[str, Any] = {"make_cache": BACKEND.cache, "make_runner": BACKEND.runner}
-    engine = make(loaded.model, contexts=1, **organs, **formats)
+    cache, runner = BACKEND.cache, BACKEND.runner
+    engine = make(loaded.model, contexts=1, make_cache=cache, make_runner=runner, **formats)
     cli.speak(engine, loaded, prompt, sampling)
     return 0
 

@@ -23,7 +23,6 @@ from stage05_paged.cache import PagedCache
 from .predict import GPUS, launches, seconds
 from .registers import compiled
 
-STAGE = "stage13_gpu"
 PAGED, EAGER, GRAPH = "paged", "eager", "graph"
 MODELS = ("gpt2", "meta-llama/Llama-3.2-1B")
 CONTEXT = 1000
@@ -49,16 +48,15 @@ def steps(bench: kit.Bench, subject: Subject, rows: int) -> None:
     config, dtype, size = subject.config, subject.dtype, -(-(CONTEXT + 1) // 16)
     blocks = rows * size
     paged = PagedCache(config, blocks, 16, 0, dtype, DEVICE)
-    paged.memory.planes[0].normal_(generator=torch.Generator(DEVICE).manual_seed(0))
+    paged.kv.normal_(generator=torch.Generator(DEVICE).manual_seed(0))
     ours = GpuCache(config, blocks, 16, dtype=dtype)
-    ours.kv.copy_(paged.memory.planes[0].movedim(0, 3))
     exact = PagedCache(config, blocks, 16, 0, torch.float32, DEVICE)
-    exact.memory.planes[0].copy_(paged.memory.planes[0])
+    for cache in (ours, exact):
+        cache.kv.copy_(paged.kv)
     judge = Runner(models.load_model(subject.shape, DEVICE, dtype).float(), exact)
     runners: dict[str, Any] = {PAGED: Runner(subject.model, paged)}
-    runners[EAGER] = GpuRunner(subject.model, ours)
+    runners |= {name: GpuRunner(subject.model, ours) for name in (EAGER, GRAPH)}
     runners[EAGER].graphs = None
-    runners[GRAPH] = GpuRunner(subject.model, ours)
     order = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
     shares = [(order[i * size : (i + 1) * size], CONTEXT, 1) for i in range(rows)]
     inputs = [7] * rows, shares, list(range(rows))
@@ -104,20 +102,18 @@ def tables(results: Results) -> kit.Tables:
 def claims(results: Results) -> Iterator[dict[str, str]]:
     """The lesson's table: a step of GPT-2 124M on an H100."""
     config, gpu = catalog.presets()["gpt2"], GPUS["H100 SXM"]
-    for rows, *by_hand in ((1, 635, 137), (32, 635, 426)):
+    whys = {EAGER: f"{launches(config, CONTEXT)} launches of 5 us"}
+    whys[GRAPH] = "a graph leaves 1 us between kernels"
+    by_hand = (1, EAGER, 635), (1, GRAPH, 137), (32, EAGER, 635), (32, GRAPH, 426)
+    for rows, variant, hand in by_hand:
         parts = seconds(config, torch.bfloat16, rows, CONTEXT, gpu)
-        whys = (
-            f"{launches(config, CONTEXT)} launches of 5 us",
-            "a graph leaves 1 us between kernels",
-        )
-        for variant, hand, why in zip((EAGER, GRAPH), by_hand, whys, strict=True):
-            yield {
-                "prediction": f"{rows} rows, {variant}, us", "by hand": str(hand),
-                "from data sheets": f"{1e6 * parts[variant]:,.0f}",
-                "bound": f"{1e6 * max(parts['bytes'], parts['operations']):,.0f}",
-                "measured": measured(results, "H100", variant, model="gpt2", rows=rows),
-                "why": why,
-            }  # fmt: skip
+        yield {
+            "prediction": f"{rows} rows, {variant}, us", "by hand": str(hand),
+            "from data sheets": f"{1e6 * parts[variant]:,.0f}",
+            "bound": f"{1e6 * max(parts['bytes'], parts['operations']):,.0f}",
+            "measured": measured(results, "H100", variant, model="gpt2", rows=rows),
+            "why": whys[variant],
+        }  # fmt: skip
 
 
 def headline(results: Results) -> str:
@@ -125,7 +121,7 @@ def headline(results: Results) -> str:
     return f"measured on {measured_on}" if measured_on else "not measured on a GPU yet"
 
 
-main = partial(kit.main, STAGE, __doc__, measure, tables, device=DEVICE)
+main = partial(kit.main, "stage13_gpu", __doc__, measure, tables, device=DEVICE)
 
 if __name__ == "__main__":
     cli.run(main)

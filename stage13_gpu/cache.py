@@ -27,13 +27,15 @@ from .fused import store
 from .launch import DEVICE, launch
 from .naive import PIECE, TILE
 
+from triton import next_power_of_2  # isort: skip
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST = 16  # rows and columns that a tensor core multiplies at least
 
 
 def power(number: int) -> int:
     """The next power of 2, at least LEAST: tiles have such sizes."""
-    return max(LEAST, 1 << (number - 1).bit_length())
+    return max(LEAST, next_power_of_2(number))
 
 
 def aligned(sizes: Sequence[int]) -> int:
@@ -70,12 +72,10 @@ class Shape:
         return sum(map(aligned, self.fields.values()))
 
     def split(self, numbers: Tensor) -> dict[str, Tensor]:
-        """Views of `numbers`, which holds at least as many as this shape has."""
-        views, start = {}, 0
-        for name, sizes in self.fields.items():
-            views[name] = numbers[start : start + math.prod(sizes)].view(sizes)
-            start += aligned(sizes)
-        return views
+        """The fields as views of `numbers`."""
+        parts = numbers.split([*map(aligned, self.fields.values())])
+        pairs = zip(parts, self.fields.items(), strict=True)
+        return {name: part[: math.prod(sizes)].view(sizes) for part, (name, sizes) in pairs}
 
 
 class GpuCache:

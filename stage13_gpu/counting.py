@@ -16,7 +16,6 @@ from unittest.mock import patch
 import numpy as np
 
 from . import launch as launching
-from .launch import _run
 
 
 @dataclass
@@ -38,12 +37,8 @@ def counting() -> Iterator[dict[str, Counts]]:
     from triton.runtime.interpreter import interpreter_builder as builder
 
     counts: dict[str, Counts] = defaultdict(Counts)
-    load, store, product = (
-        builder.create_masked_load,
-        builder.create_masked_store,
-        builder.create_dot,
-    )
-    current = Counts()
+    load, store = builder.create_masked_load, builder.create_masked_store
+    product, run, current = builder.create_dot, launching.run, Counts()
 
     def masked_load(pointers: Any, mask: Any, *rest: Any) -> Any:
         addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
@@ -65,14 +60,10 @@ def counting() -> Iterator[dict[str, Counts]]:
         current = counts[kernel.__name__]
         current.launches += 1
         current.programs += int(np.prod(grid))
-        _run(kernel, grid, *arguments, **constants)
+        run(kernel, grid, *arguments, **constants)
 
     # Loads and stores without a mask are made of those with one.
     replaced: dict[str, Any] = {"create_masked_load": masked_load, "create_dot": dot}
     replaced["create_masked_store"] = masked_store
-    launching.WATCHERS.append(watch)
-    try:
-        with patch.multiple(builder, **replaced):
-            yield counts
-    finally:
-        launching.WATCHERS.pop()
+    with patch.multiple(builder, **replaced), patch.object(launching, "run", watch):
+        yield counts

@@ -8,10 +8,7 @@ lives in the registers of its threads, and `tl.load` and `tl.store` are all it d
             them; of one (decode), over a piece of the keys, with a partial result
     merge   adds these up, piece by piece
 
-    keys and values of a layer and head: (blocks, BLOCK, D), that is (slots, D)
-    slot of a position: table[position // BLOCK] * BLOCK + position % BLOCK
-
-naive.py has the same functions under the same names, in PyTorch. Papers: Dao et al.,
+naive.py has the same functions in PyTorch, and says what a slot is. Papers: Dao et al.,
 "FlashAttention" (2022), and "Flash-Decoding" (2023); Kwon et al., "PagedAttention" (2023).
 """
 
@@ -126,9 +123,7 @@ def attend(
 
 
 @triton.jit
-def merge(
-    parts, states, items, out, D: tl.constexpr, W: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
+def merge(parts, states, items, out, D: tl.constexpr, W: tl.constexpr, PIECE: tl.constexpr):
     """One program: one item and query head. Adds up its pieces, always in the order of positions.
 
     parts (pieces, I, heads, D), states (pieces, I, heads, 2) -> out (N, heads, D).

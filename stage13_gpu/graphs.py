@@ -20,6 +20,8 @@ from torch import Tensor
 
 from .cache import PIECE, GpuAttention, GpuCache, Shape
 
+from triton import next_power_of_2  # isort: skip
+
 MOST_ROWS = 256
 WARMUPS = 3  # passes before a capture: libraries allocate and choose kernels in the first ones
 
@@ -68,7 +70,7 @@ class Graphs:
         count = exact.tokens
         if exact.tiles or count > MOST_ROWS or list(rows) != list(range(count)):
             return None
-        size, pieces = ceiling(count), ceiling(exact.pieces)
+        size, pieces = next_power_of_2(count), next_power_of_2(exact.pieces)
         width = -(-pieces * PIECE // self.cache.block_size)
         return Shape(size, size, size, 0, size, width, pieces)
 
@@ -84,8 +86,3 @@ class Graphs:
         place.copy_(numbers, non_blocking=True)
         replay()
         return logits[:count]
-
-
-def ceiling(number: int) -> int:
-    """The next power of 2."""
-    return 1 << (number - 1).bit_length()

@@ -8,7 +8,6 @@ imported before any kernel: without a GPU, it chooses the interpreter.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,18 +18,13 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # bits depend on it: one
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"  # where the tensors of kernels are
 
-Launch = Callable[..., None]  # (kernel, grid, arguments in order, constants by name)
-
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Run one program of `kernel` for each place of `grid`. All kernels are launched here, so that
-    others can note what is launched: the last of WATCHERS is called."""
+    who notes what is launched puts a function in place of `run`."""
     if 0 not in grid:
-        WATCHERS[-1](kernel, grid, *arguments, **constants)
+        run(kernel, grid, *arguments, **constants)
 
 
-def _run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     kernel[grid](*arguments, **constants)
-
-
-WATCHERS: list[Launch] = [_run]

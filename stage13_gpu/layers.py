@@ -69,24 +69,18 @@ class GpuMatrix:
     minima if there are any, (1 or 2, G, N), in float16 where that holds all of them.
     """
 
-    def __init__(self, stored: Tensor, sides: Tensor, bits: int) -> None:
-        self.stored, self.sides, self.bits = stored, sides, bits
-        self.packed, self.minimal = stored.dtype == torch.uint8, len(sides) == 2
-        self.shape = len(stored), stored.shape[1] * (1 + self.packed)
-        self.group = self.shape[1] // sides.shape[1]
-
-    @classmethod
-    def of(cls, matrix: Any, device: torch.device) -> GpuMatrix:
-        codes, sides = matrix.codes.to(device), [matrix.scale]
-        if matrix.minimum is not None:
-            sides.append(matrix.minimum)
-        if matrix.bits == 4 and matrix.group % 2 == 0:
-            stored = (codes + 8 * (len(sides) == 1)).view(torch.uint8)
-            low, high = stored.unflatten(1, (-1, 2)).unbind(2)
-            codes = low | high << 4
-        whole = torch.stack([side.t() for side in sides]).to(device)
+    def __init__(self, matrix: QuantizedMatrix, device: torch.device) -> None:
+        self.shape, self.group, self.bits = matrix.shape, matrix.group, matrix.bits
+        self.packed = matrix.bits == 4 and matrix.group % 2 == 0
+        self.minimal, self.stored = matrix.minimum is not None, matrix.codes.to(device)
+        if self.packed:
+            codes = (self.stored + 8 * (not self.minimal)).view(torch.uint8)
+            low, high = codes.unflatten(1, (-1, 2)).unbind(2)
+            self.stored = low | high << 4
+        sides = [side.t() for side in (matrix.scale, matrix.minimum) if side is not None]
+        whole = torch.stack(sides).to(device)
         half = whole.half()
-        return cls(codes, half if torch.equal(half.float(), whole) else whole, matrix.bits)
+        self.sides = half if torch.equal(half.float(), whole) else whole
 
     def rows(self, index: Tensor) -> QuantizedMatrix:
         codes = self.stored[index]
@@ -141,7 +135,7 @@ def to_kernels(model: Any) -> None:
         if matrix is None or isinstance(matrix, GpuMatrix):
             continue
         shared = [ours for theirs, ours in tables if theirs is matrix]
-        layer.matrix = shared[0] if shared else GpuMatrix.of(matrix, model.device)
+        layer.matrix = shared[0] if shared else GpuMatrix(matrix, model.device)
         if isinstance(layer, QuantizedLinear):
             bias = None if layer.bias is None else layer.bias.to(model.device)
             model.set_submodule(name, KernelLinear(layer.matrix, bias, layer.activations))

@@ -16,8 +16,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import torch
 
@@ -64,51 +64,39 @@ def launched(config: Config, dtype: torch.dtype) -> Iterator[tuple[Any, tuple, d
     model.to(dtype)
     cache = GpuCache(config, 100, dtype=dtype, device="meta")
     runner = GpuRunner(model, cache)
-    table = list(range(64))
-    launching.WATCHERS.append(watch)
-    for shares in ([(table, 0, 90)], [(table, 9, 1)] * 2, [(table, 999, 1)] * 2):
-        with torch.inference_mode():
+    table, width = list(range(64)), getattr(config, "n_inner", 4 * config.n_embd)
+    with patch.object(launching, "run", watch), torch.inference_mode():
+        for shares in ([(table, 0, 90)], [(table, 9, 1)] * 2, [(table, 999, 1)] * 2):
             runner.compute(cache.extend(shares, rows=[0]))
-    width = getattr(config, "n_inner", 4 * config.n_embd)
-    for bits, group, activations in QUANTIZED:
-        scales = torch.ones(64, width // (group or width))
-        codes = torch.zeros(64, width, dtype=torch.int8)
-        matrix = QuantizedMatrix(codes, scales, scales if group else None, bits)
-        layer = KernelLinear(GpuMatrix.of(matrix, codes.device), None, activations)
-        for count in (1, 90):
-            layer(torch.zeros(count, width, dtype=dtype))
-    launching.WATCHERS.pop()
+        for bits, group, activations in QUANTIZED:
+            scales = torch.ones(64, width // (group or width))
+            codes = torch.zeros(64, width, dtype=torch.int8)
+            matrix = QuantizedMatrix(codes, scales, scales if group else None, bits)
+            layer = KernelLinear(GpuMatrix(matrix, codes.device), None, activations)
+            for count in (1, 90):
+                layer(torch.zeros(count, width, dtype=dtype))
     yield from seen.values()
-
-
-def driver_of(capability: int) -> Any:
-    """What Triton asks a GPU for when it compiles: here for one that is not there."""
-    from triton.backends.compiler import GPUTarget
-
-    return SimpleNamespace(
-        get_current_device=lambda: capability,
-        get_current_stream=lambda device: 0,
-        get_current_target=lambda: GPUTarget("cuda", capability, 32),
-    )
 
 
 def reports(name: str, config: Config, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     """A line for each kernel and kind of GPU."""
     import triton
+    from triton.backends.compiler import GPUTarget
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     for kernel, arguments, constants in launched(config, dtype):
         for capability, gpu in CAPABILITIES.items():
-            triton.runtime.driver.set_active(driver_of(capability))
+            driver = Mock()  # what Triton asks a GPU for, here for one that is not there
+            driver.get_current_device.return_value = capability
+            driver.get_current_target.return_value = GPUTarget("cuda", capability, 32)
+            triton.runtime.driver.set_active(driver)
             binary = kernel.warmup(*arguments, grid=(1,), **constants)  # compiles it
             with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
                 file.write(binary.asm["cubin"])
                 file.flush()
                 words = [str(tool), "--dump-resource-usage", file.name]
                 shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-            usage = USAGE.search(shown)
-            assert usage is not None, shown
-            registers, stack, local = map(int, usage.groups())
+            registers, stack, local = map(int, USAGE.findall(shown)[0])
             yield {
                 "model": name, "dtype": str(dtype).removeprefix("torch."),
                 "kernel": kernel.__name__, "gpu": gpu, "registers": registers,

@@ -72,13 +72,12 @@ def gpt2(model: GPT2) -> tuple[Forward, Any]:
 
     def forward(attention: GpuAttention) -> tuple[Tensor, Tensor]:
         x = model.wte(attention.input["ids"]) + model.wpe(attention.input["positions"])  # (N, C)
-        added: Tensor | None = None
+        added: Any = None
         for layer, block in enumerate(layers):
             qkv = block.attn.c_attn(add_norm(x, added, block.ln_1))  # (N, 3C)
             q, k, v = qkv.unflatten(1, (3, heads, -1)).unbind(1)  # each (N, H, D)
             added = block.attn.c_proj(attention.attend(layer, q, k, v).flatten(1))
             added = block.mlp(add_norm(x, added, block.ln_2))
-        assert added is not None
         return x, added
 
     return forward, model.ln_f
@@ -88,22 +87,17 @@ def llama(model: Llama) -> tuple[Forward, Any]:
     """The forward pass of `model` up to its last norm, and that norm. Joins its projections."""
     config = model.config
     counts = config.n_head, config.n_kv_head, config.n_kv_head
-    listed: list[Any] = list(model.layers)
-    layers = [
-        (
-            layer,
-            joined_product(*(getattr(layer.self_attn, f"{name}_proj") for name in "qkv")),
-            joined_product(layer.mlp.gate_proj, layer.mlp.up_proj),
-        )
-        for layer in listed
-    ]
+    layers: list[Any] = list(model.layers)
+    projections = "q_proj", "k_proj", "v_proj"
+    qkvs = [joined_product(*map(layer.self_attn.get_submodule, projections)) for layer in layers]
+    gates = [joined_product(layer.mlp.gate_proj, layer.mlp.up_proj) for layer in layers]
     frequencies = model.frequencies.to(model.device)
 
     def forward(attention: GpuAttention) -> tuple[Tensor, Tensor]:
         x = model.embed_tokens(attention.input["ids"])  # (N, C)
         turns = rotation(attention.input["positions"], frequencies)
-        added: Tensor | None = None
-        for number, (layer, project, open_) in enumerate(layers):
+        added: Any = None
+        for number, (layer, project, open_) in enumerate(zip(layers, qkvs, gates, strict=True)):
             attn = layer.self_attn
             qkv = project(add_norm(x, added, layer.input_layernorm))
             q, k, v = qkv.unflatten(1, (-1, config.head_dim)).split(counts, 1)  # (N, heads, D)
@@ -112,7 +106,6 @@ def llama(model: Llama) -> tuple[Forward, Any]:
             added = attn.o_proj(attention.read(number, q).flatten(1))
             gated = silu_mul(open_(add_norm(x, added, layer.post_attention_layernorm)))
             added = layer.mlp.down_proj(gated)
-        assert added is not None
         return x, added
 
     return forward, model.norm

@@ -37,7 +37,7 @@ def layers(bits, group, minimum, activations, inputs, outputs, bias=True):
     matrix = format.quantized("w", torch.randn(outputs, inputs, device=DEVICE))
     slow = QuantizedLinear(matrix, torch.randn(outputs, device=DEVICE) if bias else None)
     slow.activations = activations
-    return slow, KernelLinear(GpuMatrix.of(matrix, matrix.codes.device), slow.bias, activations)
+    return slow, KernelLinear(GpuMatrix(matrix, matrix.codes.device), slow.bias, activations)
 
 
 def numbers(layer):
