@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
-from shared import models
+from shared import cli, models
 from shared.checkpoint import PRESETS, Checkpoint, Config
 from shared.parity import random_prompt
 from shared.testing import random_checkpoint
@@ -40,6 +40,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    for name in [name for name in os.environ if name.startswith("STAIRCASE_")]:
+        del os.environ[name]  # the user's own options of the server
     if hasattr(config, "workerinput"):  # one of two processes, which share the cores
         threads = max(1, (os.cpu_count() or 1) // 2)
         torch.set_num_threads(threads)
@@ -94,3 +96,17 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """run(main, *arguments) -> (exit status, standard output, standard error) of a program."""
+
+    def call(main: Any, *arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit:
+            cli.run(main, list(arguments))
+        captured = capsys.readouterr()
+        assert isinstance(exit.value.code, int) and "Traceback" not in captured.err
+        return exit.value.code, captured.out, captured.err
+
+    return call

@@ -28,20 +28,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("cli") / "model")
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """run(main, *arguments) -> (exit status, standard output, standard error)."""
-
-    def call(main: Any, *arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as exit:
-            cli.run(main, list(arguments))
-        captured = capsys.readouterr()
-        assert isinstance(exit.value.code, int)
-        return exit.value.code, captured.out, captured.err
-
-    return call
-
-
 def refuses(result: tuple[int, str, str], words: str) -> None:
     """One sentence on standard error that holds `words`, nothing on standard output, status 2."""
     status, out, err = result

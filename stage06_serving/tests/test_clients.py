@@ -3,7 +3,6 @@ report, and stands for its kind."""
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from stage06_serving.chat import template_of
 from stage06_serving.protocol import Message
 
 from .conftest import checkpoint
-from .tools import GREEDY, PROMPT
 
 BOS, END = "<|im_start|>", "<|im_end|>"
 DROPPING = CHATML.replace("{%- for message in messages", "{%- for message in messages if "
@@ -72,18 +70,6 @@ def test_sampling_defaults_are_the_model_s_and_a_request_wins(chatting):
         return {choice["text"] for choice in chatting.post(json=body).json()["choices"]}
 
     assert len(texts()) == 1 < len(texts(temperature=2, top_k=0))
-
-
-def test_a_message_names_the_true_cause(server):
-    body = json.dumps({"prompt": PROMPT}).encode()
-    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-    answer = server.post(content=gzip.compress(body), headers=headers)
-    assert answer.status_code == 415 and "Content-Encoding" in answer.text
-    chat = {"messages": [USER], "functions": [{"name": "look"}]}
-    answer = server.post("/v1/chat/completions", json=GREEDY | chat)
-    assert answer.status_code == 400 and "send 'tools'" in answer.text
-    answer = server.post("/v1/responses", json={"input": "hello"})
-    assert answer.status_code == 404 and "/v1/chat/completions" in answer.text
 
 
 def test_a_developer_is_the_system_unless_the_template_knows_it(chatting):

@@ -146,12 +146,11 @@ async def test_an_answer_streams_while_it_is_computed():
         answer = here.http.stream("POST", PATH, json=LONG | {"max_tokens": 4, "stream": True})
         here.gate.allow(1)
         async with answer as stream:
-            lines = stream.aiter_lines()
-            first = await anext(lines)
+            texts = stream.aiter_text()
+            first = await anext(texts)
             assert stream.headers["content-type"].startswith("text/event-stream")
             here.gate.allow()
-            rest = [first, *[line async for line in lines if line]]
-        chunks = events("\n\n".join([*rest, ""]))
+            chunks = events(first + "".join([text async for text in texts]))
         assert len(chunks) > 1 and chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
@@ -212,10 +211,6 @@ async def test_draining_and_hurrying():
     """/health: the engine works. /ready: it takes requests. The first signal lets answers end, the
     second ends them with an error."""
     async with busy("--grace", "3600") as here:
-
-        async def read(lines: Any) -> list[Any]:
-            return events("\n\n".join([line async for line in lines if line] + [""]))
-
         assert (await here.http.get("/ready")).json() == {"status": "ok"}
         ends = here.http.stream("POST", PATH, json=LONG | {"max_tokens": 3, "stream": True})
         lasts = here.http.stream("POST", PATH, json=LONG | {"stream": True})
@@ -226,10 +221,10 @@ async def test_draining_and_hurrying():
             for refused in (await here.ask(**SHORT), await here.http.get("/ready")):
                 assert refused.status_code == 503 and refused.headers["retry-after"]
             here.gate.allow(5)
-            last = (await read(ending.aiter_lines()))[-1]
+            last = events((await ending.aread()).decode())[-1]
             assert last["choices"][0]["finish_reason"] == "length"
             here.house.server.handle_exit(signal.SIGTERM, None)
-            *chunks, last = await read(lasting.aiter_lines())
+            *chunks, last = events((await lasting.aread()).decode())
             assert last["error"]["code"] == 503 and "shutting down" in last["error"]["message"]
             assert 1 <= len(chunks) < 10 and not any("error" in chunk for chunk in chunks)
 

@@ -9,7 +9,6 @@ import time
 import httpx2
 import pytest
 
-from shared import cli
 from shared.errors import UserError
 from shared.server import own_server
 from stage05_paged.sanitizer import Sanitizer
@@ -20,23 +19,8 @@ from stage06_serving.settings import PREFIX, Settings, parse
 from .tools import HANG, until
 
 
-@pytest.fixture(autouse=True)
-def clean(monkeypatch):
-    for name in Settings.model_fields:
-        monkeypatch.delenv(PREFIX + name.upper(), raising=False)
-
-
-def ended(capsys, *arguments):
-    """Exit status and output of a command line that starts nothing."""
-    with pytest.raises(SystemExit) as exit:
-        cli.run(stage.main, list(arguments))
-    out, err = capsys.readouterr()
-    assert "Traceback" not in err
-    return exit.value.code, out + err
-
-
-def test_every_option_is_a_variable_too_and_the_command_line_wins(monkeypatch, capsys):
-    status, shown = ended(capsys, "--help")
+def test_every_option_is_a_variable_too_and_the_command_line_wins(monkeypatch, run):
+    status, shown, _ = run(stage.main, "--help")
     assert status == 0 and PREFIX in shown
     assert all("--" + name.replace("_", "-") in shown for name in Settings.model_fields)
     monkeypatch.setenv(f"{PREFIX}ENABLE_PREFIX_CACHING", "no")
@@ -64,25 +48,25 @@ def test_the_defaults_are_safe_and_what_is_open_to_all():
         ("prot", "80", "unrecognized"),
     ],
 )
-def test_invalid_values_are_an_error_of_one_sentence(capsys, option, value, words):
-    status, shown = ended(capsys, f"--{option}={value}")
+def test_invalid_values_are_an_error_of_one_sentence(run, option, value, words):
+    status, _, shown = run(stage.main, f"--{option}={value}")
     assert status == 2 and shown.count("\n") == 1 and f"--{option}" in shown
     assert words in shown and "--help" in shown
 
 
-def test_what_stops_the_start(capsys, tmp_path, monkeypatch):
+def test_what_stops_the_start(run, tmp_path, monkeypatch):
     """A missing model, a host that is elsewhere or unknown. The port is opened before the model is
     loaded, and closed on failure: a program that catches the error and tries again must get it."""
     for model, words in (("storys", "did you mean stories?"), ("none.gguf", "There is no model")):
-        status, shown = ended(capsys, "--model", model)
+        status, _, shown = run(stage.main, "--model", model)
         assert status == 2 and words in shown and shown.count("\n") == 1
     opened = stage.bind("127.0.0.1", 0)
     opened.listen()
     for place in (("--host", "192.0.2.1"), ("--port", str(opened.getsockname()[1]))):
-        status, shown = ended(capsys, *place)
+        status, _, shown = run(stage.main, *place)
         assert status == 2 and "cannot listen on" in shown and "free --port" in shown
     monkeypatch.setattr(stage, "bind", lambda *where: opened)
-    status, shown = ended(capsys, "--port", "0", "--model", str(tmp_path))
+    status, _, shown = run(stage.main, "--port", "0", "--model", str(tmp_path))
     assert status == 2 and "\nerror: " in shown and "config.json is missing" in shown
     assert "serves" not in shown and opened.fileno() == -1  # closed
 

@@ -182,6 +182,7 @@ MANY = {"logprobs": 20, "prompt": [[5] * 900] * 3}
         (COMPLETIONS, MANY | {"max_tokens": 900}, f"{3 * 900 * 21} log-prob"),
         *((COMPLETIONS, MANY | ECHO | {"stream": more}, "log-prob") for more in (False, True)),
         (CHATS, MANY | {"top_logprobs": 20, "logprobs": True, "n": 3}, "log-prob"),
+        (CHATS, {"functions": [{"name": "look"}]}, "send 'tools'"),
         (CHATS, {"tools": [{"type": {}}]}, ""),  # CVE-2025-48944
         (CHATS, {"response_format": {"type": "xml"}}, "json_object"),
         (CHATS, {"tool_choice": "required"}, "one of the 'tools'"),

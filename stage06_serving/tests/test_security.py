@@ -79,6 +79,8 @@ def test_only_json_is_read(server):
     for kind in ("text/plain", form, "multipart/form-data; boundary=a", "application/jsonx", ""):
         answer = server.post(content=BODY, headers={"Content-Type": kind})
         assert "application/json" in refused(answer)
+    answer = server.post(content=BODY, headers=JSON | {"Content-Encoding": "gzip"})
+    assert "Content-Encoding" in refused(answer, 415)
 
 
 def test_every_error_is_an_error_object(server):
@@ -89,8 +91,9 @@ def test_every_error_is_an_error_object(server):
         ("POST", "/v1/responses", 404),
     ):
         answer = server.ask(method, path, json={})
-        refused(answer, status)
+        message = refused(answer, status)
         assert status != 405 or answer.headers["allow"]
+        assert path != "/v1/responses" or "/v1/chat/completions" in message
 
 
 HOSTS = ("x/health?", "127.0.0.1/health#", "x/health/../", "a@b/?")

@@ -4,8 +4,6 @@ options."""
 from __future__ import annotations
 
 import json
-import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -23,21 +21,6 @@ from stage07_loadtest import results, workload
 from .helpers import mocked
 
 
-@pytest.fixture(autouse=True)
-def clean(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("STAIRCASE_")]:
-        monkeypatch.delenv(name)
-
-
-def ended(capsys, arguments):
-    """Exit status, standard output and standard error of a command line."""
-    with pytest.raises(SystemExit) as exit:
-        cli.run(program.main, shlex.split(arguments))
-    out, err = capsys.readouterr()
-    assert "Traceback" not in err
-    return exit.value.code, out, err
-
-
 def rows(out):
     """The cells of the table below its header, with the load first."""
     lines = iter(out.splitlines())
@@ -45,18 +28,18 @@ def rows(out):
     return [[line[:18].strip(), *line[18:].split()] for line in takewhile(bool, lines)]
 
 
-def loaded(capsys, arguments, **behaviour):
+def loaded(run, arguments, **behaviour):
     """Exit status and both outputs of a load on the mock, and the bodies that it received."""
     with mocked(**behaviour) as running:
-        ending = ended(capsys, f"--url {running.url}/v1/ {arguments}")
+        ending = run(program.main, *f"--url {running.url}/v1/ {arguments}".split())
         return *ending, list(running.bodies)
 
 
-def test_a_short_run_against_the_real_server(capsys, tmp_path):
+def test_a_short_run_against_the_real_server(run, tmp_path):
     """The lengths are those that the server's usage counts, and the tokens those of its metrics."""
     load = "--users 2 --rates 40 --requests 6 --workload mixed --prompt-tokens 5 --answer-tokens 6"
     out, own = tmp_path / "run", "--engine paged --kv-memory 8MiB --threads 1"
-    status, printed, err = ended(capsys, f"{load} --out {out} -- {own}")
+    status, printed, err = run(program.main, *f"{load} --out {out} -- {own}".split())
     assert status == 0, err
     names = ("2 users", "poisson, 40/s")
     assert [cells[:3] for cells in rows(printed)] == [[name, "6", "100.0%"] for name in names]
@@ -71,14 +54,14 @@ def test_a_short_run_against_the_real_server(capsys, tmp_path):
         assert [one["completion_tokens"] for one in mine] == [ask.max_tokens for ask in asks]
         assert point["tokens_match"] is True and point["blocks_back"] is True
     assert "stories" in err and (out / results.CHART).exists() and f"Written: {out}" in printed
-    status, _, err = ended(capsys, f"--url http://127.0.0.1:1 --out {out}")
+    status, _, err = run(program.main, *f"--url http://127.0.0.1:1 --out {out}".split())
     assert status == cli.EXIT_ERROR and "already holds a run" in err
 
 
-def test_failures_stand_beside_every_latency(capsys, tmp_path):
+def test_failures_stand_beside_every_latency(run, tmp_path):
     """Infinite in the table and on disk, and no bar in the chart."""
     load = f"--users 1 --requests 9 --slo ttft=5,e2e=20 --out {tmp_path}"
-    status, out, *_ = loaded(capsys, load, fault="503", fault_every=3)
+    status, out, *_ = loaded(run, load, fault=503, fault_every=3)
     (one,) = rows(out)
     assert status == 0 and one[:3] == ["1 user", "9", "66.7%"] and "inf" in one
     assert "1 user: 3 http_503" in out and "TTFT 5,000 ms, E2E 20,000 ms" in out
@@ -86,14 +69,14 @@ def test_failures_stand_beside_every_latency(capsys, tmp_path):
     assert point["latency"]["e2e"]["adjusted"]["p95"] == "inf" and "Written" in out
 
 
-def test_a_server_that_fails_the_first_request_as_it_would_all_is_not_loaded(capsys):
-    status, out, err, bodies = loaded(capsys, "--users 1", fault="500")
+def test_a_server_that_fails_the_first_request_as_it_would_all_is_not_loaded(run):
+    status, out, err, bodies = loaded(run, "--users 1", fault=500)
     assert (status, out) == (cli.EXIT_ERROR, "") and "http_other: 500" in err and len(bodies) == 1
 
 
-def test_no_prompt_comes_twice_in_a_run(capsys):
+def test_no_prompt_comes_twice_in_a_run(run):
     """A prefix cache would know it from an earlier point."""
-    status, _, _, bodies = loaded(capsys, "--users 1,2 --requests 4")
+    status, _, _, bodies = loaded(run, "--users 1,2 --requests 4")
     prompts = {tuple(body["prompt"]) for body in bodies}
     assert status == 0 and len(prompts) == len(bodies) == 1 + 4 + 1 + 4 + 2
     assert {body["model"] for body in bodies} == {"mock"}
@@ -129,7 +112,7 @@ def test_control_c_keeps_what_was_measured(interruptible, tmp_path):
         ("--url http://127.0.0.1:1", "start a server there"),
     ],
 )
-def test_invalid_options_are_rejected_before_a_server_starts(capsys, monkeypatch, arguments, words):
+def test_invalid_options_are_rejected_before_a_server_starts(run, monkeypatch, arguments, words):
     monkeypatch.setattr(program, "own_server", lambda *_: pytest.fail("a server was started"))
-    status, out, err = ended(capsys, arguments)
+    status, out, err = run(program.main, *arguments.split())
     assert status == cli.EXIT_ERROR and out == "" and words in err and err.startswith("error: ")
