@@ -33,11 +33,10 @@ class Behaviour:
     ttft: float = 0.1  # from a request's slot to its first token
     itl: float = 0.02  # from each token to the next
     max_num_seqs: int = 100_000  # answers that run at a time, the rest queue
-    chunk_tokens: int = 1  # tokens in one event, sent when the last of them is due
     stall: float = 0.0  # of each freeze
     stall_every: float = 0.0  # from freeze to freeze, the first after that time
-    fault: str | None = None  # an HTTP status, "reset" half-way, or "short" of one token
-    fault_every: int = 1  # every n-th request has the fault
+    fault: int | None = None  # the HTTP status of requests that fail
+    fault_every: int = 1  # every n-th fails
 
     def __post_init__(self) -> None:
         if self.stall and self.stall >= self.stall_every:
@@ -84,9 +83,9 @@ class Mock:
         body, behaviour = await request.json(), self.behaviour
         self.first = self.first or asyncio.get_running_loop().time()
         self.bodies.append(body)
-        fault = behaviour.fault if len(self.bodies) % behaviour.fault_every == 0 else None
-        if fault and fault.isdigit():
-            return web.json_response({"error": {"message": "A planted fault."}}, status=int(fault))
+        if behaviour.fault and len(self.bodies) % behaviour.fault_every == 0:
+            error = {"error": {"message": "A planted fault."}}
+            return web.json_response(error, status=behaviour.fault)
         self.waiting += 1
         try:
             await self._slots.acquire()
@@ -95,45 +94,38 @@ class Mock:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:  # the counts stay right however the answer ends
-            return await self._answer(request, body, fault)
+            return await self._answer(request, body)
         finally:
             self._slots.release()
             self.running -= 1
             self.ended += 1
 
-    async def _answer(
-        self, request: web.Request, body: dict[str, Any], fault: str | None
-    ) -> web.StreamResponse:
-        count, sent = body["max_tokens"] - (fault == "short"), 0
+    async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        count = body["max_tokens"]
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        async for tokens in self.paced(count):
-            if fault == "reset" and sent >= count // 2 and request.transport:
-                request.transport.abort()
-                return response
-            sent += tokens
-            self.generated += tokens
-            choice = {"index": 0, "text": " noise" * tokens, "token_ids": [*range(tokens)]}
+        async for sent in self.paced(count):
+            self.generated += 1
+            choice: dict[str, Any] = {"index": 0, "text": " noise", "token_ids": [sent]}
             choice["finish_reason"] = "length" if sent == count else None
             await response.write(event({"choices": [choice]}))
-        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": sent}
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count}
         await response.write(event({"choices": [], "usage": usage}) + b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
     async def paced(self, count: int) -> AsyncIterator[int]:
-        """Yield the number of tokens of each chunk of an answer when it is due.
+        """Yield the number of each token of an answer, from 1 on, when it is due.
 
-        All moments are computed from the start: a late chunk does not delay the next ones.
+        All moments are computed from the start: a late token does not delay the next ones.
         """
         loop, first = asyncio.get_running_loop(), self.first or 0.0
         start = loop.time() - first
-        for done in range(0, count, self.behaviour.chunk_tokens):
-            tokens = min(self.behaviour.chunk_tokens, count - done)
-            work = self.behaviour.ttft + (done + tokens - 1) * self.behaviour.itl
+        for earlier in range(count):
+            work = self.behaviour.ttft + earlier * self.behaviour.itl
             due = first + self.behaviour.due(start, work)
             await asyncio.sleep(max(0.0, due - loop.time()))
-            yield tokens
+            yield earlier + 1
 
 
 def event(data: dict[str, Any]) -> bytes:

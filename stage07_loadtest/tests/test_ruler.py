@@ -8,7 +8,6 @@ must equal the mock's settings on any machine. The benchmark's table has the cli
 from __future__ import annotations
 
 import asyncio
-import math
 from dataclasses import replace
 
 import pytest
@@ -16,34 +15,30 @@ from pytest import approx
 
 from shared.errors import UserError
 from stage07_loadtest import metrics
-from stage07_loadtest.client import TOKENS
 from stage07_loadtest.metrics import Slo, summarize
 from stage07_loadtest.mock import Behaviour, Mock
 from stage07_loadtest.schedule import closed, poisson
-from stage07_loadtest.workload import make
 
 from . import helpers
-from .helpers import QUICK, asks
+from .helpers import asks
 
 
 def paced(count, late=0.0, **behaviour):
-    """(time, tokens) of every chunk of an answer that starts at 0, on a machine that is always
-    `late` seconds late."""
+    """The moments of the tokens of an answer that starts at 0, on a machine that is always `late`
+    seconds late."""
 
-    async def chunks():
+    async def tokens():
         server, loop = Mock(Behaviour(**behaviour)), asyncio.get_running_loop()
-        return [(loop.time(), tokens) async for tokens in server.paced(count)]
+        return [loop.time() async for _ in server.paced(count)]
 
-    return helpers.run(chunks(), late, grace=0.0)
+    return helpers.run(tokens(), late, grace=0.0)
 
 
 def test_the_pace_of_an_answer():
-    moments = [at for at, _ in paced(50, late=0.004, ttft=0.5, itl=0.02)]
+    moments = paced(50, late=0.004, ttft=0.5, itl=0.02)
     due = [0.504 + 0.02 * number for number in range(50)]
     assert moments == approx(due, abs=1e-6), "delays add up"
-    bundled = paced(7, ttft=1, itl=0.5, chunk_tokens=3)  # sent when the last token is due
-    assert bundled == [(approx(2.0), 3), (approx(3.5), 3), (approx(4.0), 1)]
-    frozen = [at for at, _ in paced(5, ttft=1, itl=1, stall=2.5, stall_every=4)]
+    frozen = paced(5, ttft=1, itl=1, stall=2.5, stall_every=4)
     assert frozen == approx([1, 2, 3, 4, 7.5])
     assert Behaviour(stall=2, stall_every=10).due(21.5, 0) == 22  # nothing is sent while frozen
     for every in (0, 1):  # it would never thaw
@@ -77,20 +72,6 @@ def test_littles_law_fails_when_records_lack_requests(when):
     assert lost.little and lost.little.ratio > 1.5 and "Little" in "; ".join(lost.flags)
 
 
-@pytest.mark.parametrize(("name", "different"), [("mixed", range(15, 41)), ("fixed", range(1, 2))])
-def test_pitfall_answers_that_are_all_of_one_length(name, different):
-    """Catches a comparison where all rows end together, so that continuous batching has nothing to
-    gain: a workload's answers must differ, and be as long as requested on both sides."""
-    what = make(name, 40, seed=5)
-    wanted = [ask.max_tokens for ask in what]
-    bundled = {"ttft": 0.01, "itl": 0, "chunk_tokens": 3}
-    point, summary, server = against(bundled, what, closed(8, 40))
-    assert [record.completion_tokens for record in point.records] == wanted
-    assert [sum(record.chunk_tokens) for record in point.records] == wanted
-    assert sorted(body["max_tokens"] for body in server.bodies) == sorted(wanted)
-    assert len(set(wanted)) in different and summary.tokens_match and summary.blocks_back
-
-
 def test_pitfall_an_open_loop_that_waits_for_answers():
     """Catches a pool, a semaphore or an await that holds a request back until another has ended:
     all 150 are sent within 0.2 s, before the first is answered."""
@@ -120,14 +101,3 @@ def test_pitfall_latencies_from_the_late_send():
         assert sent > 0 and metrics.ttft_intended(record) == approx(queue + sent)
     assert [record.intended for record in point.records] == when.starts, "the schedule is kept"
     assert "late" in "; ".join(summary.flags)
-
-
-def test_pitfall_two_sides_that_say_different_numbers_of_tokens():
-    """Catches a server that is fast because it sends less. An answer that is short of one token is
-    a failure: in no throughput, in no latency, and infinite in the adjusted percentiles."""
-    faulty = QUICK | {"fault": "short", "fault_every": 2}
-    _, summary, _ = against(faulty, asks(20, 8), closed(4, 20))
-    assert summary.failures == {TOKENS: 10} and summary.success_rate == 0.5
-    assert summary.completion_tokens == 80 and summary.output_rate == approx(80 / summary.seconds)
-    assert summary.latency[metrics.E2E].samples == 10
-    assert summary.at(metrics.E2E, 90, adjusted=True) == math.inf
