@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 @runtime_checkable
 class Linear(Protocol):
-    """A linear layer in a format of its own: it packs and splits its weight itself. It is also an
-    nn.Module; nn.Linear is no Linear."""
+    """A linear layer in a format of its own: it splits its weight itself. It is also an nn.Module;
+    nn.Linear is no Linear."""
 
     in_features: int
     out_features: int
@@ -24,9 +24,6 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out), in the dtype of x."""
-
-    def pack(self) -> nn.Module:
-        """The layer in this machine's fastest layout; itself if it has that already."""
 
     def shard(self, rows: Tensor | None, columns: Tensor | None) -> nn.Module:
         """The layer with the outputs `rows` alone; or with the inputs `columns` alone, and then

@@ -23,8 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .conversion import Linear
-
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 WIDENED_DTYPES = (torch.bfloat16, torch.float16)
 PACKED_FOR_ROWS = 32  # oneDNN's layout for 32 rows was as good as any at 1 row, the best from 2 on
@@ -113,24 +111,22 @@ class WidenedLinear(nn.Module):
 
 def optimize(model: nn.Module, mode: str = "auto") -> str:
     """Lay the linear layers of `model` out by the rule above, in place; "plain" changes nothing.
-    Returns "packed", "widened" or "plain". A Linear in a format of its own packs itself, and what
-    is neither that nor exactly nn.Linear stays. GPT-2's GELU behind a packed layer moves into it.
-    """
+    Returns "packed", "widened" or "plain". What is not exactly nn.Linear stays. GPT-2's GELU behind
+    a packed layer moves into it."""
     kind = "plain"
     for parent in list(model.modules()) if mode == "auto" else ():
         children = [*parent.named_children(), ("", None)]
         for (name, layer), (following, activation) in pairwise(children):
-            if isinstance(layer, Linear):
-                setattr(parent, name, layer.pack())
-            elif type(layer) is nn.Linear:
-                weight = layer.weight
-                if can_pack(weight.device, weight.dtype):
-                    kind = "packed"
-                    gelu = type(activation) is nn.GELU and activation.approximate == "tanh"
-                    setattr(parent, name, PackedLinear(layer, gelu))
-                    if gelu:
-                        setattr(parent, following, nn.Identity())
-                elif weight.device.type == "cpu" and weight.dtype in WIDENED_DTYPES:
-                    kind = "widened"
-                    setattr(parent, name, WidenedLinear(layer))
+            if type(layer) is not nn.Linear:
+                continue
+            device, dtype = layer.weight.device, layer.weight.dtype
+            if can_pack(device, dtype):
+                kind = "packed"
+                gelu = type(activation) is nn.GELU and activation.approximate == "tanh"
+                setattr(parent, name, PackedLinear(layer, gelu))
+                if gelu:
+                    setattr(parent, following, nn.Identity())
+            elif device.type == "cpu" and dtype in WIDENED_DTYPES:
+                kind = "widened"
+                setattr(parent, name, WidenedLinear(layer))
     return kind

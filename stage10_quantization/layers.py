@@ -85,9 +85,6 @@ class QuantizedLinear(nn.Module):
             y = F.linear(flat.to(wide), self.matrix.dequantized(wide), bias)
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
-    def pack(self) -> nn.Module:
-        return self
-
     def product(
         self, layers: Sequence[Any], epilogue: int, cache: Any, dtype: torch.dtype
     ) -> PanelProduct | None:

@@ -15,14 +15,10 @@ class Int8Linear(nn.Module):
         """weight (out, in) int8, scale (out,), bias (out,)."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.weight, self.scale, self.bias, self.packed = weight, scale, bias, False
+        self.weight, self.scale, self.bias = weight, scale, bias
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype)[:, None], self.bias)
-
-    def pack(self) -> Int8Linear:
-        self.packed = True
-        return self
 
     def shard(self, rows: Tensor | None, columns: Tensor | None) -> Int8Linear:
         if columns is not None:
