@@ -21,21 +21,17 @@ PROMPT, TOKENS = "Once upon a time", 21
 STORY = " there lived a gentle girl. Her name was Mira, and her home was a village under the "
 
 
-def packages() -> Iterator[str]:
-    """What is wrong with the versions of Python and of the packages; any newer torch works."""
+def wrong() -> Iterator[str]:
+    """What is wrong with Python, with the packages (but any newer torch works), and with the story
+    that the embedded model tells."""
     print(f"Python {platform.python_version()} on {platform.platform()}")
-    recent = sys.version_info >= (3, 11)
-    if not recent:
+    if sys.version_info < (3, 11):  # noqa: UP036
         yield "Python is too old: install 3.11 or newer"
     text = (ROOT / "requirements.txt").read_text(encoding="utf-8")
     for name, pin in re.findall(r"^([\w.-]+)==([\w.]+)", text, re.MULTILINE):
         present = importlib.metadata.version(name).partition("+")[0]  # "+cpu" names a build
         if present != pin and name != "torch":
             yield f"{name} is {present} instead of {pin}: {INSTALL}"
-
-
-def model() -> Iterator[str]:
-    """Whether the embedded model continues a story with the right tokens."""
     import torch
 
     from . import measure, models, registry
@@ -59,16 +55,16 @@ def model() -> Iterator[str]:
 
 
 def main() -> int:
-    wrong: list[str] = []
+    status = 0
     try:
-        wrong += packages()
-        wrong += model()
+        for sentence in wrong():
+            print(f"WRONG: {sentence}")
+            status = 1
     except Exception as error:
-        wrong.append(f"{type(error).__name__}: {error} ({INSTALL}?)")
-    for sentence in wrong:
-        print(f"WRONG: {sentence}")
-    print("Not ready." if wrong else "Ready.")
-    return int(bool(wrong))
+        print(f"WRONG: {type(error).__name__}: {error} ({INSTALL}?)")
+        status = 1
+    print("Not ready." if status else "Ready.")
+    return status
 
 
 if __name__ == "__main__":

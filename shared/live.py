@@ -18,7 +18,6 @@ from . import cli
 from .errors import UserError
 
 BUDGET, EVERY = 64, 6  # defaults: tokens a step, steps from one arrival to the next
-URGENT, NORMAL = 0, 1  # priorities
 
 
 def print_answer(number: int, output: Any, loaded: cli.Loaded) -> None:
@@ -27,10 +26,9 @@ def print_answer(number: int, output: Any, loaded: cli.Loaded) -> None:
     if output.error:
         print(f"error: prompt {number}: {output.error}", file=sys.stderr, flush=True)
         return
-    decoder = loaded.decoder()
-    text = "".join(map(decoder.push, output.token_ids)) + decoder.flush()
-    prompt = loaded.tokenizer.decode(output.prompt_ids)
-    print(f"--- prompt {number} ---\n{prompt}{text}\n", flush=True)
+    answer = [id for id in output.token_ids if id not in loaded.config.eos_ids]
+    text = loaded.tokenizer.decode([*output.prompt_ids, *answer])
+    print(f"--- prompt {number} ---\n{text}\n", flush=True)
 
 
 def summary(outputs: Sequence[Any], steps: int, seconds: float, loaded: cli.Loaded) -> str:
@@ -102,43 +100,37 @@ class Show:
         self.steps, self.seconds = self.steps + 1, self.seconds + record.seconds
 
     def run(self, every: int) -> int:
-        """Answer all prompts; print each answer when it ends. Returns the exit status: 2 if one
-        failed."""
-        running, shown = True, sys.stderr.isatty()
+        """Answer all prompts, one more of which arrives every `every` steps, and at once if none is
+        left to do; print each answer when it ends. Returns the exit status: 2 if one failed."""
+        shown, requests = sys.stderr.isatty(), self.engine.requests
         if shown:
             print(f"({self.key})", file=sys.stderr)
-        while running:
-            running = self.step(every)
-            if running and shown:
-                print(f"step {self.steps:>4} |{self.line()}", file=sys.stderr)
+        while self.coming or requests:
+            due = self.steps % every == 0
+            while self.coming and (due or not requests):
+                self.arrive(*self.coming.popleft())
+                due = False
+            if requests:
+                self.engine.step()
+                self.count(self.engine.steps[-1])
+                if shown:
+                    print(f"step {self.steps:>4} |{self.line()}", file=sys.stderr)
             for number in [n for n, output in self.unprinted.items() if output.finish_reason]:
                 print_answer(number, self.unprinted.pop(number), self.loaded)
         print(summary(self.outputs, self.steps, self.seconds, self.loaded), file=sys.stderr)
         print(self.report(), file=sys.stderr)
         return cli.EXIT_ERROR if any(output.error for output in self.outputs) else 0
 
-    def step(self, every: int) -> bool:
-        """Let a prompt arrive if one is due, then make a step; False if nothing is left to do."""
-        requests, due = self.engine.requests, self.steps % every == 0
-        while self.coming and (due or not requests):
-            self.arrive(*self.coming.popleft())
-            due = False
-        if running := bool(requests):
-            self.engine.step()
-            self.count(self.engine.steps[-1])
-        return running
-
     def arrive(self, text: str, limit: int) -> None:
         """Pass a prompt to the engine; every third one is urgent."""
         self.arrived += 1
-        number, priority = len(self.outputs) + 1, URGENT if self.arrived % 3 == 0 else NORMAL
+        number, priority = len(self.outputs) + 1, min(1, self.arrived % 3)  # 0 is urgent
         params = replace(self.sampling, max_tokens=min(limit, self.sampling.max_tokens))
-        outputs: list[Any]
         try:
             ids = self.loaded.tokenizer.encode(text)
-            outputs = [request.output for request in self.add(ids, params, number, priority)]
+            requests = self.add(ids, params, number, priority)
+            outputs: list[Any] = [request.output for request in requests]
         except UserError as error:
-            failed = {"token_ids": [], "finish_reason": "error", "error": str(error)}
-            outputs = [SimpleNamespace(**failed)]
+            outputs = [SimpleNamespace(token_ids=[], finish_reason="error", error=str(error))]
         self.outputs += outputs
         self.unprinted |= enumerate(outputs, number)

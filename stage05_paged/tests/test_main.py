@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 from stage01_forward.params import SamplingParams
 from stage03_batching.tests.commands import CommandContract, answers
@@ -69,15 +70,14 @@ class TestCommand(CommandContract):
         assert numbers(err)["copies"] == 2
 
 
-def test_a_terminal_shows_the_blocks_of_each_step(tiny_model):
+def test_a_terminal_shows_the_blocks_of_each_step(tiny_model, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     prompts = ["a" * 20, "b", "a" * 19 + "c", "d", "ab", "cd", "dd", "ac"]
     engine = engine_of(6, 10, tiny_model, 16, swap_blocks=16, policy="priority")
     sampling = SamplingParams(25, ignore_eos=True)
     run = stage.Show(engine, loaded(tiny_model), [(text, 25) for text in prompts], sampling)
-    seen, owned = set[str](), list[int]()
-    while run.step(1):
-        blocks, words = run.line().split(" | ")
-        assert len(blocks.strip()) == 16 and words.startswith(f"{engine.steps[-1].rows} sequences")
-        seen.update(blocks)
-        owned.append(engine.steps[-1].memory)
-    assert run.peak == max(owned) > owned[-1] and seen > {*"#+. a"} and "#" in run.key
+    assert run.run(1) == 0
+    err, owned = capsys.readouterr().err, [step.memory for step in engine.steps]
+    lines = re.findall(r"^step +\d+ \| (.{16}) \| \d+ sequences, ", err, re.MULTILINE)
+    assert len(lines) == run.steps and {*"".join(lines)} > {*"#+.a"} and "#" in run.key
+    assert run.peak == max(owned) > owned[-1]
