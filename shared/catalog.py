@@ -3,21 +3,17 @@ later stage reads. Imports no torch before it opens one: a misspelt name is refu
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import registry
 from .config import Config, read_config
-from .errors import UserError, advised
+from .errors import UserError
 from .files import read_json
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from .conversion import Conversion
 
 AUTO = "auto"  # of --weights: as the checkpoint stores them
 STORIES = Path(__file__).parent / "stories" / "model"
@@ -42,61 +38,44 @@ PRESETS = {
 }
 
 
-@dataclass(frozen=True)
-class Opened:
-    """The files of a checkpoint. folder: of the tokenizer's files; None without any. tensors: under
-    the names of the model's family. conversion: if matrices are stored in a format of their own."""
-
-    config: Config
-    tensors: dict[str, Tensor]
-    folder: Path | None
-    conversion: Conversion | None = None
-
-
-def formats() -> list[Any]:
-    return [registry.load(entry) for entry in registry.FORMATS.values()]
-
-
 def presets() -> dict[str, Config]:
     """The known shapes of all families, by name."""
-    tables = map(registry.load, registry.SHAPES.values())
-    return {name: config for table in tables for name, config in table.items()}
-
-
-def others() -> str:
-    """The formats and their known names, for a list in a text."""
-    return "".join(f", {', '.join([format.KIND, *format.NAMES])}" for format in formats())
+    return PRESETS | registry.load(registry.SHAPES)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A model on this machine. format: what reads it, of registry.FORMATS; None for a plain
+    """A model on this machine. format: registry.QUANTIZED if that reads it; None for a plain
     folder."""
 
     path: Path
     format: Any = None
 
 
+def quantized() -> Any:
+    return registry.load(registry.QUANTIZED)
+
+
 def find(name: str) -> Found | None:
     """The model of this name, if it is on this machine. Raises UserError for a file in an unknown
     format, and for a known name whose file is not installed."""
-    known = {name: finder for format in formats() for name, finder in format.NAMES.items()}
-    if name in known:
-        path = known[name]()
+    format = quantized()
+    if name in format.NAMES:
+        path = format.NAMES[name]()
     elif not name or name in PRESETS.keys() - EMBEDDED.keys():
         return None
     else:
         path = EMBEDDED.get(name) or Path(os.path.expanduser(name))
     if not os.path.exists(path):  # unlike Path.exists, it raises for no name
         return None
-    format = next((format for format in formats() if format.reads(path)), None)
-    if format is None and not path.is_dir():
-        kinds = "".join(f"{format.KIND}, or " for format in formats())
+    if format.reads(path):
+        return Found(path, format)
+    if not path.is_dir():
         raise UserError(
-            f"{name} is a file: give {kinds}the folder that holds config.json and "
+            f"{name} is a file: give {format.KIND}, or the folder that holds config.json and "
             "model.safetensors."
         )
-    return Found(path, format)
+    return Found(path)
 
 
 def checked(name: str) -> str:
@@ -119,9 +98,10 @@ def stored_dtype(name: str) -> str:
 
 
 def unknown(name: str) -> UserError:
-    others = [name for format in formats() for name in format.NAMES]
-    known = dict.fromkeys([*EMBEDDED, *PRESETS, *others])
-    shown = repr(name if len(name) <= 100 else name[:100] + "...")
-    advice = f"choose {', '.join(known)}, a checkpoint folder, or a hub name owner/name."
-    advice = advised(advice, name[:100], known)
-    return UserError(f"There is no model or folder called {shown}: {advice}")
+    known = [*dict.fromkeys([*EMBEDDED, *PRESETS, *quantized().NAMES])]
+    near = difflib.get_close_matches(name[:100], known, n=1)
+    question = f"did you mean {near[0]}? Or " if near else ""
+    return UserError(
+        f"There is no model or folder called {name[:100]!r}: {question}choose {', '.join(known)}, "
+        "a checkpoint folder, or a hub name owner/name."
+    )

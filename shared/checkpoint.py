@@ -19,17 +19,16 @@ from torch.overrides import TorchFunctionMode
 
 from . import catalog
 from .catalog import EMBEDDED as EMBEDDED
-from .catalog import PRESETS, Found, Opened
+from .catalog import PRESETS, Found
 from .config import Config, read_config
 from .errors import UserError
 from .files import read_json
-from .tokenizer import has_tokenizer
+from .tokenizer import FILES
 
 if TYPE_CHECKING:
     from .conversion import Conversion
     from .tokenizer import AnyTokenizer
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -63,8 +62,8 @@ def load(name: str, random_weights: bool = False, seed: int = 0) -> Checkpoint:
         repository = f"openai-community/{name}" if name in PRESETS else catalog.checked(name)
         location = Found(_download(name, repository))
     opened = _open(name, location)
-    tensors = _checked(opened, location.path)
-    return Checkpoint(opened.config, tensors, opened.folder, conversion=opened.conversion)
+    opened.tensors = _checked(opened, location.path)
+    return opened
 
 
 class _SkipInit(TorchFunctionMode):
@@ -98,14 +97,15 @@ def check_vocabulary(tokenizer: AnyTokenizer, config: Config) -> None:
 # ---- the folder ----
 
 
-def _open(name: str, location: Found, weights: bool = True) -> Opened:
+def _open(name: str, location: Found, weights: bool = True) -> Checkpoint:
     """The files. weights: of a plain folder, too."""
     if location.format:
-        opened = location.format.open(location.path)
-        known = name if name in location.format.NAMES else opened.config.name
-        return replace(opened, config=replace(opened.config, name=known))
+        opened: Checkpoint = location.format.open(location.path)
+        if name in location.format.NAMES:
+            opened.config = replace(opened.config, name=name)
+        return opened
     config = read_config(location.path, name if name in (*EMBEDDED, *PRESETS) else None)
-    return Opened(config, read_tensors(location.path) if weights else {}, location.path)
+    return Checkpoint(config, read_tensors(location.path) if weights else {}, location.path)
 
 
 def _download(name: str, repository: str) -> Path:
@@ -160,28 +160,22 @@ def read_file(path: Path) -> dict[str, torch.Tensor]:
         ) from None
 
 
-def _checked(opened: Opened, source: Path) -> dict[str, torch.Tensor]:
+def _checked(opened: Checkpoint, source: Path) -> dict[str, torch.Tensor]:
     """The tensors under their canonical names, in the model's order, without the matrices that the
     conversion has. Raises UserError if they are not exactly these."""
     config = opened.config
     stored = opened.conversion.stored if opened.conversion else ()
     shapes = {name: shape for name, shape in config.shapes().items() if name not in stored}
-    names = {old: new for old in opened.tensors if (new := config.tensor_name(old)) is not None}
-    tensors = {new: opened.tensors[old] for old, new in names.items()}
+    named = ((config.tensor_name(name), tensor) for name, tensor in opened.tensors.items())
+    tensors = {name: tensor for name, tensor in named if name is not None}
     head = tensors.pop("lm_head.weight", None) if config.tied else None
-    present = {name: tensors[name] for name in shapes if name in tensors}
     problems = {
         "missing": [name for name in shapes if name not in tensors],
         "unexpected": [name for name in tensors if name not in shapes],
         "misshapen": [
-            f"{name} {tuple(tensor.shape)} instead of {shapes[name]}"
-            for name, tensor in present.items()
-            if tuple(tensor.shape) != shapes[name]
-        ],
-        "not of a floating-point type": [
-            f"{name} ({tensor.dtype})"
-            for name, tensor in present.items()
-            if tensor.dtype not in DTYPES
+            f"{name} {tuple(tensors[name].shape)} instead of {shape}"
+            for name, shape in shapes.items()
+            if name in tensors and tensors[name].shape != shape
         ],
     }
     if any(problems.values()):
@@ -191,12 +185,12 @@ def _checked(opened: Opened, source: Path) -> dict[str, torch.Tensor]:
             "checkpoint."
         )
     embedding = next(iter(config.shapes()))
-    if head is not None and embedding in present and not torch.equal(head, present[embedding]):
+    if head is not None and embedding in shapes and not torch.equal(head, tensors[embedding]):
         raise UserError(
             f"lm_head.weight in {source} differs from {embedding}, but config.json ties them: set "
             "tie_word_embeddings to false, or choose another checkpoint."
         )
-    return present
+    return {name: tensors[name] for name in shapes}
 
 
 def _some(names: Sequence[str]) -> str:
@@ -211,7 +205,9 @@ def _some(names: Sequence[str]) -> str:
 def _random_checkpoint(name: str, seed: int) -> Checkpoint:
     if location := catalog.find(name):
         opened = _open(name, location, weights=False)
-        config, folder = opened.config, opened.folder if has_tokenizer(opened.folder) else None
+        config, folder = opened.config, opened.folder
+        if folder is not None and not any((folder / file).exists() for file in FILES):
+            folder = None
     elif name in (presets := catalog.presets()):
         config, folder = presets[name], None
     else:

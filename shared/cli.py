@@ -139,8 +139,12 @@ def address(text: str) -> str:
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """The options of a model and of the machine that runs it."""
-    option = parser.add_argument_group("model and machine").add_argument
-    about = f"stories or stories-chat (embedded), a folder{catalog.others()}, or a name on the hub"
+    option, format = (
+        parser.add_argument_group("model and machine").add_argument,
+        catalog.quantized(),
+    )
+    about = f"stories or stories-chat (embedded), a folder, {format.KIND}, "
+    about += f"{', '.join(format.NAMES)}, or a name on the hub"
     option("--model", type=catalog.checked, default="stories", metavar="NAME", help=about)
     about = "random numbers in place of the weights: the text is noise, and the speed is real"
     option("--random-weights", action="store_true", help=about)

@@ -34,43 +34,27 @@ MODELS = {  # Config.family -> load_model(checkpoint, device, dtype) -> model
     "gpt2": "stage01_forward.model:load_model",
     "llama": "stage08_llama.model:load_model",
 }
-SHAPES = {  # Config.family -> known shapes, a mapping from names of models to configs
-    "gpt2": "shared.catalog:PRESETS",
-    "llama": "stage08_llama.shapes:PRESETS",
-}
-TOKENIZERS = {  # a file of a folder -> tokenizer(folder)
-    "tokenizer.json": "shared.json_tokenizer:JsonTokenizer"
-}
-# Of checkpoints beside folders of floating-point numbers: a module that imports PyTorch only in its
-# open(path) -> shared.catalog.Opened. KIND is what it reads, in words; NAMES: known names -> what
-# finds their files, or raises UserError; reads(path) -> bool.
-FORMATS = {"quantized": "stage10_quantization.files"}
-WEIGHTS = {  # --weights -> change(checkpoint, value), after which its model has such weights
-    "float32": "stage10_quantization.convert:change",
-    "bfloat16": "stage10_quantization.convert:change",
-    "int8": "stage10_quantization.convert:change",
-    "int8-g32": "stage10_quantization.convert:change",
-    "int4": "stage10_quantization.convert:change",
-}
+SHAPES = "stage08_llama.shapes:PRESETS"  # of that family, beside catalog.PRESETS: name -> config
+# What reads checkpoints beside folders of floating-point numbers. KIND is what it reads, in words;
+# NAMES: known names -> what finds their files, or raises UserError; reads(path) -> bool;
+# open(path) -> shared.checkpoint.Checkpoint, which alone imports PyTorch.
+QUANTIZED = "stage10_quantization.files"
+# --weights -> change(checkpoint, value), after which its model has such weights
+WEIGHTS = dict.fromkeys(
+    ("float32", "bfloat16", "int8", "int8-g32", "int4"), "stage10_quantization.convert:change"
+)
 KERNELS = {  # type of device -> a stage09_kernels.backend.Backend
     "cpu": "stage09_kernels.engine:BACKEND",
     "cuda": "stage13_gpu.backend:BACKEND",
 }
-KERNEL_CACHES = {  # dtype of keys and values, type of device -> cache that only kernels read, with
-    # the arguments of stage 05's PagedCache
-    ("int8", "cpu"): "stage10_quantization.cache:Int8KernelCache"
-}
-TRIALS = {  # engine -> unsupported_reason(dtype, device) -> "" if the machine can run it
-    "kernels": "stage09_kernels.backend:unsupported_reason"
-}
-DRAFTS = {  # --speculate -> speculate(engine, value, count, draft model, drawn) -> engine
-    "ngram": "stage11_speculative.engine:speculate",
-    "suffix": "stage11_speculative.engine:speculate",
-    "draft": "stage11_speculative.engine:speculate",
-}
-FORMS = {  # of answers, for the server: see Forms in stage06_serving.service
-    "json": "stage11_speculative.forms:Forms"
-}
+# dtype of keys and values, type of device -> cache that only kernels read, with the arguments of
+# stage 05's PagedCache
+KERNEL_CACHES = {("int8", "cpu"): "stage10_quantization.cache:Int8KernelCache"}
+# engine -> unsupported_reason(dtype, device) -> "" if the machine can run it
+TRIALS = {"kernels": "stage09_kernels.backend:unsupported_reason"}
+# --speculate -> speculate(engine, value, count, draft model, drawn) -> engine
+DRAFTS = dict.fromkeys(("ngram", "suffix", "draft"), "stage11_speculative.engine:speculate")
+FORMS = {"json": "stage11_speculative.forms:Forms"}  # of answers: see stage06_serving.service.Forms
 
 
 def load(entry: str) -> Any:

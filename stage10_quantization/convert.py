@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shared.catalog import Opened
 from shared.checkpoint import Checkpoint
 from shared.config import Config
 from shared.errors import UserError
@@ -130,7 +129,7 @@ class Stored:
 
 def opened(
     config: Config, values: Mapping[str, Tensor | QuantizedMatrix], folder: Path, activations: str
-) -> Opened:
+) -> Checkpoint:
     """The checkpoint with `values` for all of config.shapes: floats in that shape, or matrices
     (out, in), GPT-2's projections too."""
     matrices, tensors = dict[str, QuantizedMatrix](), dict[str, Tensor]()
@@ -139,7 +138,7 @@ def opened(
             matrices[name] = value
         else:
             tensors[name] = value
-    return Opened(config, tensors, folder, Stored(matrices, activations))
+    return Checkpoint(config, tensors, folder, conversion=Stored(matrices, activations))
 
 
 def change(checkpoint: Checkpoint, weights: str) -> None:

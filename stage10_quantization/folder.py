@@ -19,8 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shared.catalog import Opened
-from shared.checkpoint import DTYPES, WEIGHTS, read_tensors
+from shared.checkpoint import WEIGHTS, Checkpoint, read_tensors
 from shared.config import read_config
 from shared.errors import UserError
 from shared.files import read_json
@@ -155,7 +154,7 @@ METHODS: dict[str, Callable[..., QuantizedMatrix]] = {
 # ---- folders ------------------------------------------------------------------------------------
 
 
-def open_folder(folder: Path) -> Opened:
+def open_folder(folder: Path) -> Checkpoint:
     """The quantized model in a folder, whose activations are rounded to int8 only if all groups of
     its quantization_config say so. Raises Unfit."""
     options: Options = read_json(folder / "config.json")[OPTION]
@@ -169,7 +168,7 @@ def open_folder(folder: Path) -> Opened:
             raise Unfit(f"it has a {odd[0]}, which is not read")
     elif (bits := options.get("bits")) != 4:
         raise Unfit(f"codes of {bits} bits are not read, only 4")
-    config = read_config(folder, ignored=(OPTION,))
+    config = read_config(folder)
     shapes, values = config.shapes(), dict[str, Tensor | QuantizedMatrix]()
     layers: dict[str, Parts] = {}
     for stored, tensor in read_tensors(folder).items():
@@ -177,7 +176,7 @@ def open_folder(folder: Path) -> Opened:
         if name is None or name == "lm_head.weight" and config.tied:
             continue
         layer, _, kind = name.rpartition(".")
-        if name in shapes and tensor.dtype in DTYPES:
+        if name in shapes and tensor.is_floating_point():
             values[name] = tensor
         elif len(shapes.get(f"{layer}.weight", ())) == 2:
             layers.setdefault(layer, {})[kind] = tensor

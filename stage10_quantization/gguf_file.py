@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.catalog import Opened
+from shared.checkpoint import Checkpoint
 from stage08_llama.config import LlamaConfig, llama
 
 from . import Unfit
@@ -52,7 +52,7 @@ class Reader(gguf.GGUFReader):
         super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
 
 
-def open_file(path: Path) -> Opened:
+def open_file(path: Path) -> Checkpoint:
     """The model in a GGUF file, whose activations stay floats. Raises Unfit."""
     try:
         reader = Reader(path, "c")

@@ -13,12 +13,12 @@ from shared import catalog, models, registry
 from shared.checkpoint import Checkpoint, random_tensors
 from shared.config import Config
 
-TABLES = {
-    name: table for name, table in vars(registry).items() if name.isupper() and type(table) is dict
+TABLES: dict[str, Any] = {
+    name: value if isinstance(value, dict) else {"": value}
+    for name, value in vars(registry).items()
+    if name.isupper()
 }
 ENTRIES = [(name, key) for name, table in TABLES.items() for key in table]
-
-
 ARGUMENTS: dict[str, list[Any]] = {  # the first ones, of what a table's entries name
     "ENGINES": ["model", "contexts"],
     "CONFIGS": [..., "name", "source"],
@@ -26,12 +26,12 @@ ARGUMENTS: dict[str, list[Any]] = {  # the first ones, of what a table's entries
     "WEIGHTS": ["checkpoint", "weights"],
     "KERNEL_CACHES": ["config", "blocks", "block_size", "swap_blocks", "dtype", "device"],
     "TRIALS": ["dtype", "device"],
-    "TOKENIZERS": ["folder"],
     "DRAFTS": [..., ..., ..., ..., ...],
 }
 ATTRIBUTES = {
+    "SAMPLING": ("check_vocabulary",),
     "SHAPES": ("items",),
-    "FORMATS": ("KIND", "NAMES", "reads", "open"),
+    "QUANTIZED": ("KIND", "NAMES", "reads", "open"),
     "KERNELS": ("cache", "runner", "sample_tokens"),
     "FORMS": ("prepare", "conversation", "answer", "chat_body"),
 }
