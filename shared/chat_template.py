@@ -9,7 +9,6 @@ message (or in the name of a role) never become tokens.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -21,11 +20,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .errors import UserError
 from .files import read_json, read_text
+from .tokenizer import special_tokens
 
-MARK = "\U000f0000"  # a private character: behind each letter of a user's control token
-MARKED = re.compile(f"(?:.{MARK})+", re.DOTALL)
-
-Parts = list[tuple[str, bool]]  # text, and whether it is the template's own
+MARK = "\U000f0000"  # a private character: behind the first letter of a user's control token
 
 
 class Generation(Extension):
@@ -68,72 +65,57 @@ class FolderTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
         )
         environment.filters["tojson"] = to_json
-        environment.globals["raise_exception"] = refuse
-        environment.globals["strftime_now"] = date.today().strftime
+        clock = date.today().strftime
+        environment.globals |= {"raise_exception": refuse, "strftime_now": clock, **(tokens or {})}
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise UserError(
                 f"The model's chat template is invalid ({error}): correct it in the model's folder."
             ) from None
-        self.source, self._tokens = source, dict(tokens or {})
-        longest_first = sorted(control, key=len, reverse=True)  # "|" takes the first match
-        self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.source, self._control = source, control
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        start: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> Parts:
-        """The prompt for `messages`, each with a role and a content, in pieces.
+    ) -> list[str]:
+        """The prompt for `messages`, each with a role and a content, up to the beginning of the
+        assistant's answer. It is in pieces: a border cuts each control token that a user wrote.
 
-        start: add the beginning of the assistant's answer. tools: functions that the model may
-        call, described as OpenAI's API does. Raises UserError if the template refuses the messages
-        or fails.
+        tools: functions that the model may call, described as OpenAI's API does. Raises UserError
+        if the template refuses the messages or fails.
         """
-        fields = {"messages": self._marked(messages), "tools": self._marked(tools)}
+        fields = {"messages": self._cut(messages), "tools": self._cut(tools)}
         try:
-            text = self._template.render(self._tokens | fields, add_generation_prompt=start)
+            return self._template.render(fields, add_generation_prompt=True).split(MARK)
         except Exception as error:  # a template may raise anything
             why = str(error) if isinstance(error, TemplateError) else repr(error)
             raise UserError(
                 f"The model's chat template does not accept these messages: {why}."
             ) from None
-        parts, end = [], 0
-        for match in MARKED.finditer(text):
-            parts += [(text[end : match.start()], True), (match[0].replace(MARK, ""), False)]
-            end = match.end()
-        return [part for part in (*parts, (text[end:], True)) if part[0]]
 
-    def _marked(self, value: Any) -> Any:
-        """Plain data with each letter of every control token marked: it is the token no more, also
-        where a template cuts it."""
+    def _cut(self, value: Any) -> Any:
+        """Plain data with a mark in every control token, also one within another."""
         if isinstance(value, str):
-            quote = lambda token: "".join(letter + MARK for letter in token[0])  # noqa: E731
-            return self._control.sub(quote, value.replace(MARK, ""))
-        if isinstance(value, Mapping):
-            return {str(key): self._marked(inner) for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self._marked(inner) for inner in value]
+            value = value.replace(MARK, "")
+            for token in self._control:
+                value = value.replace(token, token[:1] + MARK + token[1:])
+        elif isinstance(value, Mapping):
+            value = {str(key): self._cut(inner) for key, inner in value.items()}
+        elif isinstance(value, (list, tuple)):
+            value = [self._cut(inner) for inner in value]
         return value
 
 
-def load(folder: Path | None, control: Collection[str] = ()) -> FolderTemplate | None:
+def load(folder: Path | None, control: Collection[str]) -> FolderTemplate | None:
     """The template of a folder: chat_template.jinja, or the one in tokenizer_config.json; None
     without either. Raises UserError for a template that cannot be used."""
     if folder is None:
         return None
     path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     fields = read_json(config) if config.exists() else {}
-    source = fields.get("chat_template")
-    if path.exists():
-        source = read_text(path)
+    source = read_text(path) if path.exists() else fields.get("chat_template")
     if not isinstance(source, str):
         return None
-    tokens = {}
-    for name, value in fields.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            tokens[name] = text
-    return FolderTemplate(source, control, tokens)
+    return FolderTemplate(source, control, special_tokens(folder))

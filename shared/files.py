@@ -10,8 +10,13 @@ from .errors import UserError
 
 
 def read_text(path: Path) -> str:
-    """The text in a file, with Unix line ends. Raises OSError and UnicodeDecodeError."""
-    return path.read_text(encoding="utf-8-sig")  # PowerShell puts a byte order mark first
+    """The text in a file, with Unix line ends. Raises UserError if it is absent or unreadable."""
+    try:
+        return path.read_text(encoding="utf-8-sig")  # PowerShell puts a byte order mark first
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: check its name, and its folder.") from None
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a name with a null character
+        raise UserError(f"{path} cannot be read ({error}): copy or download it again.") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -19,12 +24,8 @@ def read_json(path: Path) -> dict[str, Any]:
     object."""
     try:
         content = json.loads(read_text(path))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing: give a complete checkpoint folder.") from None
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} cannot be read as JSON ({error}): copy or download it again."
-        ) from None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}): copy or download it again.") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} is not a JSON object: copy or download it again.")
     return content

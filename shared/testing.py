@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from . import paths, registry
 from .checkpoint import PRESETS, Checkpoint, Config, random_tensors
-from .tokenizer import byte_alphabet
+from .tokenizer import ALPHABET
 
 # Shapes to compare with `transformers`: heads, depths, odd vocabularies and contexts, GPT-2 124M.
 SHAPES = {  # tokens, positions, width, layers, heads
@@ -65,7 +65,7 @@ def make_folder(folder: Path, vocabulary: int = 257) -> Path:
     folder.mkdir()
     save_file(random_tensors(Config.from_dict(FIELDS)), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(FIELDS), encoding="utf-8")
-    tokens = byte_alphabet() | {f"<{i}>": i for i in range(256, vocabulary - 1)}
+    tokens = ALPHABET | {f"<{i}>": i for i in range(256, vocabulary - 1)}
     tokens["<|endoftext|>"] = vocabulary - 1
     (folder / "vocab.json").write_text(json.dumps(tokens), encoding="utf-8")
     (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")

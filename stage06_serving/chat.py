@@ -50,8 +50,8 @@ class OwnTemplate:
         if "developer" not in self.template.source:  # OpenAI's newer name of the system's role
             for message in plain:
                 message["role"] = message["role"].replace("developer", "system")
-        parts = self.template.render(plain, tools=tools)
-        text = "".join(part for part, _ in parts)
+        pieces = self.template.render(plain, tools)
+        text = "".join(pieces)
         for message in plain:
             if message["role"] == "system" and message["content"].strip() not in text:
                 raise UserError(
@@ -59,7 +59,7 @@ class OwnTemplate:
                     "would see neither yours nor your tools: put the text into a message of the "
                     "user, and leave 'tools' out."
                 )
-        ids: list[int] = self.tokenizer.encode_chat(parts)
+        ids: list[int] = self.tokenizer.encode_chat(pieces)
         return ids
 
 

@@ -14,7 +14,6 @@ from tokenizers import pre_tokenizers as pre
 from tokenizers import processors as post
 
 from shared.errors import UserError
-from shared.json_tokenizer import JsonTokenizer
 from shared.tests.test_tokenizer import AWKWARD, SAMPLE
 from shared.tokenizer import IncrementalDecoder, load_tokenizer
 
@@ -115,37 +114,26 @@ def test_ids_and_streams_are_those_of_transformers(pair):
         ids = ours.encode(text)
         assert ids == theirs.encode(text, split_special_tokens=True)
         decoder = IncrementalDecoder(ours)
-        streamed = [decoder.push(token_id) for token_id in ids]
-        # In a stream the space before the first word stays: an answer may begin with one.
-        plain = ours.decode_bytes(ids).decode("utf-8", "replace")
-        assert "".join(streamed) + decoder.flush() == plain
-        before = ours.encode("")
-        whole = theirs.decode(ids[len(before) :], clean_up_tokenization_spaces=False)
-        assert ours.decode(ids) == ours.decode(before) + whole
+        whole = ours.decode(ids)
+        assert "".join([*map(decoder.push, ids), decoder.flush()]) == whole
+        # Theirs takes sentencepiece's space before the first word away: ours stays in a stream.
+        plain = theirs.decode(ids, clean_up_tokenization_spaces=False)
+        assert whole in (plain, f" {plain}")
 
 
 def test_control_tokens_are_tokens_in_a_chat_alone_which_is_cut_as_one_text(pair):
-    """Sentencepiece put a space before each piece of a template and each message."""
     ours, theirs = pair
     end = ours.decode([ours.eos_id])
     assert ours.eos_id not in ours.encode(f"a{end}b")
     assert end in ours.control and "<tool_call>" not in ours.control  # templates may look for those
-    ids = ours.encode_chat([("a", True), (end, True), (f"b{end}", False), (end, True)])
-    assert ids.count(ours.eos_id) == 2
-    assert ids[: ids.index(ours.eos_id) + 1] == theirs.encode(f"a{end}", add_special_tokens=False)
-    parts = [(f"{end}[INST] ", True), ("the end", False), (f" [/INST]{end}", True)]
-    parts += [(" two\nthe ", False), (f"{end}.", True)]
-    whole = "".join(text for text, _ in parts)
-    assert ours.encode_chat(parts) == theirs.encode(whole, add_special_tokens=False)
+    ids = ours.encode_chat([f"a{end}b{end[:1]}", end[1:]])
+    assert ids.count(ours.eos_id) == 1
+    whole = f"{end}[INST] the end [/INST]{end} two\nthe {end}."
+    for text in (f"a{end}", whole):
+        assert ours.encode_chat([text]) == theirs.encode(text, add_special_tokens=False)
 
 
-def test_files_that_are_refused(tmp_path):
-    good = json.loads(qwen().to_str())
-    for fields, words in (
-        (good | {"decoder": {"type": "BPEDecoder", "suffix": "</w>"}}, r"\(BPEDecoder\)"),
-        (good | {"decoder": None}, r"\(none\)"),
-        ({"version": "1.0"}, "is not a tokenizer"),
-    ):
-        (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
-        with pytest.raises(UserError, match=f"tokenizer.json.*{words}"):
-            JsonTokenizer(tmp_path)
+def test_a_file_that_is_refused(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
+    with pytest.raises(UserError, match="tokenizer.json is not a tokenizer"):
+        load_tokenizer(tmp_path)

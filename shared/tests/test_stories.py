@@ -15,7 +15,6 @@ import transformers
 from tokenizers import Tokenizer as Encoder
 
 from shared import chat_template, checkpoint, models, testing
-from shared.json_tokenizer import JsonTokenizer
 from shared.stories import conversations, grammar
 from shared.stories.conversations import KEPT, request, sequels
 from shared.stories.evaluate import write_card
@@ -122,7 +121,7 @@ def test_what_a_model_writes_keeps_to_the_grammar(name):
     """8 texts; the model's card has the count of 200."""
     rng, folder = random.Random("answers"), checkpoint.EMBEDDED[name]
     assert sum(file.stat().st_size for file in folder.iterdir()) < 12_000_000
-    tokenizer: Any = JsonTokenizer(CHAT)
+    tokenizer: Any = load_tokenizer(CHAT)
     template: Any = chat_template.load(CHAT, tokenizer.control)
     demands: list[Any] = [request(rng, full=True) for _ in range(8)]
     messages = [template.render([{"role": "user", "content": one.text}]) for one in demands]

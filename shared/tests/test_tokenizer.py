@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from shared.catalog import STORIES
 from shared.errors import UserError
 from shared.tokenizer import (
+    ALPHABET,
     END_OF_TEXT,
     ByteTokenizer,
     IncrementalDecoder,
     Tokenizer,
-    byte_alphabet,
     load_tokenizer,
 )
 
@@ -126,7 +126,7 @@ def test_pieces_together_are_the_whole(ours, data):
 
 def test_a_first_merge_of_two_hashes_is_not_a_version_line(folder):
     (folder / "merges.txt").write_text("# #\n", encoding="utf-8")
-    vocabulary = {token: token_id for token_id, token in enumerate([*byte_alphabet(), "##"])}
+    vocabulary = {token: token_id for token_id, token in enumerate([*ALPHABET, "##"])}
     (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     tokenizer = Tokenizer.from_folder(folder)
     assert (tokenizer.encode("##"), tokenizer.eos_id) == ([256], None)
@@ -141,19 +141,14 @@ def test_the_end_of_text_that_the_folder_names(folder, entry):
     assert tokenizer.decode([tokenizer.vocab_size - 1]) == "<stop>"
 
 
-def reverse_merges(text: str) -> str:
-    first, *lines = text.rstrip("\n").split("\n")
-    return "\n".join([first, *lines[::-1]])
-
-
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
         ("vocab.json", None, "vocab.json is missing"),
-        ("merges.txt", None, "merges.txt cannot be read"),
-        ("vocab.json", lambda text: text.replace('"a":', '"<a>":'), "1 tokens differ.*'a'"),
-        ("vocab.json", lambda text: text.replace("{", '{"fox": 2048, ', 1), "such as 'fox'"),
-        ("merges.txt", reverse_merges, "are not a byte-level BPE"),
+        ("merges.txt", None, "merges.txt is missing"),
+        ("vocab.json", lambda text: text.replace('"a":', '"<a>":'), "are not a byte-level BPE"),
+        ("vocab.json", lambda text: text.replace("{", '{"fox": 2048, ', 1), "are not a byte-level"),
+        ("merges.txt", lambda text: "\n".join(text.split("\n")[::-1]), "are not a byte-level BPE"),
     ],
 )
 def test_each_fault_of_the_files_is_one_sentence(folder, name, change, words):

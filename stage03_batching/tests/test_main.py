@@ -9,7 +9,7 @@ from .commands import CommandContract
 
 class TestCommand(CommandContract):
     stage = stage
-    refused = {"--top-k 301": "top_k", "--prompts no-such-file": "no-such-file.*cannot be read"}
+    refused = {"--top-k 301": "top_k", "--prompts no-such-file": "no-such-file is missing"}
     story = ("--max-tokens", "12", "--dtype", "float64")
 
     def check_run(self, err, options):
