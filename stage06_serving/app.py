@@ -118,7 +118,7 @@ async def failed(request: Request, error: Exception) -> Response:
     return failure(error).response()
 
 
-def create_app(served: Served, settings: Settings, thread: EngineThread | None = None) -> FastAPI:
+def create_app(served: Served, settings: Settings, thread: EngineThread) -> FastAPI:
     """The server's application, with the engine of `served`, which runs on `thread`."""
     loaded, created, numbers = served.selection.loaded, int(time.time()), count(1)
     engine = AsyncEngine(served.engine, settings.max_queue, thread)

@@ -23,10 +23,10 @@ class Metrics(Collector):
     """Counts the work of `engine`, step by step. Labels come from a fixed list: nothing that a
     client sends becomes one.
 
-    drafts: counts of an engine that makes drafts.
+    drafts: counts of an engine that makes drafts; None: it makes none.
     """
 
-    def __init__(self, engine: AsyncEngine, model: str, drafts: Any = None) -> None:
+    def __init__(self, engine: AsyncEngine, model: str, drafts: Any) -> None:
         self.engine, self.model, self.drafts = engine, model, drafts
         self.registry = CollectorRegistry()
         self.registry.register(self)

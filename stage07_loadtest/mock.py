@@ -133,10 +133,10 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def serving(behaviour: Behaviour | None = None, port: int = 0) -> AsyncIterator[Mock]:
+async def serving(behaviour: Behaviour, port: int = 0) -> AsyncIterator[Mock]:
     """Serve the mock in this process inside the block. It shares the event loop with the caller:
     exact times need a process instead."""
-    mock, app = Mock(behaviour or Behaviour()), web.Application(client_max_size=2**24)
+    mock, app = Mock(behaviour), web.Application(client_max_size=2**24)
     app.router.add_get("/metrics", mock.metrics)
     app.router.add_get("/v1/models", mock.models)
     app.router.add_post("/v1/completions", mock.completions)

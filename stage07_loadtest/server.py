@@ -74,12 +74,10 @@ async def scrape(session: aiohttp.ClientSession, target: Target) -> Counters | N
         return None
 
 
-async def settled(
-    session: aiohttp.ClientSession, target: Target, patience: float = PATIENCE
-) -> Counters | None:
-    """The counters once the server is idle, or as they are after `patience` seconds; None as in
+async def settled(session: aiohttp.ClientSession, target: Target) -> Counters | None:
+    """The counters once the server is idle, or as they are after PATIENCE seconds; None as in
     `scrape`."""
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + PATIENCE
     while True:
         counters = await scrape(session, target)
         if counters is None or counters.idle or time.monotonic() > deadline:

@@ -149,8 +149,6 @@ def test_an_error_is_small_whatever_its_message():
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}
 TOO_MANY: list[Any] = [["a"] * 1025, [[5]] * 1025]
 EMPTY: list[Any] = ["", [], [[]], [""], [PROMPT, ""]]  # CVE-2024-8768: it ended the engine
-
-
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 ECHO = {"max_tokens": 0, "echo": True}
 MANY = {"logprobs": 20, "prompt": [[5] * 900] * 3}
