@@ -17,6 +17,7 @@ from shared import cli
 from shared.errors import UserError
 from stage05_paged.memory import size
 
+from . import logs
 from .async_engine import EngineThread
 from .loading import Served, make_engine
 from .settings import Settings, parse
@@ -25,7 +26,6 @@ if TYPE_CHECKING:  # the settings are checked, and the port is taken, before it 
     from fastapi import FastAPI
 
 log = logging.getLogger(__name__)
-LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 SWITCH = 0.0002  # seconds until the engine's thread, which runs little Python, gets the lock
 BACKLOG = 1024  # connections that wait to be accepted
 CLOSE = 2  # seconds for connections to close once their answers have ended
@@ -38,7 +38,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: FastAPI, grace: float) -> None:
         config = uvicorn.Config(
             app,
-            log_config=None,
+            log_config=None,  # see logs.py
             ws="none",
             lifespan="on",
             server_header=False,
@@ -87,9 +87,7 @@ def plan(settings: Settings, served: Served, address: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     settings = parse(argv)
-    logging.basicConfig(format=LINE)
-    if settings.log_requests:
-        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    logs.start(settings.log_requests)
     # The port is taken before the model is loaded, which takes longer.
     with bind(settings.host, settings.port) as place:
         if settings.open_to_all:

@@ -37,7 +37,7 @@ class Keys:
 
 
 class Door:
-    """Refuses large and encoded bodies."""
+    """Refuses large and encoded bodies. HEAD becomes GET, as uvicorn leaves out its body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -58,4 +58,5 @@ class Door:
                 raise HTTPException(413, "The body exceeds a megabyte: send a shorter one.")
             return message
 
-        await self.app(scope, body, send)
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        await self.app({**scope, "method": method}, body, send)

@@ -112,12 +112,12 @@ def make_engine(settings: Settings) -> Served:
             model = models.load_model(weights, loaded.device, loaded.dtype)
         speculate = registry.load(registry.DRAFTS[kind])
         engine = speculate(engine, kind, settings.num_speculative_tokens, model)
-    return Served(engine, selection, sampling_defaults(loaded.folder))
+    return Served(engine, selection, sampling_defaults(settings, loaded.folder))
 
 
-def sampling_defaults(folder: Path | None) -> dict[str, Any]:
-    """The sampling options of requests that do not give them: those of the model's
-    generation_config.json, else OpenAI's. Raises UserError for an invalid file."""
+def sampling_defaults(settings: Settings, folder: Path | None) -> dict[str, Any]:
+    """The sampling options of requests that do not give them: the server's, else those of the
+    model's generation_config.json, else OpenAI's. Raises UserError for an invalid file."""
     file = folder / GENERATION if folder else None
     kept = read_json(file) if file and file.exists() else {}
     fields = {name: kept[name] for name in SAMPLED if kept.get(name) is not None}
@@ -126,4 +126,6 @@ def sampling_defaults(folder: Path | None) -> dict[str, Any]:
     except UserError as error:
         why = str(error).removesuffix(".")
         raise UserError(f"{file} has a wrong value ({why}): correct it.") from None
-    return {"temperature": 1.0, **fields}
+    options = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k")}
+    given = {name: value for name, value in options.items() if value is not None}
+    return {"temperature": 1.0, **fields, **given}

@@ -93,6 +93,10 @@ class Settings(BaseSettings):
     """seconds after which a request gets 504"""
     grace: Annotated[float, Field(ge=0, le=3600)] = 10.0
     """seconds for requests to finish at shutdown"""
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """of requests that do not choose it; null: the model's, as for the next two"""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
 
     @field_validator("model")
     @classmethod

@@ -142,7 +142,7 @@ def test_a_key_opens_every_route_but_two_and_nothing_else_does(locked):
     paths = locked.ask("GET", "/openapi.json").json()["paths"]
     routes = [(method.upper(), path) for path, methods in paths.items() for method in methods]
     assert {("GET", "/live"), ("POST", "/generate"), ("GET", "/metrics")} <= {*routes}
-    for (method, path), key in product(routes, ("wrong", "first-key")):
+    for (method, path), key in product([*routes, ("HEAD", "/metrics")], ("wrong", "first-key")):
         body: Any = {} if method == "POST" else None
         answer = locked.ask(method, path, json=body, headers={"Authorization": f"Bearer {key}"})
         allowed = path in ("/health", "/ready") or key == "first-key"
