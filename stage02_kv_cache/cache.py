@@ -26,13 +26,7 @@ class KVCache:
         self.capacity = config.n_positions
         shape = (config.n_layer, 2, config.n_kv_head, self.capacity, config.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
-        self.length = 0
-
-    def crop(self, length: int) -> None:
-        """Forget all tokens from position `length` on; 0 empties the cache. Nothing is erased."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"cannot crop to {length}: the cache holds {self.length} tokens")
-        self.length = length
+        self.length = 0  # to make it smaller forgets the newest tokens
 
     def extend(self, count: int) -> CachedAttention:
         """Take the next `count` slots, and return the attention of the step that fills them."""

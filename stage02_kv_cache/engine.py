@@ -61,7 +61,7 @@ class Engine:
     def _tokens(self, output: Output, params: SamplingParams) -> Iterator[Token]:
         prompt, answer = output.prompt_ids, output.token_ids
         row = Row(params, prompt, answer)
-        self.cache.crop(0)  # the slots of the last request are free again
+        self.cache.length = 0  # the slots of the last request are free again
         self._owner = output
         fresh = prompt  # not in the cache yet: first the prompt, then one token a step
         while output.finish_reason is None:

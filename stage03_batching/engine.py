@@ -44,10 +44,7 @@ class Engine:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Output]:
         """Continue every prompt (token ids) to its end. An invalid one ends with the reason
-        "error".
-
-        Raises UserError if there is no prompt.
-        """
+        "error"."""
         outputs = [Output(list(prompt)) for prompt in prompts]
         for _ in self.run(outputs, sampling):
             pass
@@ -66,8 +63,6 @@ class Engine:
         """Continue the prompts of `outputs`. Yields (index of the output, token) as soon as each
         token is sampled."""
         params = sampling_per_prompt([output.prompt_ids for output in outputs], sampling)
-        if not outputs:
-            raise UserError("There are no prompts: give at least one.")
         self.steps, self.cache_bytes = [], 0
         valid = []
         for index, (output, param) in enumerate(zip(outputs, params, strict=True)):
@@ -91,12 +86,9 @@ class Engine:
         ]
         lengths = [len(row.prompt) for row in rows]
         config, width = self.config, max(lengths)
-        # The last token of an answer is never run, so it needs no column.
-        answers = [
-            min(param.max_tokens, config.n_positions - length)
-            for param, length in zip(params, lengths, strict=True)
-        ]
-        columns = width + max(answers) - 1
+        room = config.n_positions
+        longest = max(min(row.params.max_tokens, room - len(row.prompt)) for row in rows)
+        columns = width + longest - 1  # the last token of an answer is never run
         cache = PaddedCache(config, lengths, columns, self.model.dtype, self.model.device)
         self.cache_bytes = max(self.cache_bytes, cache.kv.nbytes)
         # B rows of T ids; any id may serve as padding
@@ -116,9 +108,8 @@ class Engine:
                 tokens.append((row, token))
             prefill, decode = (sum(lengths), 0) if cache.length == width else (0, len(alive))
             wasted = len(fresh) * len(fresh[0]) - prefill - decode
-            self.steps.append(
-                StepRecord(len(alive), prefill, decode, time.perf_counter() - started, wasted)
-            )
+            seconds = time.perf_counter() - started
+            self.steps.append(StepRecord(len(alive), prefill, decode, seconds, wasted))
             alive = [row for row, token in tokens if token.finish_reason is None]
             # (B, 1); a row that has ended runs its last token again
             fresh = [output.token_ids[-1:] or [0] for output in outputs]

@@ -55,11 +55,9 @@ def test_a_chunk_sees_all_before_it_and_nothing_after(cache):
     ]
 
 
-def test_cropped_slots_are_never_read_again(tiny_model, cache, whole):
+def test_forgotten_slots_are_never_read_again(tiny_model, cache, whole):
     through_cache(tiny_model, cache, IDS[:6] + [90, 91, 92])
-    before = cache.kv[:, :, :, :9].clone()  # what was written
-    cache.crop(6)
-    assert torch.equal(cache.kv[:, :, :, :9], before)  # nothing is erased
+    cache.length = 6
     cache.kv[:, :, :, 6:] = torch.nan
     rest = through_cache(tiny_model, cache, IDS[6:])
     assert torch.allclose(rest, whole[6:], rtol=0, atol=1e-12)
@@ -110,11 +108,7 @@ def test_the_cache_refuses_more_than_it_holds(tiny_model, cache):
     for count in (5, 0, -1):
         with pytest.raises(ValueError):
             cache.extend(count)
-    for length in (61, -1):
-        with pytest.raises(ValueError):
-            cache.crop(length)
-    assert cache.length == 60  # nothing was taken or forgotten
-    cache.crop(60)
+    assert cache.length == 60  # nothing was taken
     cache.extend(4)
     grouped = KVCache(Config(5, 9, 8, 1, n_head=4, n_kv_head=2))
     assert grouped.kv.shape == (1, 2, 2, 9, 2)

@@ -143,12 +143,6 @@ def test_the_records_add_up(tiny_model, naive, max_batch):
     assert len(engine.steps) == sum(longest)
 
 
-def test_calls_that_are_errors(engine):
-    for prompts in ([], [[1]] * 2):
-        with pytest.raises(UserError):
-            engine.generate(prompts, [SamplingParams()] * min(1, len(prompts)))
-
-
 UNFIT = {"empty": [], "shorten the prompt to 63": [3] * 64, "Token id 101": [5, 101]}
 
 
