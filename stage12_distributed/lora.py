@@ -17,7 +17,6 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +49,6 @@ HARMLESS = {
 }
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """An adapter's matrices by layer, A (r, in) and B (out, r); B is scaled already."""
-
-    digest: bytes
-    pairs: Mapping[str, tuple[Tensor, Tensor]]
-
-
 def _scale(fields: Mapping[str, Any], source: Path, model: str) -> tuple[int, float]:
     """The rank and the factor of B A. Raises UserError for what is not implemented, and for an
     adapter of another model than `model`."""
@@ -76,9 +67,12 @@ def _scale(fields: Mapping[str, Any], source: Path, model: str) -> tuple[int, fl
     return fields["r"], alpha / fields["r"]
 
 
-def read(folder: Path, config: Config, shapes: Mapping[str, tuple[int, int]]) -> Adapter:
-    """The adapter in `folder`, for a model whose layers have these `shapes` (out, in). Raises
-    UserError for another model's adapter, damaged files, and options that are not implemented."""
+def read(
+    folder: Path, config: Config, shapes: Mapping[str, tuple[int, int]]
+) -> tuple[bytes, dict[str, tuple[Tensor, Tensor]]]:
+    """The adapter in `folder`, for a model whose layers have these `shapes` (out, in): its digest,
+    and A (r, in) and B (out, r) by layer, B scaled already. Raises UserError for another model's
+    adapter, damaged files, and options that are not implemented."""
     fields, path = read_json(folder / CONFIG), folder / WEIGHTS
     rank, scale = _scale(fields, folder / CONFIG, config.name)
     if not path.is_file():
@@ -103,7 +97,7 @@ def read(folder: Path, config: Config, shapes: Mapping[str, tuple[int, int]]) ->
         raise UserError(f"{path} has one of two matrices for {half[0]}: save the adapter again.")
     data = (folder / CONFIG).read_bytes() + path.read_bytes()
     pairs = {name: (pair["A"], scale * pair["B"].double()) for name, pair in matrices.items()}
-    return Adapter(hashlib.sha256(data).digest(), pairs)
+    return hashlib.sha256(data).digest(), pairs
 
 
 class Batch:
@@ -179,20 +173,19 @@ class Adapters:
         for path in folders:
             self.load(path)
 
-    def load(self, folder: Path) -> bytes:
+    def load(self, folder: Path) -> None:
         """Load the adapter in `folder` under the folder's name, in place of an older one, which
-        stays for requests in flight. Returns its digest; raises UserError as `read` does."""
+        stays for requests in flight. Raises UserError as `read` does."""
         shapes = {name: part.shape for name, part in self.parts.items()}
-        adapter = read(folder, self.config, shapes)
-        if adapter.digest not in self.numbers:
-            number = self.numbers[adapter.digest] = len(self.numbers)
-            for name, (a, b) in adapter.pairs.items():
+        digest, pairs = read(folder, self.config, shapes)
+        if digest not in self.numbers:
+            number = self.numbers[digest] = len(self.numbers)
+            for name, (a, b) in pairs.items():
                 part = self.parts[name]
                 a = a if part.columns is None else a[:, part.columns]
                 b = b if part.rows is None else b[part.rows]
                 self.layers[name].pairs[number] = a.to(*self.place), b.to(*self.place)
-        self.names[folder.name] = adapter.digest
-        return adapter.digest
+        self.names[folder.name] = digest
 
     def before(self, plan: Plan) -> None:
         """Set the adapters of the next pass, by the salts of its requests."""

@@ -21,14 +21,24 @@ from stage12_distributed import lora
 from stage12_distributed.tensor.collectives import Collectives
 from stage12_distributed.tensor.shard import shard
 
+ODD = Config(101, 64, 24, 2, 3, name="odd")  # 3 heads, 101 tokens, 96 channels in the MLP
 
-def random_model(config: Config) -> Any:
-    return models.load_model(random_checkpoint(config, spread=24), dtype=torch.float64)
+
+def random_model(config: Config, conversion: Any = None) -> Any:
+    checkpoint = random_checkpoint(config, spread=24)
+    checkpoint.conversion = conversion
+    return models.load_model(checkpoint, dtype=torch.float64)
 
 
 def stored(name: str) -> Any:
     """An embedded model, or a folder's, in float64."""
     return models.load_model(models.load(name), dtype=torch.float64)
+
+
+@torch.inference_mode()
+def logits_of(model: Any, ids: list[int]) -> Tensor:
+    """(N, V), of one pass without a cache."""
+    return model.logits(model(torch.tensor(ids), torch.arange(len(ids)), Recompute().attend))
 
 
 def write_adapter(
@@ -81,13 +91,10 @@ def in_threads(config: Config, ranks: int, ids: list[int], make: Any = random_mo
     """[(model, logits of all `ids` on rank 0)] by rank, of a model split into `ranks` parts."""
     table, barrier = [None] * ranks, threading.Barrier(ranks)
 
-    @torch.inference_mode()
     def run(rank: int) -> tuple[Any, Tensor]:
         model = make(config)
         shard(model, ThreadCollectives(rank, ranks, table, barrier))
-        tokens = torch.tensor(ids)
-        hidden = model(tokens, torch.arange(len(ids)), Recompute().attend)
-        return model, model.logits(hidden)
+        return model, logits_of(model, ids)
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(run, range(ranks)))

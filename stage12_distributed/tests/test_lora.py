@@ -12,10 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shared.config import Config
 from shared.errors import UserError
 from shared.parity import random_prompt
-from stage01_forward.attention import Recompute
 from stage01_forward.params import SamplingParams
 from stage04_continuous.request import Request
 from stage04_continuous.tests.oracle import finish
@@ -23,22 +21,21 @@ from stage05_paged.blocks import BlockPool
 from stage12_distributed import lora
 from stage12_distributed.tensor.group import RankGroup, Setup, make
 from stage12_distributed.tensor.shard import shards
-from stage12_distributed.tests.parts import random_model, stored, write_adapter
+from stage12_distributed.tests.parts import ODD, logits_of, random_model, stored, write_adapter
 
-CONFIG = Config(101, 64, 24, 2, 3, name="odd")
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2)
 DRAWN = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.0, seed=3)
-SHAPES = {name: part.shape for name, part in shards(random_model(CONFIG), 0, 1).items()}
+SHAPES = {name: part.shape for name, part in shards(random_model(ODD), 0, 1).items()}
 
 
 def write(folder: Path, seed: int = 0, zero: bool = False, **fields: Any) -> Path:
-    """An adapter for every layer of CONFIG."""
+    """An adapter for every layer of ODD."""
     return write_adapter(folder, SHAPES, seed, zero, **fields)
 
 
 def group_of(folder: Path, ranks: int = 1) -> Any:
     """The caller must close it."""
-    return closing(RankGroup(Setup(partial(random_model, CONFIG), ranks, adapters=str(folder))))
+    return closing(RankGroup(Setup(partial(random_model, ODD), ranks, adapters=str(folder))))
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +54,7 @@ def group(folder):
 
 
 def prompt(length: int) -> list[int]:
-    return random_prompt(length, CONFIG, 0)
+    return random_prompt(length, ODD, 0)
 
 
 def engine_of(group: RankGroup, **options: Any) -> Any:
@@ -111,9 +108,11 @@ def test_an_adapter_loaded_again_with_other_bytes_finds_nothing_stale(tmp_path):
         running = ask(engine, "mine", 13)
         engine.step()
         before, hits = adapters.names["mine"], engine.scheduler.counts.hit_tokens
-        assert adapters.load(mine) == before  # the same bytes: nothing new
+        adapters.load(mine)
+        assert adapters.names["mine"] == before  # the same bytes: nothing new
         write(mine, seed=1)
-        assert adapters.load(mine) != before
+        adapters.load(mine)
+        assert adapters.names["mine"] != before
         (new,) = answers(engine, [("mine", 30, GREEDY)])
         assert engine.scheduler.counts.hit_tokens == hits
         assert running.output.token_ids == early[0]  # it began with the old version
@@ -128,7 +127,7 @@ def test_adapters_on_two_ranks(group, folder):
         assert [ids for ids, _ in one] == [ids for ids, _ in two]
 
 
-def logits_of(group: RankGroup, name: str, ids: list[int]) -> torch.Tensor:
+def logits_with(group: RankGroup, name: str, ids: list[int]) -> torch.Tensor:
     """Logits of a whole prompt with an adapter, next to a prompt without one."""
     runner, adapters = engine_of(group).runner, group.model.adapters
     adapters.batch.adapters = [lora.BASE, adapters.numbers[adapters.names[name]]]
@@ -139,16 +138,14 @@ def logits_of(group: RankGroup, name: str, ids: list[int]) -> torch.Tensor:
 
 def test_an_adapter_is_its_product_added_to_each_weight(group, folder):
     """Each layer gets its own: two of them are called c_proj. The scale is alpha by the rank."""
-    model, saved = random_model(CONFIG), load_file(folder / "two" / lora.WEIGHTS)
+    model, saved = random_model(ODD), load_file(folder / "two" / lora.WEIGHTS)
     for layer in SHAPES:
         key = f"base_model.model.transformer.{layer}.lora_"
         a, b = (saved[f"{key}{matrix}.weight"].double() for matrix in "AB")
         model.get_submodule(layer).weight += 12 / 4 * b @ a
     ids = prompt(20)
-    with torch.inference_mode():
-        hidden = model(torch.tensor(ids), torch.arange(20), Recompute().attend)
-        want = model.logits(hidden)
-    assert (logits_of(group, "two", ids) - want).abs().max() < 1e-9 * want.abs().max()
+    want = logits_of(model, ids)
+    assert (logits_with(group, "two", ids) - want).abs().max() < 1e-9 * want.abs().max()
 
 
 # ---- beside PEFT --------------------------------------------------------------------------------
@@ -181,7 +178,7 @@ def test_logits_are_those_of_peft(tmp_path, family):
         want = tuned.double().eval()(torch.tensor([ids])).logits[0]
     load = partial(stored, str(tmp_path / "base"))
     with closing(RankGroup(Setup(load, 1, adapters=str(tmp_path / "adapters")))) as group:
-        got = logits_of(group, "tuned", ids)
+        got = logits_with(group, "tuned", ids)
     assert (got - want).abs().max() < (1e-9 if family == "gpt2" else 1e-5)
 
 
@@ -203,7 +200,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("fields, message", BAD)
 def test_what_is_not_implemented_is_refused_by_name(tmp_path, fields, message):
     with pytest.raises(UserError, match=message):
-        lora.read(write(tmp_path / "bad", **fields), CONFIG, SHAPES)
+        lora.read(write(tmp_path / "bad", **fields), ODD, SHAPES)
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path):
@@ -211,15 +208,15 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     bad, name = write(tmp_path / "bad"), "base_model.model.transformer.h.0.mlp.c_fc.lora_A.weight"
     other = {"h.0.attn.c_attn": (72, 24)}
     with pytest.raises(UserError, match="has no such layer"):
-        lora.read(bad, CONFIG, other)
+        lora.read(bad, ODD, other)
     save_file({name: torch.zeros(4, 24)}, bad / lora.WEIGHTS)
     with pytest.raises(UserError, match="one of two matrices for h.0.mlp.c_fc"):
-        lora.read(bad, CONFIG, SHAPES)
+        lora.read(bad, ODD, SHAPES)
     save_file({name: torch.full((4, 24), torch.nan)}, bad / lora.WEIGHTS)
     with pytest.raises(UserError, match="has NaN or infinite numbers"):
-        lora.read(bad, CONFIG, SHAPES)
+        lora.read(bad, ODD, SHAPES)
     (bad / lora.WEIGHTS).unlink()
     with pytest.raises(UserError, match="no adapter_model.safetensors: save the adapter as safet"):
-        lora.read(bad, CONFIG, SHAPES)
+        lora.read(bad, ODD, SHAPES)
     with pytest.raises(UserError, match="has no subfolder with an adapter"):
         group_of(bad)

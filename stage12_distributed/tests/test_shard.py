@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
-import torch
 
-from shared import models
-from shared.config import Config
 from shared.errors import UserError
-from shared.testing import random_checkpoint
 from shared.tests.int8 import Int8, Int8Linear
-from stage01_forward.attention import Recompute
 from stage08_llama.tests.test_contract import GROUPED
 from stage12_distributed.tensor.collectives import Collectives
 from stage12_distributed.tensor.shard import shard
-from stage12_distributed.tests.parts import in_threads, random_model
+from stage12_distributed.tests.parts import ODD, in_threads, logits_of, random_model
 
-ODD = Config(101, 64, 24, 2, 3, name="odd")  # 3 heads, 101 tokens, 96 channels in the MLP
 UNTIED = replace(ODD, tied=False)
 BIASED = replace(GROUPED, qkv_bias=True, n_inner=41)
 LLAMA3 = replace(GROUPED, n_head=3, n_kv_head=1)
@@ -41,10 +36,7 @@ def test_the_logits_of_all_ranks_are_those_of_the_whole(config, ranks):
     """Nonzero biases, 3 heads on 2 ranks, an odd vocabulary, copied KV heads."""
     ids = [5, 17, 3, 99, 41, 8, 8, 60]
     whole = random_model(config)
-    with torch.inference_mode():
-        hidden = whole(torch.tensor(ids), torch.arange(len(ids)), Recompute().attend)
-        want = whole.logits(hidden)
-    parts = in_threads(config, ranks, ids)
+    parts, want = in_threads(config, ranks, ids), logits_of(whole, ids)
     got = parts[0][1]
     assert got.shape == want.shape == (8, 101)
     assert (got - want).abs().max() < 1e-10 * want.abs().max()
@@ -58,16 +50,10 @@ def test_the_logits_of_all_ranks_are_those_of_the_whole(config, ranks):
 
 @pytest.mark.parametrize("config", [ODD, BIASED], ids=["gpt2", "llama"])
 def test_layers_of_another_format_split_themselves(config):
-    def make(config):
-        checkpoint = random_checkpoint(config, spread=24)
-        checkpoint.conversion = Int8()
-        return models.load_model(checkpoint, dtype=torch.float64)
-
+    make = partial(random_model, conversion=Int8())
     ids, whole = [5, 17, 3, 99, 41], make(config)
-    with torch.inference_mode():
-        hidden = whole(torch.tensor(ids), torch.arange(len(ids)), Recompute().attend)
-        want = whole.logits(hidden)
     (first, got), (second, _) = in_threads(config, 2, ids, make)
+    want = logits_of(whole, ids)
     assert (got - want).abs().max() < 1e-10 * want.abs().max()
     sizes = [
         [layer.weight.numel() for layer in model.modules() if isinstance(layer, Int8Linear)]
