@@ -15,6 +15,7 @@ from shared.errors import UserError
 from .plan import Plan, Wipe, Work
 from .request import Request, State
 
+PATIENCE = 256  # steps of waiting that count as one priority
 # The priority of a request, by policy: the lowest goes first, and arrival decides between equals.
 POLICIES: dict[str, Callable[[Request], int]] = {
     "fcfs": lambda request: 0,
@@ -55,11 +56,10 @@ class Scheduler:
         token_budget: int = 256,
         policy: str = "fcfs",
         max_chunk: int | None = None,
-        patience: int = 256,
     ) -> None:
         check_settings("slot", max_sequences, token_budget, policy, max_chunk)
         self.max_sequences, self.token_budget, self.policy = max_sequences, token_budget, policy
-        self.patience, self.max_chunk = patience, max_chunk or token_budget
+        self.patience, self.max_chunk = PATIENCE, max_chunk or token_budget
         self.free_slots = list(range(max_sequences))  # a heap: the lowest free slot is taken first
         self.dirty = [0] * max_sequences  # positions that the last sequence of a slot may have used
         self.waiting: list[Request] = []  # by arrival

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from shared.errors import UserError
 from stage04_continuous.plan import Plan, Work
 from stage04_continuous.request import Request, State
-from stage04_continuous.scheduler import POLICIES, check_settings
+from stage04_continuous.scheduler import PATIENCE, POLICIES, check_settings
 
 from .blocks import BlockPool, BlockTable, Move
 
@@ -46,7 +46,7 @@ class Scheduler:
     """Shares the blocks of `pool` and `token_budget` tokens a pass among requests, at most
     `max_sequences` at a time.
 
-    policy, max_chunk, patience: as in stage 04.
+    policy, max_chunk: as in stage 04.
     prefix_caching: find full blocks again by their tokens.
     watermark: share of the blocks that must stay free when a request is admitted beside others, so
         that the others can grow.
@@ -63,7 +63,6 @@ class Scheduler:
         token_budget: int = 256,
         policy: str = "fcfs",
         max_chunk: int | None = None,
-        patience: int = 256,
         prefix_caching: bool = True,
         watermark: float = 0.01,
         swap_pool: BlockPool | None = None,
@@ -81,7 +80,7 @@ class Scheduler:
                 f"{pool.block_size}: make them equal."
             )
         self.pool, self.swap_pool, self.max_sequences = pool, swap_pool, max_sequences
-        self.token_budget, self.policy, self.patience = token_budget, policy, patience
+        self.token_budget, self.policy, self.patience = token_budget, policy, PATIENCE
         self.max_chunk, self.longest = max_chunk or token_budget, longest
         self.prefix_caching = prefix_caching
         self.watermark = math.ceil(watermark * pool.count)  # in blocks

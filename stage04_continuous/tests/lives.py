@@ -56,9 +56,10 @@ class Life(RuleBasedStateMachine):
         raise NotImplementedError
 
     @initialize(**OPTIONS)
-    def begin(self, sequences, spare, **options):
+    def begin(self, sequences, spare, patience, **options):
         self.engine = self.make(sequences, sequences + spare, **options)
         self.scheduler = self.engine.scheduler
+        self.scheduler.patience = patience
         self.asked: list[tuple[Request, int]] = []  # and how much of the answer it began with
         self.sent: dict[str, list[int]] = {}  # by id: what came out of the steps
         self.added: dict[Request, int] = {}  # steps made before it came

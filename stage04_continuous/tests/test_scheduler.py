@@ -87,7 +87,8 @@ def test_the_lowest_free_slot_is_taken_and_a_freed_one_is_filled_in_the_next_pas
 def test_no_request_starves_under_a_constant_stream_of_urgent_ones(priority, patience):
     """One slot, one urgent arrival a pass: the modest one runs when it is level with a newcomer, to
     the pass. The newcomer's one step of waiting counts when patience is 1."""
-    trace = Trace(scheduler := Scheduler(max_sequences=1, policy="priority", patience=patience))
+    trace = Trace(scheduler := Scheduler(max_sequences=1, policy="priority"))
+    scheduler.patience = patience
     modest, passes = trace.ask("m", 1, priority), 0
     while modest.state is State.WAITING and passes < 99:
         trace.ask("u", 1)
