@@ -90,7 +90,7 @@ class Report:
     def _stage(self, name: str, module: ModuleType, results: Results) -> None:
         """A stage's tables, its headline and its chart. Refused rows may be too few for them."""
         drawn = {key: kit.table(lines) for key, lines in module.tables(results).items()}
-        self.headlines[name] = module.headline(results)
+        self.headlines[name] = next(module.headline(results), kit.UNMEASURED)
         self.tables[name] = drawn | {"machine": kit.machine(results)}
         if hasattr(module, "chart") and self.draws:
             picture = Path("reports/charts") / f"{name}.svg"

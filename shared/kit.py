@@ -3,7 +3,7 @@ and tables.
 
 A stage's benchmark.py has four functions: `measure(bench)` runs cases and keeps a row for each,
 `tables(results)` and `chart(results)` turn the rows into lines of cells and a figure, and
-`headline(results)` into one line for the table of stages.
+`headline(results)` yields what the table of stages says of them, or nothing.
 
 A row is what was measured together: the times of its variants, which ran in turn, and what memory
 and arithmetic gave before and after. If these differ by more than MOVED, the row is measured again;

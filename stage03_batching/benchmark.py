@@ -137,13 +137,10 @@ def chart(results: Results) -> Figure:
     )  # fmt: skip
 
 
-def headline(results: Results) -> str:
+def headline(results: Results) -> Iterator[str]:
     if row := rows_of(results, "float32").get(ROWS):
-        return f"{ROWS} prompts as one batch: {row.gain(SINGLE, BATCH):.1f}x one by one"
-    return kit.UNMEASURED
+        yield f"{ROWS} prompts as one batch: {row.gain(SINGLE, BATCH):.1f}x one by one"
 
-
-main = partial(kit.main, "stage03_batching", __doc__, measure, tables)
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(partial(kit.main, "stage03_batching", __doc__, measure, tables))

@@ -156,14 +156,11 @@ def chart(results: Results) -> Figure:
     return charts.lines(title, "step of the crowd", "sequences in it", steps, series)
 
 
-def headline(results: Results) -> str:
+def headline(results: Results) -> Iterator[str]:
     for row in results.rows("capacity", load="crowd"):
         queued = f"{row.median(PAGED, 'queued'):.0f} sequences"
-        return f"in the memory of 4 slots, {queued}, and {row.gain(SLOTS, PAGED):.1f}x the tok/s"
-    return kit.UNMEASURED
+        yield f"in the memory of 4 slots, {queued}, and {row.gain(SLOTS, PAGED):.1f}x the tok/s"
 
-
-main = partial(kit.main, "stage05_paged", __doc__, measure, tables)
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(partial(kit.main, "stage05_paged", __doc__, measure, tables))

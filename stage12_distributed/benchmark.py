@@ -137,14 +137,11 @@ def chart(results: Results) -> Figure:
     )
 
 
-def headline(results: Results) -> str:
-    if not (hits := found(results)):
-        return kit.UNMEASURED
-    shares = "{prefix:.0%} of the prompts' tokens, at random {random:.0%}".format(**hits)
-    return f"routing by prefix finds {shares}"
+def headline(results: Results) -> Iterator[str]:
+    if hits := found(results):
+        shares = "{prefix:.0%} of the prompts' tokens, at random {random:.0%}".format(**hits)
+        yield f"routing by prefix finds {shares}"
 
-
-main = partial(kit.main, STAGE, __doc__, measure, tables)
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(partial(kit.main, STAGE, __doc__, measure, tables))

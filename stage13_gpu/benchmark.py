@@ -116,12 +116,10 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
         }  # fmt: skip
 
 
-def headline(results: Results) -> str:
+def headline(results: Results) -> Iterator[str]:
     measured_on = results.content["machine"]["device"] if results.rows("steps") else ""
-    return f"measured on {measured_on}" if measured_on else "not measured on a GPU yet"
+    yield f"measured on {measured_on}" if measured_on else "not measured on a GPU yet"
 
-
-main = partial(kit.main, "stage13_gpu", __doc__, measure, tables, device=DEVICE)
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(partial(kit.main, "stage13_gpu", __doc__, measure, tables, device=DEVICE))

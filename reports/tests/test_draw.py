@@ -35,7 +35,7 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def tables(results: Any) -> Any:
         return {"speed": [{"seconds": row.median("a")} for row in results.rows("speed")]}
 
-    module = SimpleNamespace(tables=tables, headline=lambda results: "2 s")
+    module = SimpleNamespace(tables=tables, headline=lambda results: iter(["2 s"]))
     monkeypatch.setattr(draw, "modules", lambda: {"stage01_first": module})
     monkeypatch.setattr(draw, "pictures", dict)
     return tmp_path
