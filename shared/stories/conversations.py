@@ -13,7 +13,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 
 from . import grammar
 
@@ -21,6 +20,13 @@ FULL_SHARE = 0.7  # of the requests name everything
 SECOND_SHARE = 0.5  # of the conversations have a second turn
 HALF_SHARE = 0.4  # of those have a first answer that was cut
 KEPT = ("hero", "gender", grammar.CREATURE, "trait", "home")  # what a sequel keeps
+GRAMMAR = grammar.load()
+PHRASES = grammar.parse_headings((grammar.FOLDER / "chat.txt").read_text(encoding="utf-8"))
+SEQUELS = grammar.parse_beat(PHRASES["sequels"][0])  # openings of a second story of the same hero
+THINGS: dict[str, list[grammar.Plot]] = {}  # that can be asked for, and the plots about them
+for line in PHRASES["things"]:
+    name, thing = line.split(": ")
+    THINGS.setdefault(thing, []).extend(plot for plot in GRAMMAR.plots if plot.name == name)
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class Request:
 
     text: str
     fillings: dict[str, str]
-    plots: tuple[grammar.Plot, ...]
+    plots: list[grammar.Plot]
 
 
 @dataclass(frozen=True)
@@ -47,61 +53,38 @@ class Turn:
     whole: bool = True
 
 
-@cache
-def phrases() -> dict[str, list[str]]:
-    """The sections of chat.txt."""
-    return grammar.parse_headings((grammar.FOLDER / "chat.txt").read_text(encoding="utf-8"))
-
-
-@cache
-def things() -> dict[str, tuple[grammar.Plot, ...]]:
-    """Each thing that can be asked for, and the plots about it."""
-    plots = {plot.name: plot for plot in grammar.load().plots}
-    pairs = [line.split(": ") for line in phrases()["things"]]
-    kinds = dict.fromkeys(thing for _, thing in pairs)
-    return {kind: tuple(plots[name] for name, thing in pairs if thing == kind) for kind in kinds}
-
-
-@cache
-def sequels() -> grammar.Beat:
-    """The openings of a second story of the same hero."""
-    return grammar.parse_beat(phrases()["sequels"][0])
-
-
 def invented_name(rng: random.Random) -> str:
     """A name of two or three syllables that the grammar does not have."""
-    source = grammar.load()
     while True:
-        syllables = rng.choices(phrases()["syllables"][0].split(), k=rng.choice((1, 1, 2)))
-        syllables.append(rng.choice(phrases()["last syllables"][0].split()))
-        name = grammar.capitalise("".join(syllables))
-        if name not in source.gender and len(name) < 9:
+        syllables = rng.choices(PHRASES["syllables"][0].split(), k=rng.choice((1, 1, 2)))
+        syllables.append(rng.choice(PHRASES["last syllables"][0].split()))
+        name = "".join(syllables).capitalize()
+        if name not in GRAMMAR.gender and len(name) < 9:
             return name
 
 
 def request(rng: random.Random, full: bool) -> Request:
     """A request; `full`: one that names hero, creature, trait and thing."""
-    source = grammar.load()
-    template = rng.choice(phrases()["full requests" if full else "short requests"])
+    template = rng.choice(PHRASES["full requests" if full else "short requests"])
     fixed: dict[str, str] = {}
     if "{hero}" in template:
         known = rng.random() < 0.5
-        fixed["hero"] = rng.choice(source.hero_names()) if known else invented_name(rng)
+        fixed["hero"] = rng.choice(GRAMMAR.heroes) if known else invented_name(rng)
         if not known:
             fixed["gender"] = rng.choice(("girl", "boy")) if "{kind}" in template else "boy"
     if "{kind}" in template:
         if rng.random() < 0.5:
-            fixed[grammar.CREATURE] = rng.choice(source.words["animal"])
+            fixed[grammar.CREATURE] = rng.choice(GRAMMAR.words["animal"])
             if "gender" in fixed:
                 fixed["gender"] = "boy"  # an animal with an invented name is a he
         elif "hero" not in fixed:
-            fixed["hero"] = rng.choice(source.hero_names())
+            fixed["hero"] = rng.choice(GRAMMAR.heroes)
     if "{trait}" in template:
-        fixed["trait"] = rng.choice(source.words["trait"])
-    thing = rng.choice(list(things()))
-    kind = fixed.get(grammar.CREATURE) or (source.hero_gender(fixed) if "hero" in fixed else "")
+        fixed["trait"] = rng.choice(GRAMMAR.words["trait"])
+    thing = rng.choice(list(THINGS))
+    kind = fixed.get(grammar.CREATURE) or (GRAMMAR.hero_gender(fixed) if "hero" in fixed else "")
     text = template.format(hero=fixed.get("hero"), kind=kind, trait=fixed.get("trait"), thing=thing)
-    plots = things()[thing] if "{thing}" in template else ()
+    plots = THINGS[thing] if "{thing}" in template else []
     if rng.random() < 0.2:
         text = text[0].lower() + text[1:]
     return Request(text + rng.choice((".", ".", "")) * (text[-1] != "?"), fixed, plots)
@@ -109,13 +92,12 @@ def request(rng: random.Random, full: bool) -> Request:
 
 def conversation(rng: random.Random) -> list[Turn]:
     """One or two turns."""
-    source = grammar.load()
     wish = request(rng, rng.random() < FULL_SHARE)
-    story = source.sample(rng, wish.fillings, wish.plots)
+    story = GRAMMAR.sample(rng, wish.fillings, wish.plots)
     first = Turn(wish.text, story.text, story)
     if rng.random() >= SECOND_SHARE:
         return [first]
-    question = rng.choice(phrases()["go on"])
+    question = rng.choice(PHRASES["go on"])
     if rng.random() < HALF_SHARE:
         spaces = [place for place, letter in enumerate(story.text) if letter in " \n"]
         cut = rng.choice(spaces)
@@ -124,8 +106,8 @@ def conversation(rng: random.Random) -> list[Turn]:
             Turn(question, story.text[cut:], story, start=cut),  # its first token has the space
         ]
     kept = {name: story.fillings[name] for name in KEPT if name in story.fillings}
-    others = [plot for plot in source.plots if plot.name != story.plot]
-    second = source.sample(rng, kept, others, sequels())
+    others = [plot for plot in GRAMMAR.plots if plot.name != story.plot]
+    second = GRAMMAR.sample(rng, kept, others, SEQUELS)
     return [first, Turn(question, second.text, second)]
 
 

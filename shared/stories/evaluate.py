@@ -91,11 +91,10 @@ def sampled(model: Any, tokenizer: Any, top_p: float) -> dict[str, Any]:
 def entropy_facts(tokenizer: Any) -> dict[str, Any]:
     """The grammar's entropy: nats a story as the mean of -ln p, its standard error, and nats a
     token."""
-    draws = itertools.islice(grammar.stories("entropy"), ENTROPY)
-    information = [-story.log_probability for story in draws]
+    stories = list(itertools.islice(grammar.stories("entropy"), ENTROPY))
+    information = [-story.log_probability for story in stories]
     nats, error = fmean(information), pstdev(information) / math.sqrt(ENTROPY)
-    texts = [story.text for story in itertools.islice(grammar.stories("entropy"), 2000)]
-    tokens = sum(len(tokenizer.encode(text)) + 1 for text in texts) / len(texts)  # + end of text
+    tokens = fmean(len(tokenizer.encode(story.text)) + 1 for story in stories[:2000])  # + an end
     return {
         "stories": ENTROPY,
         "nats": nats,
@@ -104,23 +103,24 @@ def entropy_facts(tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def write_card(
-    folder: Path, evaluation: dict[str, Any], training: dict[str, Any], config: Any
-) -> None:
-    """Write README.md of the checkpoint folder, from the two JSON files and the grammar."""
+def card(folder: Path) -> str:
+    """The model card, README.md of its folder, from the JSON files there and the grammar."""
+    evaluation, training = (
+        json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("evaluation", "training")
+    )
     source = grammar.load()
     beats = [beat for plot in source.plots for beat in plot.before + plot.after]
     beats += [source.openings, source.habits, source.interludes, source.endings]
-    text = CARD.render(
+    return CARD.render(
         evaluation,
-        config=config,
+        config=transformers.AutoConfig.from_pretrained(folder),
         training=training,
         runs=[run for run in (training.get("before"), training) if run],
         source=source,
         variants=sum(map(len, beats)),
         bytes=(folder / "model.safetensors").stat().st_size,
     )
-    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -137,8 +137,7 @@ def main(argv: list[str] | None = None) -> None:
         }
     text = json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n"
     (folder / "evaluation.json").write_text(text, encoding="utf-8")
-    training = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-    write_card(folder, evaluation, training, model.config)
+    (folder / "README.md").write_text(card(folder), encoding="utf-8")
     print(f"Written: {folder / 'README.md'}")
 
 

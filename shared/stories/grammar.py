@@ -130,10 +130,6 @@ def parse_headings(text: str) -> dict[str, list[str]]:
     return sections
 
 
-def capitalise(word: str) -> str:
-    return word[0].upper() + word[1:]
-
-
 class Grammar:
     """The grammar in words.txt (what fills a slot), synonyms.txt, frame.txt (what stands around a
     plot) and plots.txt."""
@@ -141,6 +137,7 @@ class Grammar:
     def __init__(self, words: str, synonyms: str, frame: str, plots: str) -> None:
         self.words = parse_headings(words)
         frame, plots = insert_synonyms(frame, synonyms), insert_synonyms(plots, synonyms)
+        self.heroes = self.words["girl"] + self.words["boy"]
         self.gender = dict.fromkeys(self.words["girl"] + self.words["elder_woman"], "girl")
         self.gender |= dict.fromkeys(self.words["boy"] + self.words["elder_man"], "boy")
         sections = parse_headings(frame)
@@ -166,16 +163,13 @@ class Grammar:
         """What an unfilled slot may become: two slots of one kind differ, and friend is of the
         other gender than hero."""
         if slot.kind == "hero":
-            return self.hero_names()
+            return self.heroes
         if slot.kind == "friend":
             return self.words["boy" if self.hero_gender(fillings) == "girl" else "girl"]
         if slot.kind == "elder":
             return self.words["elder_woman"] + self.words["elder_man"]
         taken = {word for name, word in fillings.items() if name.rstrip("0123456789") == slot.kind}
         return [word for word in self.words[slot.kind] if word not in taken]
-
-    def hero_names(self) -> list[str]:
-        return self.words["girl"] + self.words["boy"]
 
     def hero_gender(self, fillings: Mapping[str, str]) -> str:
         """ "girl" or "boy": the given gender, else that of the name."""
@@ -189,7 +183,7 @@ class Grammar:
             text = PRONOUNS[self.hero_gender(fillings) if hero else self.gender[word]][slot.form]
             if hero and slot.form == "girl":
                 text = fillings.get(CREATURE, text)
-        return capitalise(text) if slot.capital else text
+        return text[0].upper() + text[1:] if slot.capital else text
 
     # ---- writing ---------------------------------------------------------------------------------
 

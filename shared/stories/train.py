@@ -52,7 +52,6 @@ POSITIONS = 1024
 TOKENS_PER_MICRO_BATCH = 2048
 MICRO_BATCHES = 2
 WINDOW = 512
-COPYING_STEPS = 500  # at the start: one story three times in a window
 # Weight of a token that repeats a filling, in the chat model's loss. It fades to 1 with the
 # learning rate: names are learnt sooner, and the model does not end up seeing repetitions
 # everywhere.
@@ -73,7 +72,7 @@ class Stories:
     folder = grammar.FOLDER / "model"
     steps = 6000
     size = 192, 4, 3  # width, layers, heads
-    copying_steps = COPYING_STEPS
+    copying_steps = 500  # at the start: one story three times in a window
     control: tuple[str, ...] = (END_OF_TEXT,)
     full_window_share = 0.15  # of the steps, at the end
 
@@ -191,17 +190,14 @@ def weighted(tokenizer: Tokenizer, text: str, story: grammar.Story, start: int) 
     return list(zip(encoding.ids, weights, strict=True))
 
 
-def byte_level(model: models.BPE, control: tuple[str, ...]) -> Tokenizer:
-    tokenizer = Tokenizer(model)
+def train_tokenizer(recipe: type[Stories]) -> Tokenizer:
+    """A byte-level BPE, or the one whose tokens the draft model shares. Control tokens last, so
+    that ids 0..255 are the bytes."""
+    if recipe is Draft:
+        return transformers.AutoTokenizer.from_pretrained(Stories.folder).backend_tokenizer
+    tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(control))
-    return tokenizer
-
-
-def train_tokenizer(recipe: type[Stories]) -> Tokenizer:
-    """A byte-level BPE. Control tokens last, so that ids 0..255 are the bytes."""
-    tokenizer = byte_level(models.BPE(), ())
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY - len(recipe.control),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -273,11 +269,7 @@ def train(
     config = recipe.config(*(size or recipe.size))
     model: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=EMBEDDING_SPREAD)
-    if recipe is Draft:
-        files = (str(Stories.folder / name) for name in ("vocab.json", "merges.txt"))
-        tokenizer = byte_level(models.BPE.from_file(*files), Stories.control)
-    else:
-        tokenizer = train_tokenizer(recipe)
+    tokenizer = train_tokenizer(recipe)
     recipe.save_tokenizer(tokenizer, out)
     rng = random.Random(SEED)
     documents = recipe.documents(tokenizer, f"training {SEED}")

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from tokenizers import Tokenizer as Encoder
 
 from shared import chat_template, checkpoint, models, testing
 from shared.stories import conversations, grammar
-from shared.stories.conversations import KEPT, request, sequels
-from shared.stories.evaluate import write_card
-from shared.stories.train import COPY_WEIGHT, Chat, Draft, Stories, train
-from shared.tokenizer import Tokenizer, load_tokenizer
+from shared.stories.conversations import KEPT, SEQUELS, request
+from shared.stories.evaluate import card
+from shared.stories.train import Chat, Draft, Stories, train
+from shared.tokenizer import load_tokenizer
 
 GRAMMAR = grammar.load()
-CHAT = checkpoint.EMBEDDED["stories-chat"]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +56,7 @@ def test_every_story_has_one_derivation_with_its_own_probability(stories):
     for first, *more in itertools.islice(conversations.conversations("tests"), 120):
         for second in more if first.whole else ():
             kept = {name: word for name, word in first.story.fillings.items() if name in KEPT}
-            texts.append((second.story, (kept, (), sequels())))
+            texts.append((second.story, (kept, (), SEQUELS)))
         for second in () if first.whole else more:  # half an answer, and its rest
             assert first.answer + second.answer == first.story.text
             cut += 1
@@ -92,68 +89,44 @@ FRAME = "## openings\n{hero} sat.\n## habits\n{hero} hums.\n## interludes\nRain.
 FRAME += "## endings\nThe end.\n"
 
 
-def test_entropy_is_a_sum_of_choices():
-    """Counted by hand: 2 names a gender, 1 plot, 2 variants, an interlude or none."""
+def test_probabilities_are_products_of_choices_and_add_up_to_one():
+    """4 names, 3 sentences, 2 places, an interlude or none: 48 texts, and no other."""
     plots = "## one\n{hero} ran. | {hero} [hid|slept].\n~\nSo {hero.he} saw the {place}.\n"
     small = grammar.Grammar(WORDS + "## place\nwell\nmill\n", "rested | lay\n", FRAME, plots)
-    expected = math.log(4) + 3.5 * math.log(2)  # the phrase's choice exists in one variant of two
     rng = random.Random(0)
     drawn = [small.sample(rng) for _ in range(4000)]
-    mean = -sum(story.log_probability for story in drawn) / 4000
-    assert mean == pytest.approx(expected, abs=0.03)
     chances = {story.text: math.exp(story.log_probability) for story in drawn}
     assert len(chances) == 4 * 3 * 2 * 2 and sum(chances.values()) == pytest.approx(1)
-
-
-def test_only_answers_are_learnt_and_copied_words_weigh_more():
-    encoder = Encoder.from_file(str(CHAT / "tokenizer.json"))
-    learnt = []
-    for document in itertools.islice(Chat.documents(encoder, "tests"), 40):
-        text = encoder.decode([i for i, w in document if w], skip_special_tokens=False)
-        assert "user" not in text and "<|im_start|>" not in text
-        copied = encoder.decode([i for i, w in document if w == COPY_WEIGHT])
-        learnt.append(len(copied) / len(text))
-    assert 0.05 < sum(learnt) / len(learnt) < 0.4
 
 
 @pytest.mark.parametrize("name", ["stories", "stories-chat"])
 def test_what_a_model_writes_keeps_to_the_grammar(name):
     """8 texts; the model's card has the count of 200."""
-    rng, folder = random.Random("answers"), checkpoint.EMBEDDED[name]
-    assert sum(file.stat().st_size for file in folder.iterdir()) < 12_000_000
-    tokenizer: Any = load_tokenizer(CHAT)
-    template: Any = chat_template.load(CHAT, tokenizer.control)
-    demands: list[Any] = [request(rng, full=True) for _ in range(8)]
-    messages = [template.render([{"role": "user", "content": one.text}]) for one in demands]
-    prompts, given = [tokenizer.encode_chat(one) for one in messages], {"top_p": 0.95}
-    if name == "stories":
-        tokenizer, given = Tokenizer.from_folder(folder), {}
-        prompts = [[tokenizer.eos_id]] * 8
-    loaded = models.load(name)
-    engine = testing.engines()["stage09_kernels"](models.load_model(loaded))
-    params = testing.sampling_params()
-    each = [params(max_tokens=600, temperature=0.8, seed=seed, **given) for seed in range(8)]
-    outputs = engine.generate(prompts, each)
-    assert {output.finish_reason for output in outputs} == {"stop"}
+    folder = checkpoint.EMBEDDED[name]
+    tokenizer: Any = load_tokenizer(folder)
+    prompts, options = [[tokenizer.eos_id]] * 8, {"temperature": 0.8}
+    demands: list[Any] = [()] * 8
+    if name == "stories-chat":
+        rng = random.Random("answers")
+        template: Any = chat_template.load(folder, tokenizer.control)
+        wishes = [request(rng, full=True) for _ in range(8)]
+        chats = [template.render([{"role": "user", "content": wish.text}]) for wish in wishes]
+        prompts, options["top_p"] = [*map(tokenizer.encode_chat, chats)], 0.95
+        demands = [(wish.fillings, wish.plots) for wish in wishes]
+    engine = testing.engines()["stage09_kernels"](models.load_model(models.load(name)))
+    params = partial(testing.sampling_params(), max_tokens=600, **options)
+    outputs = engine.generate(prompts, [params(seed=seed) for seed in range(8)])
     texts = [tokenizer.decode(output.token_ids[:-1]) for output in outputs]
-    told = [(one.fillings, one.plots) if given else () for one in demands]
-    right = [bool(GRAMMAR.read(text, *own)) for text, own in zip(texts, told, strict=True)]
-    assert len(set(texts)) == 8 and sum(right) >= 6, texts
+    read = [bool(GRAMMAR.read(text, *asked)) for text, asked in zip(texts, demands, strict=True)]
+    assert len(set(texts)) == 8 and sum(read) >= 6, texts
 
 
 @pytest.mark.parametrize("name", checkpoint.EMBEDDED)
-def test_the_card_is_written_from_the_measurements(tmp_path, name):
+def test_a_card_is_written_from_the_measurements_and_a_model_is_small(name):
     """No number in the card was typed by hand: written again from its data, it is the same."""
     folder = checkpoint.EMBEDDED[name]
-    for file in ("model.safetensors", "README.md"):
-        (tmp_path / file).write_bytes((folder / file).read_bytes())
-    evaluation, training = (
-        json.loads((folder / f"{part}.json").read_text(encoding="utf-8"))
-        for part in ("evaluation", "training")
-    )
-    before = (tmp_path / "README.md").read_text(encoding="utf-8")
-    write_card(tmp_path, evaluation, training, transformers.AutoConfig.from_pretrained(folder))
-    assert (tmp_path / "README.md").read_text(encoding="utf-8") == before
+    assert card(folder) == (folder / "README.md").read_text(encoding="utf-8")
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 12_000_000
 
 
 @pytest.mark.slow
