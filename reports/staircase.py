@@ -78,8 +78,7 @@ def begin(variant: str, model: str, threads: int) -> None:
 
 
 def run(prompts: Lists, counts: list[int]) -> dict[str, Any]:
-    ids: Lists = []
-    seconds = watch.seconds(lambda: ids.extend(answer(prompts, counts)))
+    seconds, ids = watch.timed(partial(answer, prompts, counts))
     return {"seconds": seconds, "ids": ids, "bytes": kit.peak_so_far(os.getpid())}
 
 

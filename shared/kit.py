@@ -36,14 +36,13 @@ from .attention import attention
 from .catalog import EMBEDDED
 from .config import Config, read_config
 from .errors import UserError
-from .measure import Limits
 from .parity import near_tie, random_prompt
-from .roofline import Cost, pass_cost
+from .roofline import Cost, Limits, forward_cost
 
 SCHEMA = 3
 MOVED, TRIES = 0.15, 3
 # The machine of round numbers, for which the lessons predict by hand.
-ROUND = Limits(40.0, {"float32": 200.0, "bfloat16": 400.0})
+ROUND = {"memory": 40.0, "float32": 200.0, "bfloat16": 400.0}
 HELD = 1.25  # a measurement within this factor of the prediction made by hand: it held
 UNMEASURED = "not measured yet"
 NUMBER = re.compile(r"|[\d.,]+[%x]?( \(.*\))?")  # cells that stand right
@@ -151,14 +150,13 @@ class Bench:
         """
         name = ", ".join(str(value) for value in about.values() if isinstance(value, (str, int)))
         self.bar.set_postfix_str(f"{case}: {name}"[:60])
-        runs = {name: partial(timed, way) for name, way in ways.items()}
         for attempt in range(1, TRIES + 1):
             before = measure.speeds(self.device)
-            kept = measure.turns(runs, 1 if self.quick else repeats, warmup)
+            kept = turns(ways, 1 if self.quick else repeats, warmup)
             after = measure.speeds(self.device)
             row = about | {"limits": {"before": before, "after": after, "tries": attempt}}
             if self.quick or moved(row) <= MOVED:
-                row |= by_variant(kept)
+                row |= kept
                 break
         else:
             row["refused"] = moved(row)
@@ -187,7 +185,8 @@ class Bench:
         sampling = [greedy(answer) for _, answer in lengths]
 
         def run(engine: Any) -> dict[str, Any]:
-            seconds = measure.seconds(lambda: outputs.extend(engine.generate(prompts, sampling)))
+            seconds, answers = measure.timed(partial(engine.generate, prompts, sampling))
+            outputs.extend(answers)
             return {"seconds": seconds, "passes": len(engine.steps), **keep(engine)}
 
         def proof() -> dict[str, Any]:
@@ -205,16 +204,18 @@ class Bench:
 
 
 class Passes:
-    """Watches an engine from stage 04 on; `costs`: operations and bytes of each pass."""
+    """Watches an engine from stage 04 on; `costs`: operations and bytes of each pass, which reads
+    the weights once, and each request's own cache."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject, self.costs = subject, list[list[float]]()
 
     def before(self, plan: Any) -> None:
-        parts = [(work.start, work.count) for work in plan.work]
-        sampled = sum(bool(work.rows) for work in plan.work)
-        cost = pass_cost(self.subject.config, self.subject.dtype, parts, sampled)
-        self.costs.append([cost.flops, cost.bytes])
+        cost = partial(forward_cost, self.subject.config, self.subject.dtype)
+        weights = cost(0, sampled=sum(bool(work.rows) for work in plan.work))
+        parts = [cost(work.count, work.start, sampled=0) for work in plan.work]
+        read = weights.bytes + sum(part.bytes - weights.bytes for part in parts)
+        self.costs.append([weights.flops + sum(part.flops for part in parts), read])
 
     def after(self, plan: Any) -> None: ...
 
@@ -230,20 +231,25 @@ def crowd(requests: int = 72) -> list[tuple[int, int]]:
     return lengths
 
 
-def timed(way: Callable[[], Any]) -> dict[str, Any]:
-    values: list[Any] = []
-    seconds = measure.seconds(lambda: values.append(way()))
-    # Outputs of models are mappings, too.
-    return {"seconds": seconds} | (values[0] if type(values[0]) is dict else {})
+def turns(
+    ways: Mapping[str, Callable[[], Any]], repeats: int, warmup: int
+) -> dict[str, dict[str, list[Any]]]:
+    """Run the ways in turn, `repeats` times each after `warmup` rounds that do not count. Returns
+    the values of each field by way: {"seconds": {"a": [1.0, ...]}}.
 
-
-def by_variant(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """{"a": [{"seconds": 1}, ...]} as {"seconds": {"a": [1, ...]}}."""
-    keys = dict.fromkeys(key for kept in runs.values() for run in kept for key in run)
-    return {
-        key: {name: [run[key] for run in kept] for name, kept in runs.items() if key in kept[0]}
-        for key in keys
-    }
+    Because they take turns, a slow minute of a shared machine affects all ways, not just one.
+    Because the order rotates, no way always follows the same other.
+    """
+    names, values = list(ways), dict[str, dict[str, list[Any]]]()
+    for number in range(-warmup, repeats):
+        first = number % len(names)  # A B C, B C A, C A B, ...
+        for name in names[first:] + names[:first]:
+            seconds, result = measure.timed(ways[name])
+            # Outputs of models are mappings, too.
+            fields = {"seconds": seconds} | (result if type(result) is dict else {})
+            for key, value in fields.items() if number >= 0 else ():
+                values.setdefault(key, {}).setdefault(name, []).append(value)
+    return values
 
 
 def moved(row: Mapping[str, Any]) -> float:
@@ -281,9 +287,8 @@ class Row(dict[str, Any]):
     @cached_property
     def limits(self) -> Limits:
         """What the machine gave beside it: the means of before and after."""
-        ends = self["limits"]["before"], self["limits"]["after"]
-        rates = {name: sum(end[name] for end in ends) / 2 for name in ends[0]}
-        return Limits(rates.pop("memory"), rates)
+        before, after = self["limits"]["before"], self["limits"]["after"]
+        return {name: (before[name] + after[name]) / 2 for name in before}
 
     @property
     def config(self) -> Config:

@@ -1,8 +1,8 @@
 """Measuring: what machine this is, what it can do, and times.
 
-A number is worth only what is known about its origin. So times are taken in turn (`turns`), and a
-machine's limits are measured rather than looked up. What to measure is decided in the stages'
-`benchmark.py`; `kit.py` keeps it, and `charts.py` draws it.
+A number is worth only what is known about its origin. So a machine's limits are measured rather
+than looked up. What to measure is decided in the stages' `benchmark.py`; `kit.py` has it run in
+turn and keeps it, and `charts.py` draws it.
 
 Units: seconds, bytes, GB/s (1e9 bytes), GFLOP/s (1e9 operations; a multiply and an add are two).
 """
@@ -16,7 +16,6 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +30,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "tiktoken", "safetensors", "n
 GIB = 2**30
 BUDGET = 0.05  # seconds for each way to reach a limit
 Device = torch.device | str
+Result = TypeVar("Result")
 
 
 # ---- the machine ---------------------------------------------------------------------------------
@@ -115,47 +115,18 @@ def _output(*command: str) -> str | None:
 # ---- times ---------------------------------------------------------------------------------------
 
 
-def seconds(run: Callable[[], object]) -> float:
-    """How long one call of `run` takes, with all that it started on a GPU."""
+def timed(run: Callable[[], Result]) -> tuple[float, Result]:
+    """How many seconds one call of `run` takes, with all that it started on a GPU; and its
+    result."""
     wait = torch.cuda.synchronize if torch.cuda.is_initialized() else int
     wait()
     started = time.perf_counter()
-    run()
+    result = run()
     wait()
-    return time.perf_counter() - started
-
-
-Result = TypeVar("Result")
-
-
-def turns(
-    variants: Mapping[str, Callable[[], Result]], repeats: int, warmup: int = 1
-) -> dict[str, list[Result]]:
-    """Run all variants in turn, `repeats` times each after `warmup` rounds that do not count, and
-    return their results.
-
-    Because they take turns, a slow minute of a shared machine affects all variants, not just one.
-    Because the order rotates, no variant always follows the same other.
-    """
-    names, results = list(variants), {name: list[Result]() for name in variants}
-    for number in range(warmup + repeats):
-        first = number % len(names)  # A B C, B C A, C A B, ...
-        for name in names[first:] + names[:first]:
-            result = variants[name]()
-            results[name] += [result] if number >= warmup else []
-    return results
+    return time.perf_counter() - started, result
 
 
 # ---- what the machine can do ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The best that simple loops got out of a machine: reading memory once, and multiplying square
-    matrices. The best of several tries, not the median, because nothing may exceed a limit."""
-
-    bandwidth_gb_s: float
-    gflops: dict[str, float]  # by dtype: "float32", "bfloat16"
 
 
 def cache_folder() -> Path:
@@ -164,7 +135,9 @@ def cache_folder() -> Path:
 
 
 def speeds(device: Device = "cpu") -> dict[str, float]:
-    """GB/s of memory and GFLOP/s by dtype that simple loops get out of the machine now."""
+    """The machine's limits now: GB/s of memory, and GFLOP/s by dtype. What simple loops get out of
+    it: reading memory once, and multiplying square matrices. The best of several tries, not the
+    median, because nothing may exceed a limit."""
     on_cpu = torch.device(device).type == "cpu"
     rates = {"memory": read_bandwidth(device, GIB // 4 if on_cpu else 4 * GIB)}
     for dtype in (torch.float32, torch.bfloat16):
@@ -217,5 +190,5 @@ def _best_rate(work: float, run: Callable[[], object]) -> float:
     run()
     times: list[float] = []
     while len(times) < 5 or sum(times) < BUDGET:
-        times.append(seconds(run))
+        times.append(timed(run)[0])
     return work / min(times)

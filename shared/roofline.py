@@ -6,21 +6,21 @@ A pass needs operations and must read bytes. It cannot be faster than either all
 
 (Williams, Waterman and Patterson, "Roofline", 2009.) Reading weights dominates when few tokens
 share them: decode. Operations dominate when many do: prefill. The machine's two rates are measured
-(`measure.Limits`).
+(`measure.speeds`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from .config import Config
-from .measure import Limits
 
+Limits = Mapping[str, float]  # GB/s of "memory", GFLOP/s of "float32" and "bfloat16"
 Lengths = Sequence[tuple[int, int]]  # tokens of prompt and answer of each request, as they arrive
 
 
@@ -33,9 +33,8 @@ class Cost:
 
     def times(self, limits: Limits, dtype: torch.dtype) -> dict[str, float]:
         """Seconds that either takes alone, on a machine with these limits."""
-        rate = limits.gflops[str(dtype).removeprefix("torch.")]
-        memory = self.bytes / (limits.bandwidth_gb_s * 1e9)
-        return {"memory": memory, "compute": self.flops / (rate * 1e9)}
+        rate, memory = limits[str(dtype).removeprefix("torch.")], limits["memory"]
+        return {"memory": self.bytes / (memory * 1e9), "compute": self.flops / (rate * 1e9)}
 
     def seconds(self, limits: Limits, dtype: torch.dtype) -> float:
         """The least time that such a machine needs."""
@@ -105,16 +104,3 @@ def static_costs(config: Config, dtype: torch.dtype, lengths: Lengths, size: int
             alive = sum(answer > done for _, answer in batch)
             costs.append(forward_cost(config, dtype, 1, width + done - 1, alive, rows))
     return costs
-
-
-def pass_cost(
-    config: Config, dtype: torch.dtype, parts: Sequence[tuple[int, int]], sampled: int
-) -> Cost:
-    """The cost of one packed pass: weights are read once, and each part's own cache. parts: of each
-    request, tokens in its cache and new ones. sampled: tokens with logits."""
-    weights = forward_cost(config, dtype, 0, sampled=sampled)
-    costs = [forward_cost(config, dtype, new, cached, sampled=0) for cached, new in parts]
-    return Cost(
-        weights.flops + sum(cost.flops for cost in costs),
-        weights.bytes + sum(cost.bytes - weights.bytes for cost in costs),
-    )

@@ -69,7 +69,7 @@ def arrive(subject: Subject, chunk: int) -> dict[str, Any]:
     while not all(request.output.token_ids for request in requests):
         engine.step()
     requests.append(engine.add(Request(long, kit.greedy(LONG_ANSWER))))
-    gaps = [1e3 * watch.seconds(engine.step) for _ in range(AFTER)]
+    gaps = [1e3 * watch.timed(engine.step)[0] for _ in range(AFTER)]
     assert not engine.requests, "a neighbour went without a token in some pass"
     subject.prove([*prompts, long], [request.output.token_ids for request in requests])
     count = -(-LONG // chunk)  # passes over the long prompt

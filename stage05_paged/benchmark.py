@@ -80,11 +80,11 @@ def prefix(bench: kit.Bench, subject: Subject) -> None:
     system, other, own = subject.prompts([SYSTEM, OWN, OWN])
 
     def first(before: list[int]) -> dict[str, Any]:
-        engine, outputs = make(subject.model, 2, token_budget=SYSTEM + OWN), list[Any]()
+        engine = make(subject.model, 2, token_budget=SYSTEM + OWN)
         engine.generate([before], kit.greedy(1))
         ask = partial(engine.generate, [system + own], kit.greedy(1))
-        seconds = watch.seconds(lambda: outputs.extend(ask()))
-        return {"seconds": seconds} | subject.prove([system + own], [outputs[0].token_ids])
+        seconds, (output,) = watch.timed(ask)
+        return {"seconds": seconds} | subject.prove([system + own], [output.token_ids])
 
     ways = {"computed": partial(first, other), "found": partial(first, system + other)}
     bench.row("prefix", ways, 5, **subject.about)

@@ -80,7 +80,7 @@ def predicted(row: Row) -> float:
     """The gain of grouped heads: of the least seconds of a decode step, which reads weights, keys
     and values, or computes."""
     cost = forward_cost(row.config, row.kind, 1, 0, rows=row["rows"])
-    rate, size = row.limits.bandwidth_gb_s * 1e9, row["bytes"]
+    rate, size = row.limits["memory"] * 1e9, row["bytes"]
     least = [max((cost.bytes + size[n]) / rate, row.least(cost)) for n in PAIR]
     return least[0] / least[1]
 

@@ -124,7 +124,7 @@ def bound(row: Row) -> float:
 def gathering(row: Row) -> float:
     """The same for stage 05: with what it copies, and the start of its operators."""
     copied = 2 * row["rows"] * row["context"] * row.config.kv_bytes_per_token(row.kind)
-    return bound(row) + copied / row.limits.bandwidth_gb_s / 1e9 + STARTED
+    return bound(row) + copied / row.limits["memory"] / 1e9 + STARTED
 
 
 def name_of(row: Row) -> str:

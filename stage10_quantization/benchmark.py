@@ -8,7 +8,6 @@ the slow layers of the same quantized model.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -104,8 +103,8 @@ def bound(row: Row, weights: str, keys: str = "") -> float:
     saved = block_weights(config) * (whole - BITS[weights])
     saved += config.vocab_size * config.n_embd * (whole - table)
     cost = forward_cost(config, dtype, new, row["context"], rows=count)
-    rate = row.limits.gflops[F32 if weights in (F32, ONLY) else BF16]
-    limits = replace(row.limits, gflops={F32: rate * (2 if weights in (INT8, GROUPS, INT4) else 1)})
+    rate = row.limits[F32 if weights in (F32, ONLY) else BF16]
+    limits = {**row.limits, F32: rate * (2 if weights in (INT8, GROUPS, INT4) else 1)}
     return Cost(cost.flops, cost.bytes - saved / 8).seconds(limits, torch.float32)
 
 

@@ -11,17 +11,16 @@ from __future__ import annotations
 import torch
 
 from shared.config import Config
-from shared.measure import Limits
-from shared.roofline import forward_cost
+from shared.roofline import Limits, forward_cost
 
 from .naive import PIECE
 
 # GB/s; GFLOP/s in float32, and in the half formats on tensor cores, dense
 GPUS = {
-    "H100 SXM": Limits(3350, {"float32": 67e3, "bfloat16": 989e3}),
-    "A100 80 GB": Limits(2039, {"float32": 19.5e3, "bfloat16": 312e3}),
-    "L4": Limits(300, {"float32": 30.3e3, "bfloat16": 121e3}),
-    "T4": Limits(320, {"float32": 8.1e3, "bfloat16": 65e3}),  # float16 in place of it
+    "H100 SXM": {"memory": 3350, "float32": 67e3, "bfloat16": 989e3},
+    "A100 80 GB": {"memory": 2039, "float32": 19.5e3, "bfloat16": 312e3},
+    "L4": {"memory": 300, "float32": 30.3e3, "bfloat16": 121e3},
+    "T4": {"memory": 320, "float32": 8.1e3, "bfloat16": 65e3},  # float16 in place of it
 }
 LAUNCH = 5e-6  # seconds for Python and the driver to start one kernel: assumed
 NODE, REPLAY = 1e-6, 10e-6  # seconds from a kernel of a graph to the next, and to start it: assumed
@@ -41,9 +40,8 @@ def seconds(
 ) -> dict[str, float]:
     """Of a decode step of `rows` rows with `context` keys each: what each part takes at least, and
     the step without and with a graph."""
-    cost = forward_cost(config, dtype, 1, context, rows=rows)
-    rate = gpu.gflops[str(dtype).removeprefix("torch.")] * 1e9
-    parts = {"bytes": cost.bytes / gpu.bandwidth_gb_s / 1e9, "operations": cost.flops / rate}
+    times = forward_cost(config, dtype, 1, context, rows=rows).times(gpu, dtype)
+    parts = {"bytes": times["memory"], "operations": times["compute"]}
     kernels, least = launches(config, context), max(parts.values())
     return parts | {
         "eager": max(least, kernels * LAUNCH),

@@ -48,7 +48,7 @@ def _phase(axes: Any, left: float, rows: int, title: str) -> None:
 
 def roofline() -> Figure:
     """Steps of GPT-2 124M at what the machine of round numbers allows them."""
-    peak, memory = ROUND.gflops["float32"], ROUND.bandwidth_gb_s
+    peak, memory = ROUND["float32"], ROUND["memory"]
     cost = partial(forward_cost, PRESETS["gpt2"], torch.float32)
     costs = [cost(tokens) for tokens in (1, 2, 4, 8, 16, 512)]
     steps = [cost.flops / cost.bytes for cost in costs]

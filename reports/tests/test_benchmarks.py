@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,13 +36,21 @@ def test_a_quick_run_is_proved_and_drawn(stage: str, still: None) -> None:
     assert next(benchmark.headline(Results(content)), kit.UNMEASURED)
 
 
+def test_ways_take_turns_and_warm_up_does_not_count() -> None:
+    ran: list[str] = []
+    run = lambda name: ran.append(name) or {"place": len(ran)}  # type: ignore  # noqa: E731
+    kept = kit.turns({name: partial(run, name) for name in "ABC"}, 2, warmup=1)
+    assert "".join(ran) == "CAB" + "ABC" + "BCA"
+    assert kept["place"] == {"A": [4, 9], "B": [5, 7], "C": [6, 8]}
+
+
 def test_a_row_keeps_what_its_variants_returned_and_the_limits_beside_them(still: None) -> None:
     bench = Bench()
     row = bench.row(
         "case", {"a": lambda: {"seconds": 2.0, "steps": 3}, "b": int}, 4, dtype="float32"
     )
     assert row is not None and row["seconds"]["a"] == [2.0] * 4 and row["steps"] == {"a": [3] * 4}
-    assert row.limits.bandwidth_gb_s == 30 and row["limits"]["tries"] == 1
+    assert row.limits["memory"] == 30 and row["limits"]["tries"] == 1
     assert Results({"results": bench.results}).rows("case", dtype="float32") == [row]
 
 

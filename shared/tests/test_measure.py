@@ -1,8 +1,6 @@
-"""Measuring: what did the work, taking turns, rates, and a clean checkout."""
+"""Measuring: what did the work, rates, and a clean checkout."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import pytest
 import torch
@@ -24,26 +22,13 @@ def test_slug_names_what_did_the_work():
     assert measure.slug(measure.machine()).endswith(("cpu", "cpu-avx2"))
 
 
-def test_variants_take_turns_and_warm_up_does_not_count():
-    ran: list[str] = []
-
-    def run(name: str) -> int:
-        ran.append(name)
-        return len(ran)
-
-    kept = measure.turns({name: partial(run, name) for name in "ABC"}, 2, warmup=1)
-    assert "".join(ran) == "ABC" + "BCA" + "CAB"
-    assert kept == {"A": [6, 8], "B": [4, 9], "C": [5, 7]}
-
-
 def test_rates_count_the_work_and_take_the_fastest_way(monkeypatch):
     """Without instructions for bfloat16, products of widened numbers are faster."""
 
-    def seconds(run):
-        run()
-        return 1.0 if getattr(run, "func", None) is torch.matmul else 1e-3
+    def timed(run):
+        return (1.0 if getattr(run, "func", None) is torch.matmul else 1e-3), run()
 
-    monkeypatch.setattr(measure, "seconds", seconds)
+    monkeypatch.setattr(measure, "timed", timed)
     monkeypatch.setattr(measure.linear, "can_pack", lambda *_: False)
     assert measure.read_bandwidth("cpu", 4 * MIB) == pytest.approx(4 * MIB / 1e-3 / 1e9)
     for dtype, took in ((torch.bfloat16, 1e-3), (torch.float32, 1.0)):
