@@ -40,7 +40,7 @@ def prove(name: str, only: list[str] | None) -> None:
     options: dict[str, Any] = {"max_sequences": 7, "token_budget": 7}
     engine = make(model, pool=BlockPool(60, 4), sanitize=True, **KERNELS, **options)
     proof = parity.prove(engine, Naive(model), SamplingParams, only)
-    assert proof.tokens > 20 and len(proof.near_ties) < 2, proof
+    assert proof.tokens > 20 and proof.near_ties < 2, proof
     assert any(step.prefill_tokens and step.decode_tokens for step in engine.steps)
 
 
