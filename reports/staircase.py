@@ -27,7 +27,7 @@ from shared import measure as watch
 from shared.catalog import EMBEDDED
 from shared.kit import Results, Row, Subject
 from shared.parity import random_prompt
-from shared.peers import transformers_batch, transformers_greedy, transformers_model
+from shared.peers import transformers_batch, transformers_model
 from shared.server import MODULE, own_server
 
 NAME, ROUNDS = "staircase", 9
@@ -70,7 +70,8 @@ def begin(variant: str, model: str, threads: int) -> None:
 
         def answer(prompts: Lists, counts: list[int]) -> Lists:
             if variant == ONE_BY_ONE:
-                return [*map(partial(transformers_greedy, its), prompts, counts)]
+                pairs = zip(prompts, counts, strict=True)
+                return [transformers_batch(its, [ids], count)[0] for ids, count in pairs]
             every = transformers_batch(its, prompts, max(counts))  # all as long as the longest
             return [ids[:count] for ids, count in zip(every, counts, strict=True)]
 

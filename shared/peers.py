@@ -9,31 +9,17 @@ import torch
 from .checkpoint import Checkpoint
 
 
-def transformers_model(checkpoint: Checkpoint, dtype: torch.dtype, attention: str = "sdpa") -> Any:
+def transformers_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """`transformers`' GPT2LMHeadModel with the weights of `checkpoint`, not copied if they have the
-    dtype. attention: "sdpa" or "eager"."""
+    dtype."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = checkpoint.config
     names = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "layer_norm_epsilon")
-    sizes = {name: getattr(config, name) for name in names}
-    ends = {"bos_token_id": None, "eos_token_id": None}
-    with torch.device("meta"):  # no time for random weights
-        shape = GPT2Config(
-            **sizes, **ends, tie_word_embeddings=config.tied, attn_implementation=attention
-        )
-        model = GPT2LMHeadModel(shape)
-    state = dict(checkpoint.tensors)
-    if (head := state.pop("lm_head.weight", None)) is not None:
-        model.lm_head.load_state_dict({"weight": head}, assign=True)
-    model.transformer.load_state_dict(state, assign=True)
-    model.tie_weights()
-    return model.to(dtype).eval()
-
-
-def transformers_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    """`count` greedy tokens after `prompt`, by a plain `generate`; end-of-text does not end it."""
-    return transformers_batch(model, [prompt], count)[0]
+    fields = {name: getattr(config, name) for name in names}
+    fields |= {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": config.tied}
+    options = {"config": GPT2Config(**fields), "state_dict": checkpoint.tensors, "dtype": dtype}
+    return GPT2LMHeadModel.from_pretrained(None, **options).eval()
 
 
 def transformers_batch(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shared.parity import random_prompt
-from shared.peers import transformers_greedy, transformers_model
+from shared.peers import transformers_batch, transformers_model
 from shared.testing import SHAPES, random_checkpoint
 from stage01_forward import numpy_gpt2
 from stage01_forward.attention import Recompute, explicit_attention, fused_attention
@@ -38,7 +38,7 @@ def test_hidden_states_of_every_layer_match_transformers(shape):
     # Converted once for both: GPT-2 is large.
     checkpoint.tensors = {name: tensor.to(dtype) for name, tensor in checkpoint.tensors.items()}
     ours = load_model(checkpoint, dtype=dtype)
-    twin = transformers_model(checkpoint, dtype, "eager")
+    twin = transformers_model(checkpoint, dtype)
     theirs = twin(torch.tensor([ids]), output_hidden_states=True)
     states = hidden_states(ours, ids)
     assert len(states) == len(theirs.hidden_states) == config.n_layer + 1
@@ -68,7 +68,7 @@ def test_numpy_page_generates_what_transformers_generates(tiny):
     weights = {name: tensor.double().numpy() for name, tensor in tiny.tensors.items()}
     sizes = (config.n_layer, config.n_head, 20, config.layer_norm_epsilon)
     page = numpy_gpt2.greedy(prompt, weights, *sizes)
-    assert page == transformers_greedy(transformers_model(tiny, torch.float64), prompt, 20)
+    assert [page] == transformers_batch(transformers_model(tiny, torch.float64), [prompt], 20)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 17])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shared import models, testing
-from shared.peers import transformers_greedy
+from shared.peers import transformers_batch
 from stage01_forward.attention import Recompute
 from stage08_llama.config import LlamaConfig
 from stage08_llama.tests.folders import KINDS, save
@@ -53,7 +53,7 @@ def test_every_engine_gives_the_tokens_of_transformers(pair):
     _, folder, theirs = pair
     model, params = load(folder), testing.sampling_params()(max_tokens=14)
     prompts = [[7], [3, 1, 4, 1, 5], list(range(2, 40))]
-    want = [transformers_greedy(theirs, prompt, 14) for prompt in prompts]
+    want = [transformers_batch(theirs, [prompt], 14)[0] for prompt in prompts]
     assert len({token for answer in want for token in answer}) > 6
     for name, make in testing.engines().items():
         assert [o.token_ids for o in make(model).generate(prompts, params)] == want, name

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shared import catalog, models
-from shared.peers import transformers_greedy
+from shared.peers import transformers_batch
 from shared.tokenizer import load_tokenizer
 from stage01_forward.attention import Recompute
 from stage05_paged.engine import make
@@ -57,4 +57,4 @@ def test_answers_and_logits_are_those_of_transformers():
     outputs = engine.generate(prompts, SamplingParams(max_tokens=32, ignore_eos=True))
     assert tokenizer.decode(outputs[0].token_ids).startswith(" Paris")
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.token_ids == transformers_greedy(theirs, prompt, 32)
+        assert [output.token_ids] == transformers_batch(theirs, [prompt], 32)
