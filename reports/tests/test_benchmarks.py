@@ -46,9 +46,8 @@ def test_ways_take_turns_and_warm_up_does_not_count() -> None:
 
 def test_a_row_keeps_what_its_variants_returned_and_the_limits_beside_them(still: None) -> None:
     bench = Bench()
-    row = bench.row(
-        "case", {"a": lambda: {"seconds": 2.0, "steps": 3}, "b": int}, 4, dtype="float32"
-    )
+    ways = {"a": lambda: {"seconds": 2.0, "steps": 3}, "b": int}
+    row = bench.row("case", ways, 4, dtype="float32")
     assert row is not None and row["seconds"]["a"] == [2.0] * 4 and row["steps"] == {"a": [3] * 4}
     assert row.limits["memory"] == 30 and row["limits"]["tries"] == 1
     assert Results({"results": bench.results}).rows("case", dtype="float32") == [row]
@@ -72,11 +71,7 @@ def test_a_verdict_judges_the_prediction_made_by_hand_alone() -> None:
 
 def test_cells() -> None:
     assert (spread([0.001, 0.002]), spread([3, 1, 2], 0)) == ("0.0", "2 (1 to 3)")
-    assert table([{"a": 1, "b": "2.5x (1 to 3)"}]).splitlines() == [
-        "| a | b |",
-        "|--:|--:|",
-        "| 1 | 2.5x (1 to 3) |",
-    ]
+    assert table([{"a": 1, "b": "2.5x (1 to 3)"}]) == "| a | b |\n|--:|--:|\n| 1 | 2.5x (1 to 3) |"
     assert table([]) == kit.UNMEASURED
     assert Row({"seconds": {"a": [4.0, 2.0, 3.0], "b": [1.0]}}).gain("a", "b") == 3
 
