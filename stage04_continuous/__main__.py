@@ -38,20 +38,12 @@ PROMPTS = (
 
 
 def make_parser() -> cli.Parser:
-    parser = cli.generation_parser(
-        "stage04_continuous",
-        ABOUT,
-        "--max-num-seqs 2 --max-chunk 8",
-        "--prompts prompts.txt --every 1",
-    )
-    group = live.add_options(parser, "slot", tuple(POLICIES))
-    group.add_argument(
-        "--max-num-seqs",
-        type=cli.whole_number(1, MOST_SLOTS),
-        metavar="N",
-        help="answers generated at a time; each takes memory for a whole context; "
-        f"default: {SLOTS}, and 1 for one prompt",
-    )
+    examples = "--max-num-seqs 2 --max-chunk 8", "--prompts prompts.txt --every 1"
+    parser = cli.generation_parser("stage04_continuous", ABOUT, *examples)
+    group, most = live.add_options(parser, "slot", tuple(POLICIES)), cli.whole_number(1, MOST_SLOTS)
+    about = "answers generated at a time; each takes memory for a whole context; "
+    about += f"default: {SLOTS}, and 1 for one prompt"
+    group.add_argument("--max-num-seqs", type=most, metavar="N", help=about)
     return parser
 
 

@@ -83,13 +83,8 @@ class Engine(Generic[SchedulerT]):
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Output]:
         """Continue every prompt (token ids) to its end. An invalid one ends with the reason
-        "error".
-
-        Raises UserError if there is no prompt.
-        """
+        "error"."""
         params = sampling_per_prompt(prompts, sampling)
-        if not prompts:
-            raise UserError("There are no prompts: give at least one.")
         self.steps.clear()
         requests = [Request(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
         for request in requests:

@@ -74,50 +74,25 @@ def make_parser() -> cli.Parser:
         "--prompts prompts.txt --kv-memory 8MiB",
     )
     parser = cli.generation_parser("stage05_paged", ABOUT, *examples)
-    group = live.add_options(parser, "sequence", tuple(POLICIES))
-    group.add_argument(
-        "--samples",
-        type=cli.whole_number(1, MOST_SAMPLES),
-        default=1,
-        metavar="N",
-        help="answers to each prompt, which is computed once and shared; the same answers as for "
-        "N equal prompts; needs a --temperature above 0",
-    )
-    group.add_argument(
-        "--max-num-seqs",
-        type=cli.whole_number(1, MOST_SEQUENCES),
-        metavar="N",
-        default=SEQUENCES,
-        help="most answers generated at a time, if memory allows",
-    )
-    group = parser.add_argument_group("memory")
-    group.add_argument(
-        "--kv-memory",
-        type=memory,
-        metavar="SIZE",
-        help="memory for keys and values: 512MiB, 2GB, or 25%% for a share of the free memory; "
-        "default: enough for --max-num-seqs whole contexts, but at most half of the free memory, "
-        f"and only {SHOWN} tokens for the built-in prompts",
-    )
-    group.add_argument(
-        "--block-size",
-        type=cli.whole_number(1, cli.MOST_TOKENS),
-        default=16,
-        metavar="N",
-        help="tokens in a block",
-    )
-    group.add_argument(
-        "--swap-memory",
-        type=memory,
-        metavar="SIZE",
-        help="CPU memory to which preempted prompts move, in the units of --kv-memory; default: "
-        "none, and what they had is computed again",
-    )
-    group.add_argument(
-        "--sanitize",
-        action="store_true",
-        help="check after every step that no block is lost or shared by mistake; slow",
-    )
+    option = live.add_options(parser, "sequence", tuple(POLICIES)).add_argument
+    whole = cli.whole_number
+    about = "answers to each prompt, which is computed once and shared; the same answers as for "
+    about += "N equal prompts; needs a --temperature above 0"
+    option("--samples", type=whole(1, MOST_SAMPLES), default=1, metavar="N", help=about)
+    about, most = "most answers generated at a time, if memory allows", whole(1, MOST_SEQUENCES)
+    option("--max-num-seqs", type=most, metavar="N", default=SEQUENCES, help=about)
+    option = parser.add_argument_group("memory").add_argument
+    about = "memory for keys and values: 512MiB, 2GB, or 25%% for a share of the free memory; "
+    about += "default: enough for --max-num-seqs whole contexts, but at most half of the free "
+    about += f"memory, and only {SHOWN} tokens for the built-in prompts"
+    option("--kv-memory", type=memory, metavar="SIZE", help=about)
+    about, most = "tokens in a block", whole(1, cli.MOST_TOKENS)
+    option("--block-size", type=most, default=16, metavar="N", help=about)
+    about = "CPU memory to which preempted prompts move, in the units of --kv-memory; default: "
+    about += "none, and what they had is computed again"
+    option("--swap-memory", type=memory, metavar="SIZE", help=about)
+    about = "check after every step that no block is lost or shared by mistake; slow"
+    option("--sanitize", action="store_true", help=about)
     return parser
 
 

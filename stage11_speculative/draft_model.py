@@ -96,12 +96,11 @@ class DraftModel:
             if count and request.decoding  # a prompt's last tokens are not read yet
         ]
         while going:
-            ids = [
-                (requests[i].tokens(requests[i].token_count - 1, 1) + drafts[i])[-1] for i in going
-            ]
-            shares = [
-                (self._table(i, requests[i]), self._place(requests[i], drafts[i]), 1) for i in going
-            ]
+            ids, shares = [], []
+            for index in going:  # the newest token of each, at its place
+                request, last = requests[index], requests[index].token_count - 1
+                ids.append((request.tokens(last, 1) + drafts[index])[-1])
+                shares.append((self._table(index, request), last + len(drafts[index]), 1))
             logits = self.runner.run(ids, shares, list(range(len(going))))
             for index, scores in zip(going, logits, strict=True):
                 scores = scores.to("cpu", torch.float64, copy=True)
@@ -121,11 +120,6 @@ class DraftModel:
 
     def forget(self, request: Request) -> None:
         self.generators.pop(request, None)
-
-    @staticmethod
-    def _place(request: Request, drafts: Drafts) -> int:
-        """The position of the newest token."""
-        return request.token_count - 1 + len(drafts)
 
     def _table(self, index: int, request: Request) -> list[int]:
         first = self.pool.count + index * self.spare
@@ -159,10 +153,5 @@ def _runner(model: Any, *memory: Any) -> AnyRunner:
 def _generator(request: Request) -> torch.Generator:
     """Random numbers for a request's drafts: others than those that accept them, which must not
     depend on what was drawn."""
-    seed = request.sampling.seed
-    generator = torch.Generator()
-    if seed is None or seed == -1:
-        generator.seed()
-    else:
-        generator.manual_seed((seed ^ 0x9E3779B9) % 2**63)
-    return generator
+    generator = request.sampling.generator()
+    return generator.manual_seed((generator.initial_seed() ^ 0x9E3779B9) % 2**63)

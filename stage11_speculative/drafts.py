@@ -40,11 +40,6 @@ class DraftPlan(Plan):
     drafts: Mapping[Request, Drafts] = field(default_factory=dict)
     accepted: dict[Request, int] = field(default_factory=dict)
 
-    @property
-    def refused(self) -> int:
-        """Drafts that were computed in vain."""
-        return sum(map(len, self.drafts.values())) - sum(self.accepted.values())
-
     def tokens(self) -> tuple[list[int], list[Share], list[int]]:
         """As a Plan's, with the drafts behind the tokens of their request."""
         ids: list[int] = []

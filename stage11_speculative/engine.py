@@ -11,7 +11,6 @@ the token and whatever the options, and a pass yields at least one.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -28,21 +27,6 @@ from .rejection import Rejection
 from .suffix import Suffix
 
 
-class Recorder:
-    """The records of `inner`, another stage's recorder. Refused drafts are `wasted_tokens`."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.steps = inner, inner.steps
-
-    def before(self, plan: DraftPlan) -> None:
-        self.inner.before(plan)
-
-    def after(self, plan: DraftPlan) -> None:
-        self.inner.after(plan)
-        if plan and plan.refused:
-            self.steps[-1] = replace(self.steps[-1], wasted_tokens=plan.refused)
-
-
 class Engine(stage04.Engine[Any]):
     """The engine `plain`, which stage 05's `make` or a later one made, with drafts in its plans and
     another end of its steps. It takes over all parts of `plain`."""
@@ -52,7 +36,7 @@ class Engine(stage04.Engine[Any]):
 
     def __init__(self, plain: Any, scheduler: DraftScheduler) -> None:
         recorder, *observers = plain.observers
-        parts = plain.runner, scheduler, plain.eos_ids, Recorder(recorder), observers
+        parts = plain.runner, scheduler, plain.eos_ids, recorder, observers
         super().__init__(*parts, plain.sample_tokens)
         self.plan = DraftPlan()  # of the pass being run
 

@@ -56,9 +56,6 @@ def test_right_drafts_save_passes_and_wrong_ones_cost_none(params):
         if right:
             assert counts.accepted == counts.proposed == 23 - 5 and counts.per_position[0] == 5
         assert right or counts.accepted == 0
-        assert sum(record.wasted_tokens for record in engine.steps) == (
-            counts.proposed - counts.accepted
-        )
 
 
 def test_drafts_end_before_max_tokens_and_before_the_context():
