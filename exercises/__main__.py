@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from shared import cli
 
-from . import grade, museum, prove, student
+from . import grade, student
+
+ONE_TASK = "stage and number: stage04_continuous, stage04 or 4, and 2; default: the last task"
+HAND_INS = "a patch, a zip file, a folder with stages in it; or a folder that holds those"
 
 
 def main(argv: list[str] | None = None) -> int | None:
@@ -17,38 +21,31 @@ def main(argv: list[str] | None = None) -> int | None:
     parser = argparse.ArgumentParser(prog="python -m exercises", description=about)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable[..., Any], about: str) -> Callable[..., Any]:
+    def command(run: Callable[..., Any]) -> Callable[..., Any]:
+        about = (inspect.getdoc(run) or "").partition("\n\n")[0]
+        name = run.__name__.strip("_")
         sub = commands.add_parser(name, help=about, description=about)
         sub.set_defaults(run=run)
         return sub.add_argument
 
-    add = command("list", lambda o: student.listed(o.stage), "the tasks")
-    add("stage", nargs="?", help="default: all")
-    for name, act, about, nargs in (
-        ("start", student.start, "empty the functions of one task, on your own branch", None),
-        ("check", student.check, "run a task's tests on your code; default: the last task", "?"),
-        ("hint", student.hint, "show a task, and one more hint each time", "?"),
-    ):
-        add = command(name, lambda o, act=act: act(student.chosen(o.stage, o.task)), about)
-        add("stage", nargs=nargs, help="stage04_continuous, stage04 or 4")
-        add("task", nargs=nargs, type=int)
-    command("status", lambda _: student.status(), "which tasks have passed")
-    add = command("museum", lambda o: museum.main(o.action, o.number), "find bugs that were real")
-    add("action", choices=museum.ACTIONS)
-    add("number", nargs="?", type=int)
-    add = command("grade", grade.main, "grade what was handed in")
-    about = "a patch, a zip file, a folder with stages in it; or a folder that holds those"
-    add("hand_ins", nargs="+", metavar="FOLDER", help=about)
-    add("--stage", nargs="+", default=[], help="default: all")
+    command(student.list_)("stages", nargs="*", metavar="STAGE", help="default: all")
+    for run in (student.start, student.check, student.hint):
+        command(run)("words", nargs="*", metavar="TASK", help=ONE_TASK)
+    command(student.status)
+    add = command(student.museum)
+    add("action", choices=student.MUSEUM)
+    add("number", nargs="?", type=int, help="of an exhibit, from 1, to plant")
+    add = command(grade.grade)
+    add("hand_ins", nargs="+", metavar="FOLDER", help=HAND_INS)
+    add("--stage", nargs="+", dest="stages", default=[], help="default: all")
     add("--out", default="grades", help="folder for the results (default: grades)")
     add("--jobs", type=int, default=1, help="hand-ins side by side (default: 1)")
-    about = "without a container: for code that you trust, or in a container of your own"
-    add("--unconfined", action="store_true", help=about)
-    add = command("prove", prove.main, "for authors: are all tasks and edits good? takes minutes")
-    add("stage", nargs="*", help="default: all")
+    add("--unconfined", action="store_true", help="without a container: code that you trust")
+    add = command(grade.prove)
+    add("stages", nargs="*", metavar="STAGE", help="default: all")
     add("--jobs", type=int, default=2, help="processes side by side (default: 2)")
-    options = parser.parse_args(argv)
-    return options.run(options)
+    options = vars(parser.parse_args(argv))
+    return options.pop("run")(**options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Grade what a class has handed in: patches, zip files and folders, one command for all.
+"""Grade what a class has handed in: patches, zip files and folders, one command for all. And for
+authors, prove that tasks and edits are good.
 
 Each task is judged by the bodies of its functions in a clean tree: full marks need exactly the
 tests of the reference's run, each with the same outcome; and one more, with a random name, that
@@ -11,7 +12,6 @@ points of all. What is graded there already, and has not changed, is not judged 
 
 from __future__ import annotations
 
-import argparse
 import csv
 import hashlib
 import json
@@ -20,8 +20,8 @@ import secrets
 import shutil
 import subprocess
 import tempfile
-import threading
 import zipfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,38 +33,38 @@ from shared import paths
 from shared.errors import UserError
 
 from . import running, tasks
-from .running import Run, Sandbox
-from .splice import Refused, splice
+from .running import Run
+from .splice import Refused
 from .tasks import Task
 
 LEAST, PATIENCE = 60.0, 5.0  # seconds of a run, and times those of the reference
 MOST_BYTES = 2**20  # of a file with functions
+PACKED = (".patch", ".diff", ".zip")
 UNUSUAL = r"\b(?:sys|os|pytest|inspect|gc|open|eval|exec|importlib)\b|\b__(?!init__)"
 UNUSUAL += r"|\b(?:from|import) +(?:\.|shared|stage)[\w.]*"
+Job = tuple[str, str, str, list[str], bool]  # name, a file, its text, tests, whether each must fail
 
 
 class Judge:
     """Judges tasks by the outcomes of the reference's run of their stage."""
 
-    def __init__(self, sandbox: Sandbox) -> None:
-        self.sandbox, self.seed = sandbox, 1 + secrets.randbelow(2**31 - 1)
+    def __init__(self, container: str) -> None:
+        self.container, self.seed = container, 1 + secrets.randbelow(2**31 - 1)
         self.must_fail = f"test_{secrets.token_hex(6)}"
-        self._references: dict[str, Run] = {}
-        self._lock = threading.Lock()
+        self.references: dict[str, Run] = {}
 
     def judge(self, task: Task, submitted: str) -> tuple[str, list[str]]:
         """Why a task has not passed, "" if it has; and what a reader should know."""
         reference = tasks.source(task.file)
         try:
-            source, notes = splice(reference, submitted, task.functions, task.others())
-        except (Refused, RecursionError) as error:
+            source, notes = task.taken(submitted, reference)
+        except Refused as error:
             return str(error), []
         if unusual := {*re.findall(UNUSUAL, submitted)} - {*re.findall(UNUSUAL, reference)}:
             notes.append(f"to read: it uses {', '.join(sorted(unusual))}")
         expected = self._reference(task.stage)
         seconds = max(LEAST, PATIENCE * expected.seconds)
-        changed, options = {task.file: source}, {"first": task.tests, "read_only": True}
-        run = self._run(task.stage, changed, seconds, **options)
+        run = self._run(task.stage, {task.file: source}, seconds, first=task.tests)
         for test, outcome in run.outcomes.items():
             if outcome != expected.outcomes.get(test):
                 return f"{test.rpartition('::')[2]}: {run.reasons[test] or outcome}", notes
@@ -73,38 +73,34 @@ class Judge:
         return "", notes
 
     def _reference(self, stage: str) -> Run:
-        with self._lock:  # only the first task of a stage runs it
-            if stage not in self._references:
-                run = self._run(stage, {}, 1800)
-                failed = [test for test, outcome in run.outcomes.items() if outcome == "failed"]
-                if run.ended or failed != [f"{self.must_fail}.py::{self.must_fail}"]:
-                    raise UserError(f"The project's own {stage} fails: {run.ended or run.failures}")
-                self._references[stage] = run
-            return self._references[stage]
+        if stage not in self.references:  # two threads may both run it
+            run = self._run(stage, {}, 1800)
+            failed = [test for test, outcome in run.outcomes.items() if outcome == "failed"]
+            if run.ended or failed != [f"{self.must_fail}.py::{self.must_fail}"]:
+                raise UserError(f"The project's own {stage} fails: {run.ended or run.failures}")
+            self.references[stage] = run
+        return self.references[stage]
 
     def _run(self, stage: str, changed: dict[str, str], seconds: float, **options: Any) -> Run:
         """Run a stage's suite to the first test that fails: at the latest the last, which must."""
         name = self.must_fail
         changed |= {f"{name}.py": f"def {name}():\n    assert '{name}' == ''\n"}
         tests = ["-x", f"{stage}/tests", f"{name}.py"]
-        return self.sandbox.run(tests, changed, seconds, seed=self.seed, **options)
+        return running.contained(self.container, tests, changed, seconds, seed=self.seed, **options)
 
 
-def main(options: argparse.Namespace) -> int:
-    container = "" if options.unconfined else running.container()
-    stages = [tasks.find_stage(stage) for stage in options.stage] or paths.discover()
-    chosen = [task for stage in stages for task in tasks.read(stage)]
-    hand_ins = [path for name in options.hand_ins for path in find(Path(name))]
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as cache:
-        Path(cache).chmod(0o777)  # the user of an image is another one
-        run = partial(grade, Judge(Sandbox(container, Path(cache))), chosen, out)
-        rows = thread_map(run, hand_ins, max_workers=options.jobs, disable=None)
-    with (out / "grades.csv").open("w", newline="", encoding="utf-8") as file:
+def grade(hand_ins: list[str], stages: list[str], out: str, jobs: int, unconfined: bool) -> None:
+    """Grade what was handed in."""
+    chosen = [task for stage in tasks.stages(stages) for task in tasks.read(stage)]
+    places = [path for name in hand_ins for path in find(Path(name))]
+    folder, judge = Path(out), Judge("" if unconfined else running.container())
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = thread_map(
+        partial(graded, judge, chosen, folder), places, max_workers=jobs, disable=None
+    )
+    with (folder / "grades.csv").open("w", newline="", encoding="utf-8") as file:
         head = ["name", "points", *(task.name for task in chosen)]
         csv.writer(file).writerows([head, *sorted(rows)])
-    return 0
 
 
 def find(path: Path) -> list[Path]:
@@ -112,21 +108,16 @@ def find(path: Path) -> list[Path]:
     or a folder that has stages somewhere. Raises UserError if there is none."""
     if path.is_file() or any((path / stage).is_dir() for stage in paths.discover()):
         return [path]
-    packed = (".patch", ".diff", ".zip")
-    hand_ins = [p for p in sorted(path.glob("[!.]*")) if p.is_dir() or p.suffix in packed]
+    hand_ins = [p for p in sorted(path.glob("[!.]*")) if p.is_dir() or p.suffix in PACKED]
     if not hand_ins:
         raise UserError(f"No hand-in is in {path}: give patches of git diff, zip files or folders.")
     return hand_ins
 
 
-def name_of(hand_in: Path) -> str:
-    """The student's, which may have dots."""
-    return hand_in.name if hand_in.is_dir() else hand_in.stem
-
-
-def grade(judge: Judge, chosen: list[Task], out: Path, hand_in: Path) -> list[Any]:
+def graded(judge: Judge, chosen: list[Task], out: Path, hand_in: Path) -> list[Any]:
     """The name of a hand-in, its points and those of each task, of results that are in `out`."""
-    path, texts, broken = out / f"{name_of(hand_in)}.json", dict[str, str](), ""
+    name = hand_in.stem if hand_in.suffix in PACKED else hand_in.name
+    path, texts, broken = out / f"{name}.json", dict[str, str](), ""
     try:
         texts = handed_in(hand_in, {task.file for task in chosen})
     except Exception as error:  # whatever is wrong with it, the others are graded
@@ -140,32 +131,36 @@ def grade(judge: Judge, chosen: list[Task], out: Path, hand_in: Path) -> list[An
             why, notes = broken or f"no {task.file}, a file of at most 1 MiB, is in the hand-in", []
             if task.file in texts:
                 why, notes = judge.judge(task, texts[task.file])
-            result["tests"].append(
-                {
-                    "name": f"{task.name}: {task.title}",
-                    "score": 0 if why else task.points,
-                    "max_score": task.points,
-                    "output": "\n".join(filter(None, [why, *notes])),
-                }
-            )
+            output = "\n".join(filter(None, [why, *notes]))
+            test = {"name": f"{task.name}: {task.title}", "output": output}
+            test |= {"score": 0 if why else task.points, "max_score": task.points}
+            result["tests"].append(test)
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     scores = [test["score"] for test in result["tests"]]
-    tqdm.write(f"{sum(scores):4} of {sum(task.points for task in chosen)}  {name_of(hand_in)}")
-    return [name_of(hand_in), sum(scores), *scores]
+    tqdm.write(f"{sum(scores):4} of {sum(task.points for task in chosen)}  {name}")
+    return [name, sum(scores), *scores]
 
 
 def handed_in(hand_in: Path, files: set[str]) -> dict[str, str]:
     """The files of the tasks that a hand-in has; those that a patch does not change are the
-    project's. It may be anything, so nothing is read that is large or lies elsewhere."""
+    project's. It may be anything, so nothing is read that is large or lies elsewhere. Raises
+    ValueError for a patch that does not fit."""
     with tempfile.TemporaryDirectory() as folder:
         root = hand_in if hand_in.is_dir() else Path(folder)
-        if root != hand_in and hand_in.suffix == ".zip":
+        if hand_in.suffix == ".zip":
             with zipfile.ZipFile(hand_in) as archive:
                 small = (entry for entry in archive.infolist() if entry.file_size <= MOST_BYTES)
                 wanted = [entry for entry in small if entry.filename.endswith(tuple(files))]
                 archive.extractall(root, wanted[: 9 * len(files)])
         elif root != hand_in:
-            patch(hand_in, root, files)
+            words = ["git", "apply", "--whitespace=nowarn", str(hand_in.resolve())]
+            for file in files:
+                (root / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(paths.ROOT / file, root / file)
+                words.append(f"--include={file}")
+            done = subprocess.run(words, cwd=root, capture_output=True, text=True)
+            if done.returncode:
+                raise ValueError(f"it does not fit this version: {done.stderr.strip()}")
         texts = {}
         for file in files:
             path = min(root.rglob(file), key=lambda place: len(place.parts), default=root)
@@ -175,13 +170,39 @@ def handed_in(hand_in: Path, files: set[str]) -> dict[str, str]:
         return texts
 
 
-def patch(hand_in: Path, root: Path, files: set[str]) -> None:
-    """Apply a patch to a copy of the tasks' files. Raises ValueError if it does not fit."""
-    for file in files:
-        (root / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(paths.ROOT / file, root / file)
-    only = [f"--include={file}" for file in files]
-    words = ["git", "apply", "--whitespace=nowarn", *only, str(hand_in.resolve())]
-    done = subprocess.run(words, cwd=root, capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f"it does not fit this version: {done.stderr.strip()}")
+def prove(stages: list[str], jobs: int) -> int:
+    """For authors: do all edits and emptied tasks fail, and the references and right solutions
+    pass, with uninitialized memory full of NaN? Takes minutes."""
+    todo = [job for stage in tasks.stages(stages) for job in to_prove(stage)]
+    results = thread_map(proved, todo, max_workers=jobs, disable=None)
+    problems = [result for result in results if result]
+    print("\n".join([*problems, f"{len(todo)} runs, {len(problems)} problems"]))
+    return 1 if problems else 0
+
+
+def to_prove(stage: str) -> Iterator[Job]:
+    """The jobs of a stage. Raises UserError for an edit that does not fit its file."""
+    known = {task.number: task for task in tasks.read(stage)}
+    file, tests = known["1"].file, [test for task in known.values() for test in task.tests]
+    yield f"{stage}: the reference", file, tasks.source(file), tests, False
+    for task in known.values():
+        empty = task.emptied(tasks.source(task.file))
+        yield f"{task.name}: emptied", task.file, empty, task.tests, True
+    for edit in tasks.edits(stage):
+        of = known.get(edit.task)
+        source = edit.applied(tasks.source(edit.file), of)
+        tests = edit.tests or (of.tests if of else [])
+        yield f"{edit.file}: {edit.what}", edit.file, source, tests, edit.kind != "right"
+
+
+def proved(job: Job) -> str:
+    """What is wrong with a job, "" if nothing is."""
+    name, file, source, tests, fails = job
+    run = running.contained("", tests, {file: source}, 180, fill=not fails)
+    if fails and (run.ended or any("::" not in test for test in run.failures)):
+        return ""  # all tests fail with their process
+    for test in tests:
+        outcomes = {o for full, o in run.outcomes.items() if full.partition("[")[0] == test}
+        if "failed" not in outcomes if fails else outcomes != {"passed"}:
+            return f"{name}: {test}: {run.ended or run.failures or outcomes or 'did not run'}"
+    return ""

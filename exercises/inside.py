@@ -13,10 +13,11 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
@@ -24,7 +25,18 @@ MOST = 300  # characters of a reason
 # In place of the project's own options, which name plugins. What a student prints is shown.
 OPTIONS = ["-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:terminal", "--capture=no"]
 OPTIONS += ["-m", "not slow and not gpu"]
-ABSENT = type("Absent", (), {"__repr__": lambda self: "nothing"})()
+
+
+class Shown(str):
+    """A text that is false and has no quotes in pytest's message."""
+
+    __repr__ = str.__str__
+
+    def __bool__(self) -> bool:
+        return False
+
+
+ABSENT = Shown("nothing")
 
 
 def difference(value: Any, expected: Any, near: Sequence[float] = (0, 0), at: str = "") -> str:
@@ -58,19 +70,24 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def compared(compare: Any, near: Sequence[float], x: Any, y: Any, /, **options: Any) -> Any:
+    """As torch.equal or torch.allclose, but a false result shows as the first difference."""
+    near = options.get("atol", near[0]), options.get("rtol", near[1])
+    return compare(x, y, **options) or Shown(difference(x, y, near))
+
+
 @dataclass(eq=False)
 class Reporter:
-    """The plugin that writes a line for each test: its id, its outcome, and why it failed.
+    """The plugin that writes a line for each test: its id, and how it ended.
 
     seed: of random inputs. first: tests to run before all others. fill: memory that is not
     initialized is full of NaN.
     """
 
-    write: Callable[[str, str, str], None]
+    results: TextIO
     seed: int = 0
     first: Sequence[str] = ()
     fill: bool = False
-    difference: str = ""  # that of the last comparison
 
     def pytest_configure(self, config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", "ignore:.*deterministic implementation")
@@ -84,61 +101,51 @@ class Reporter:
         if torch := sys.modules.get("torch"):
             if self.fill:
                 torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.equal = self._remembering(torch.equal, 0.0, 0.0)
-            torch.allclose = self._remembering(torch.allclose, 1e-8, 1e-5)
-
-    def _remembering(self, compare: Any, atol: float, rtol: float) -> Callable[..., bool]:
-        def remember(value: Any, expected: Any, **options: Any) -> bool:
-            if not (same := compare(value, expected, **options)):
-                near = options.get("atol", atol), options.get("rtol", rtol)
-                self.difference = difference(value, expected, near)
-            return same
-
-        return remember
+            torch.equal = partial(compared, torch.equal, (0.0, 0.0))
+            torch.allclose = partial(compared, torch.allclose, (1e-8, 1e-5))
 
     def pytest_runtest_setup(self) -> None:
-        self.difference = ""
         random.seed(self.seed)
         if torch := sys.modules.get("torch"):
             torch.manual_seed(self.seed)
 
-    def pytest_assertrepr_compare(self, op: str, left: object, right: object) -> None:
-        if op == "==":
-            self.difference = difference(left, right)
+    def pytest_assertrepr_compare(self, op: str, left: object, right: object) -> list[str]:
+        return [difference(left, right)] if op == "==" else []
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Iterator[None]:
         report: Any = yield
         if report.outcome != "passed" or report.when == "call":
-            why = self._why(call.excinfo) if call.excinfo else ""
-            self.write(item.nodeid, report.outcome, why[:MOST])
+            why = _why(call.excinfo) if call.excinfo else ""
+            self._write(item.nodeid, report.outcome, why)
         return report
-
-    def _why(self, excinfo: pytest.ExceptionInfo[BaseException]) -> str:
-        error, text = excinfo.value, str(excinfo.value).partition("\n")[0]
-        if isinstance(error, AssertionError):
-            compared = any(sign in str(error) for sign in ("==", "equal", "allclose"))
-            return (compared and self.difference) or text or "an assertion failed"
-        entries = [(Path(entry.path), entry.lineno + 1) for entry in excinfo.traceback]
-        ours = [e for e in entries if Path.cwd() in e[0].parents and e[0].parent.name != "tests"]
-        line = f" ({ours[-1][0].name}, line {ours[-1][1]})" if ours else ""
-        return f"{type(error).__name__}: {text}{line}"
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             lines = [line for line in str(report.longrepr).splitlines() if line.startswith("E ")]
-            self.write(report.nodeid, "failed", lines[-1][1:].strip())
+            self._write(report.nodeid, "failed", lines[-1][1:].strip())
+
+    def _write(self, *line: str) -> None:
+        print(json.dumps(line), file=self.results, flush=True)
+
+
+def _why(excinfo: pytest.ExceptionInfo[BaseException]) -> str:
+    """An assertion's first line, or the text of torch.testing; of an error also its place."""
+    text, _, more = str(excinfo.value).partition("\n")
+    if isinstance(excinfo.value, AssertionError):
+        text = text.removeprefix("assert ") if text.startswith("assert ") else f"{text} {more}"
+        return text[:MOST]
+    places = [(Path(entry.path), entry.lineno + 1) for entry in excinfo.traceback]
+    ours = [at for at in places if Path.cwd() in at[0].parents and at[0].parent.name != "tests"]
+    line = f" ({ours[-1][0].name}, line {ours[-1][1]})" if ours else ""
+    return f"{type(excinfo.value).__name__}: {text[:MOST]}{line}"
 
 
 def main() -> None:
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as results:
         os.dup2(2, 1)
-
-        def write(*line: str) -> None:
-            print(json.dumps(line), file=results, flush=True)
-
-        reporter = Reporter(write, **json.loads(sys.argv[1]))
+        reporter = Reporter(results, **json.loads(sys.argv[1]))
         status = pytest.main([*OPTIONS, *sys.argv[2:]], plugins=[reporter])
     sys.exit(status)
 

@@ -26,16 +26,15 @@ MEMORY, SCRATCH, RESULTS = 4 << 30, 512 << 20, 4 << 20  # bytes
 PROCESSES = 64  # at a time
 ENVIRONMENT = "PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 MPLBACKEND=agg LANG=C.UTF-8"
 ENVIRONMENT += " TRITON_INTERPRET=1 OMP_NUM_THREADS=1"
+LIMITED = 'ulimit -f 524288 && exec "$0" "$@"'  # 256 MiB a file, in halves of a KiB
 IMAGE = "staircase"  # of Docker and Podman: INSTRUCTORS.md says how to build it
-# What comes before a command that runs in {tree}: no network, files that are only read (but the
-# cache, for the reference), scratch in memory.
+# What comes before a command that runs in {tree}: no network, no file that can be written but in
+# scratch memory.
 DOCKER = """ run --rm --network none --read-only --cap-drop ALL --security-opt no-new-privileges
     --user 65534 --memory {memory} --pids-limit 1024 --tmpfs /tmp:exec,size={scratch}
-    --volume {tree}:/tree:ro --volume {cache}:/cache:{mode} --workdir /tree
-    staircase timeout -s KILL {seconds}"""
+    --volume {tree}:/tree:ro --workdir /tree staircase timeout -s KILL {seconds}"""
 BWRAP = """bwrap --unshare-all --die-with-parent --new-session --cap-drop ALL --proc /proc
-    --dev /dev --size {scratch} --tmpfs /tmp --ro-bind {tree} /tree {bind} {cache} /cache
-    --chdir /tree"""
+    --dev /dev --size {scratch} --tmpfs /tmp --ro-bind {tree} /tree --chdir /tree"""
 SYSTEM = "/usr /bin /lib /lib32 /lib64 /etc/alternatives /etc/ld.so.cache /sys/devices/system/cpu"
 for path in (*SYSTEM.split(), sys.prefix, sys.base_prefix):
     BWRAP += f" --ro-bind-try {path} {path}"
@@ -91,39 +90,31 @@ def container() -> str:
     )
 
 
-@dataclass
-class Sandbox:
-    """Runs tests in trees of `shared` and the stages, without history and lessons, and in an
+def contained(
+    container: str, tests: list[str], changed: dict[str, str], seconds: float, **options: Any
+) -> Run:
+    """Run tests in a tree of `shared` and the stages, without history and lessons, and in an
     environment that is always the same.
 
-    container: of `container`; "" for none. cache: a folder for what is compiled.
+    container: of `container`; "" for none. changed: texts of files that are others in the tree.
+    options: of the Reporter in inside.py.
     """
-
-    container: str
-    cache: Path
-
-    def run(self, tests: list[str], changed: dict[str, str], seconds: float, **options: Any) -> Run:
-        """changed: texts of files that are others there. options: of the Reporter in inside.py; and
-        `read_only`, for the cache."""
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            tree = Path(folder, "tree")
-            for name in ("shared", *paths.discover()):  # of all stages, some come by name
-                shutil.copytree(paths.ROOT / name, tree / name, ignore=LEFT_OUT)
-            for name in ("conftest.py", "pyproject.toml"):
-                shutil.copy2(paths.ROOT / name, tree / name)
-            for file, text in changed.items():
-                (tree / file).write_text(text, encoding="utf-8")
-            places = {"tree": tree, "cache": self.cache, "seconds": seconds}
-            places |= {"memory": MEMORY, "scratch": SCRATCH, "bind": "--bind", "mode": "rw"}
-            if options.pop("read_only", False):
-                places |= {"bind": "--ro-bind", "mode": "ro"}
-            words = [word.format(**places) for word in self.container.split()]
-            home, cache = ("/tmp", "/cache") if words else (folder, self.cache)
-            words += ["env", "-i", f"HOME={home}", f"TMPDIR={home}", f"XDG_CACHE_HOME={cache}"]
-            words += [f"PATH={os.environ.get('PATH')}:/usr/local/bin:/usr/bin:/bin"]
-            python = "python" if IMAGE in words else sys.executable
-            words += [*ENVIRONMENT.split(), python, "-c", INSIDE, json.dumps(options), *tests]
-            return start(words, tree, seconds)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        tree = Path(folder, "tree")
+        for name in ("shared", *paths.discover()):  # of all stages, some come by name
+            shutil.copytree(paths.ROOT / name, tree / name, ignore=LEFT_OUT)
+        for name in ("conftest.py", "pyproject.toml"):
+            shutil.copy2(paths.ROOT / name, tree / name)
+        for file, text in changed.items():
+            (tree / file).write_text(text, encoding="utf-8")
+        places = {"tree": tree, "seconds": seconds, "memory": MEMORY, "scratch": SCRATCH}
+        words = [word.format(**places) for word in container.split()]
+        home, scratch = ("/tmp", "/tmp") if container else (Path.home(), folder)
+        words += ["env", "-i", f"HOME={home}", f"TMPDIR={scratch}", *ENVIRONMENT.split()]
+        words += [f"PATH={os.environ.get('PATH')}:/usr/local/bin:/usr/bin:/bin"]
+        python = "python" if IMAGE in words else sys.executable
+        words += ["sh", "-c", LIMITED, python, "-c", INSIDE, json.dumps(options), *tests]
+        return start(words, tree, seconds)
 
 
 def start(command: list[str], cwd: Path, seconds: float, shown: bool = False) -> Run:
@@ -140,8 +131,6 @@ def start(command: list[str], cwd: Path, seconds: float, shown: bool = False) ->
                 run.ended = _exceeded(process)
                 if time.monotonic() - started > seconds:
                     run.ended = f"it took more than {seconds:.0f} s: an endless loop?"
-                elif os.fstat(results.fileno()).st_size > RESULTS:
-                    run.ended = "it forges results"
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -4,20 +4,20 @@ Signatures, decorators and all other code stay the reference's. What a hand-in a
 that the reference lacks comes along: functions, classes, constants and imports of the module,
 methods and attributes of the same class. All else is left behind, and named.
 
-Code is moved as a syntax tree and written again, so indentation, line ends and tabs of a hand-in
-do not matter.
+Python is moved as a syntax tree and written again, so indentation, line ends and tabs of a hand-in
+do not matter. Of C, the text between the braces is moved, and nothing else.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 from collections.abc import Collection, Iterator
 
 from shared.errors import UserError
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-Import = ast.Import | ast.ImportFrom
 
 
 class Refused(UserError):
@@ -28,7 +28,7 @@ def parse(source: str) -> ast.Module:
     """Raises Refused, with the line, for what is not Python."""
     try:
         return ast.parse(source.replace("\r\n", "\n").removeprefix("\ufeff"))
-    except (SyntaxError, ValueError, MemoryError) as error:
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise Refused(f"line {getattr(error, 'lineno', 1)}: not Python ({error})") from None
 
 
@@ -38,27 +38,38 @@ def find(tree: ast.Module, name: str) -> Function | None:
     body = tree.body
     for part in classes:
         owners = (node for node in body if isinstance(node, ast.ClassDef) and node.name == part)
-        body = next((owner.body for owner in owners), [])
+        body = [node for owner in owners for node in owner.body]
     return next((n for n in body if isinstance(n, Function) and n.name == last), None)
 
 
-def with_body(source: str, name: str, body: str) -> str:
-    """`source` with another body for one function, whose docstring stays."""
-    node, lines = find(parse(source), name), source.split("\n")
-    if node is None:
+def find_c(source: str, name: str) -> tuple[int, int]:
+    """Where the body of a C function begins and ends: before a brace in column 0."""
+    head = rf"^\w[^;{{}}#]*?\b{name}\([^;{{}}]*\)\s*\{{\n"
+    if not (match := re.search(rf"{head}(.*?)^\}}", source, re.M | re.S)):
         raise Refused(f"{name} is missing")
-    start = node.body[0].lineno - 1
-    if ast.get_docstring(node) is not None:
-        start = node.body[0].end_lineno or 0
+    return match.span(1)
+
+
+def with_body(file: str, source: str, name: str, body: str) -> str:
+    """`source` of `file` with another body for one function, whose docstring stays."""
+    if not file.endswith(".py"):
+        start, end = find_c(source, name)
+        return source[:start] + textwrap.indent(body + "\n", "    ") + source[end:]
+    node, lines = find(parse(source), name), source.split("\n")
+    assert node, f"{file} has no {name}"
+    documented = ast.get_docstring(node) is not None
+    start = node.body[0].end_lineno or 0 if documented else node.body[0].lineno - 1
     lines[start : node.end_lineno] = textwrap.indent(body, " " * (node.col_offset + 4)).split("\n")
     return "\n".join(lines)
 
 
 def splice(
-    reference: str, submitted: str, functions: Collection[str], others: Collection[str] = ()
+    file: str, reference: str, submitted: str, functions: Collection[str], others: Collection[str]
 ) -> tuple[str, list[str]]:
-    """The reference with the bodies of `functions` from `submitted`, and what was left behind.
-    others: functions of other tasks, which are judged apart. Raises Refused."""
+    """The reference of `file` with the bodies of `functions` from `submitted`, and what was left
+    behind. others: functions of other tasks, which are judged apart. Raises Refused."""
+    if not file.endswith(".py"):
+        return _splice_c(reference, submitted.replace("\r\n", "\n"), functions)
     ours, theirs = parse(reference), parse(submitted)
     before = ast.dump(ours)
     for name in functions:
@@ -78,6 +89,18 @@ def splice(
     return ast.unparse(ours) + "\n", notes
 
 
+def _splice_c(reference: str, submitted: str, functions: Collection[str]) -> tuple[str, list[str]]:
+    spliced = reference
+    for name in functions:
+        (start, end), (first, last) = find_c(spliced, name), find_c(submitted, name)
+        spliced = spliced[:start] + submitted[first:last] + spliced[end:]
+    if spliced == reference:
+        raise Refused("not done: its functions are the project's")
+    return spliced, [] if spliced == submitted else [
+        "your changes of other functions are not taken"
+    ]
+
+
 def _parameters(node: Function) -> list[str]:
     """Its kind and the names of its parameters. Annotations and defaults are the reference's."""
     arguments = (inner for inner in ast.walk(node.args) if isinstance(inner, ast.arg))
@@ -85,25 +108,20 @@ def _parameters(node: Function) -> list[str]:
 
 
 def _add_new(
-    ours: ast.Module | ast.ClassDef,
-    theirs: ast.Module | ast.ClassDef,
-    judged: Collection[str],
-    prefix: str = "",
+    ours: ast.Module | ast.ClassDef, theirs: ast.AST, judged: Collection[str], prefix: str = ""
 ) -> Iterator[str]:
     """Add to a module or a class the names that it lacks; yields what is not taken."""
     classes = {node.name: node for node in ours.body if isinstance(node, ast.ClassDef)}
     names = {name for node in ours.body for name in _bound(node)}
     known = {ast.dump(node) for node in ours.body}
-    # New imports go behind the first one, which may be of __future__.
-    start = next((n for n, node in enumerate(ours.body, 1) if isinstance(node, Import)), 1)
     for node in theirs.body:
-        if isinstance(node, Import):  # what is new of it
+        if isinstance(node, ast.Import | ast.ImportFrom):  # what is new of it
             node.names = [alias for alias in node.names if not _bound(alias) & names]
         bound = _bound(node)
         if isinstance(node, ast.ClassDef) and node.name in classes:
             yield from _add_new(classes[node.name], node, judged, f"{prefix}{node.name}.")
         elif bound and not bound & names:
-            ours.body.insert(start if isinstance(node, Import) else len(ours.body), node)
+            ours.body.append(node)
         elif bound and ast.dump(node) not in known:
             name = prefix + ", ".join(sorted(bound))
             if name not in judged:

@@ -1,4 +1,5 @@
-"""The student's side: start a task on a branch of one's own, check it, ask for hints.
+"""The student's side: start a task on a branch of one's own, check it, ask for hints; and the
+museum: plant a bug that a real project shipped, and find it by its symptom.
 
 Git is backup, reset and hand-in. What it does not know (which task is open, which checks passed) is
 noted in the repository's own configuration, under `exercises`.
@@ -7,14 +8,24 @@ noted in the repository's own configuration, under `exercises`.
 from __future__ import annotations
 
 import hashlib
+import shlex
 import subprocess
+import sys
 import textwrap
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from shared import paths
 from shared.errors import UserError
 
-from . import running, splice, tasks
-from .tasks import Task
+from . import running, tasks
+from .tasks import Edit, Task
+
+MUSEUM = ("list", "plant", "hint", "check", "reveal", "clear")
+WIDTH = 100  # columns
 
 
 def git(*words: str) -> str:
@@ -45,51 +56,43 @@ def need_clean(file: str, what: str) -> None:
         )
 
 
-def start(task: Task) -> None:
-    """Empty the functions of one task in the working tree."""
+def chosen(words: Sequence[str]) -> Task:
+    """The task that is named, stage and number, or the one that was started last."""
+    words = words or recall("task").split()
+    if len(words) != 2:
+        raise UserError("Name stage and task, 'stage04 2': see `python -m exercises list`.")
+    return tasks.find(*words)
+
+
+def list_(stages: list[str]) -> None:
+    """The tasks."""
+    for stage in tasks.stages(stages):
+        print(stage)
+        for task in tasks.read(stage):
+            print(f"  {task.number}  {task.points:3} points  {task.title} ({task.file})")
+
+
+def start(words: list[str]) -> None:
+    """Empty the functions of one task in the working tree, on your own branch."""
+    task = chosen(words)
     need_clean(task.file, "an emptied task")
-    source = emptied(tasks.source(task.file), task)
+    source = task.emptied(tasks.source(task.file))
     (paths.ROOT / task.file).write_text(source, encoding="utf-8")
     note("task", f"{task.stage} {task.number}")
     note(f"{task.name}.result", "started")
-    show(task)
-    print(f"\nEmpty now, in {task.file}: {', '.join(task.functions)}. Write them, then run")
+    print(f"{task}\n\nEmpty now, in {task.file}: {', '.join(task.functions)}. Write them, then run")
     print("    python -m exercises check")
     print("`python -m exercises hint` asks a question that helps. Keep what passes with git:")
     print(f"    git commit -am '{task.name}'")
 
 
-def emptied(source: str, task: Task) -> str:
-    """`source` in which the task's functions keep signature and docstring, and do nothing."""
-    for name in task.functions:
-        body = f'raise NotImplementedError("{task.name} is not written yet")'
-        source = splice.with_body(source, name, body)
-    return source
-
-
-def show(task: Task) -> None:
-    print(f"{task.name}: {task.title} ({task.points} points)\n\n{task.text}")
-
-
-def chosen(stage: str | None, number: int | None) -> Task:
-    """The task that is named, or the one that was started last."""
-    if stage is not None and number is not None:
-        return tasks.find(tasks.find_stage(stage), number)
-    if stage is not None:
-        raise UserError("Name stage and task, 'stage04 2', or neither: then it is the last.")
-    if not (last := recall("task").split()):
-        raise UserError("No task is started: see `python -m exercises list`, then start one.")
-    return tasks.find(last[0], int(last[1]))
-
-
-def check(task: Task) -> int:
+def check(words: list[str]) -> int:
     """Run a task's tests on the working tree, and say of each that fails how."""
+    task = chosen(words)
     print(f"{task.name}: {task.title}", flush=True)
-    run = running.here(task.tests)
-    source = tasks.source(task.file)
+    run, source = running.here(task.tests), tasks.source(task.file)
     try:
-        reference = git("show", f"main:{task.file}")
-        notes = splice.splice(reference, source, task.functions, task.others())[1]
+        notes = task.taken(source, git("show", f"main:{task.file}"))[1]
     except UserError as error:  # grading would refuse it, or there is no branch main
         notes = [str(error)]
     for text in notes:
@@ -100,7 +103,7 @@ def check(task: Task) -> int:
         print(f"Grading runs all tests of the stage: python -m pytest {task.stage}")
     else:
         print(f"In full: python -m pytest {task.tests[0].partition('::')[0]}")
-    note(f"{task.name}.result", f"passed {_digest(task)}" if run.passed else "not passed")
+    note(f"{task.name}.result", f"passed: {_digest(task)}" if run.passed else "not passed")
     return 0 if run.passed else 1
 
 
@@ -108,32 +111,95 @@ def _digest(task: Task) -> str:
     return hashlib.sha256(tasks.source(task.file).encode()).hexdigest()
 
 
-def hint(task: Task) -> None:
-    """Show one more hint than the last time."""
+def hint(words: list[str]) -> None:
+    """Show a task, and one more hint each time."""
+    task = chosen(words)
     count = min(int(recall(f"{task.name}.hints") or 0) + 1, len(task.hints))
     note(f"{task.name}.hints", str(count))
-    show(task)
+    print(task)
     for number, text in enumerate(task.hints[:count], 1):
-        print("\n" + textwrap.fill(f"Hint {number} of {len(task.hints)}: {text}", 100))
+        print("\n" + textwrap.fill(f"Hint {number} of {len(task.hints)}: {text}", WIDTH))
 
 
 def status() -> None:
-    """Where the student stands, in all tasks that have been started."""
+    """Which tasks have passed, of all that have been started."""
     points = 0
-    for task in (task for stage in paths.discover() for task in tasks.read(stage)):
-        result = recall(f"{task.name}.result")
-        if result.startswith("passed "):
-            passed = result == f"passed {_digest(task)}"
-            result = "passed" if passed else "passed before your last edit"
+    for task in (task for stage in tasks.stages() for task in tasks.read(stage)):
+        result, _, digest = recall(f"{task.name}.result").partition(": ")
+        if digest and digest != _digest(task):
+            result = "passed before your last edit"
         points += task.points * (result == "passed")
         if result:
             print(f"{task.name}  {task.points:3} points  {result:28}  {task.title}")
     print(f"{points} points by your own checks. To hand in: git diff main > mine.patch")
 
 
-def listed(stage: str | None) -> None:
-    """The tasks of one stage, or of all."""
-    for name in [tasks.find_stage(stage)] if stage else paths.discover():
-        print(name)
-        for task in tasks.read(name):
-            print(f"  {task.number}  {task.points:3} points  {task.title} ({task.file})")
+def museum(action: str, number: int | None) -> int:
+    """Find bugs that were real."""
+    known = dict(enumerate(tasks.exhibits(), 1))
+    planted, _, commit = recall("planted").partition(" ")
+    exhibit = known.get(int(planted or 0))
+    if action == "list":
+        for place, edit in known.items():
+            print(f"{place:3}  {edit.file[:7]}  {edit.fields['title'][0]}")
+    elif action == "plant":
+        if exhibit:
+            raise UserError(f"Exhibit {planted} is planted: `python -m exercises museum clear`.")
+        if number not in known:
+            raise UserError(f"Which exhibit, 1 to {len(known)}? `museum list` shows them.")
+        plant(known[number], number)
+    elif not exhibit:
+        raise UserError("No bug is planted: `python -m exercises museum plant 1` plants the first.")
+    elif action == "hint":
+        print(textwrap.fill(exhibit.fields["hint"][0], WIDTH))
+    elif action == "reveal":
+        print(textwrap.fill(f"{exhibit.file}: {exhibit.what}", WIDTH) + "\n")
+        for old, new in exhibit.replacements:
+            print(textwrap.indent(old, "- ") + "\n" + textwrap.indent(new, "+ ") + "\n")
+        print(textwrap.fill(" ".join(exhibit.fields[">"]), WIDTH))
+        print(f"\nSeen in: {exhibit.fields['seen'][0]}\nCaught by: {', '.join(exhibit.tests)}")
+    elif action == "clear":
+        git("restore", f"--source={commit}", "--", exhibit.file)
+        note("planted", "")
+        print(f"{exhibit.file} is as it was before the bug.")
+    else:
+        passed = running.here(exhibit.tests).passed
+        tell = "Mended: the tests that this bug failed pass. `museum reveal` tells its story."
+        print(tell if passed else "Not yet: the bug is still there, or there is another one.")
+        return 0 if passed else 1
+    return 0
+
+
+def plant(exhibit: Edit, number: int) -> None:
+    """Make the edit in the working tree, and show what it does, beside what was there."""
+    need_clean(exhibit.file, "a planted bug")
+    try:
+        planted = exhibit.applied(tasks.source(exhibit.file))
+    except UserError:
+        raise UserError(
+            f"Your {exhibit.file} is not the project's where this bug goes: plant it on a branch "
+            "without your work, `git switch -c museum main`."
+        ) from None
+    print(f"Exhibit {number}: {exhibit.fields['title'][0]}\n")
+    shows = "\n".join(exhibit.fields["shows"])
+    print(textwrap.indent(shows, "    ") + "\n")
+    print("running it before and after: this loads the stage twice", flush=True)
+    before = symptom(shows)
+    note("planted", f"{number} {git('rev-parse', 'HEAD')}")
+    (paths.ROOT / exhibit.file).write_text(planted, encoding="utf-8")
+    table = Table("before", "with the bug")
+    table.add_row(Text(before), Text(symptom(shows)))
+    Console().print(table)
+    print(
+        f"\nThe bug is somewhere in {exhibit.file.partition('/')[0]}/, in your working tree (git "
+        "would show it: do not look).\nMend it, and then: python -m exercises museum check. There "
+        "are hint, reveal and clear."
+    )
+
+
+def symptom(shows: str) -> str:
+    """What a command or a program prints, and how it ended, if not well."""
+    words = shlex.split(shows)[1:] if shows.startswith("python ") else ["-c", shows]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": -1, "stderr": subprocess.STDOUT}
+    done = subprocess.run([sys.executable, *words], cwd=paths.ROOT, text=True, **pipes)
+    return done.stdout.strip() + (f"\n[exit status {done.returncode}]" if done.returncode else "")

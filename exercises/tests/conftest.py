@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from exercises import edits
 from shared import paths
 
 TOY = '''
@@ -27,7 +26,6 @@ class Sums:
 
     def _half(self):
         return self.total / 2
-
 
 def rows(count):
     return [[0] * count for _ in range(count)]
@@ -65,19 +63,14 @@ Rows of zeros.
 TESTS = """
 import pytest
 from stage01_toy.toy import Sums, rows
-
-
 def test_sums():
     assert Sums(1).add([1, 2]) == [2, 4]
-
 def test_the_whole_suite_judges():
     sums = Sums()
     sums.add([3])
     assert sums._half() == 1.5
-
 def test_rows():
     assert rows(2) == [[0, 0], [0, 0]]
-
 @pytest.mark.skipif(True, reason="the reference skips it, too")
 def test_skipped():
     pass
@@ -130,11 +123,8 @@ def project(tmp_path, monkeypatch) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text, encoding="utf-8")
     monkeypatch.setattr(paths, "ROOT", root)
-    monkeypatch.setattr(edits, "FOLDER", root / "exercises/edits")
-    git(root, "init", "-q", "-b", "main")
-    git(root, "config", "user.name", "ada")
-    git(root, "config", "user.email", "ada@example.org")
-    git(root, "add", ".")
-    git(root, "commit", "-qm", "start")
-    git(root, "switch", "-qc", "mine")
+    for words in ("init -qb main", "config user.name ada", "config user.email ada@example.org"):
+        git(root, *words.split())
+    for words in ("add .", "commit -qm start", "switch -qc mine"):
+        git(root, *words.split())
     return root

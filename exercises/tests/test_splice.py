@@ -27,7 +27,7 @@ def other():
 
 
 def taken(submitted, *functions, others=()):
-    return splice.splice(REFERENCE, submitted, functions or ("Sums.add",), others)
+    return splice.splice("x.py", REFERENCE, submitted, functions or ("Sums.add",), others)
 
 
 def run(source, call):
@@ -63,26 +63,23 @@ def other(): return 3
         "line 17: your change of other is not taken",
     ]
     assert taken(submitted, others=("Sums._inner", "other"))[1] == []
-    for text in (
-        submitted.replace("\n", "\r\n"),
-        submitted.replace("    ", "\t"),
-        "\ufeff" + submitted,
-    ):
+    windows = submitted.replace("\n", "\r\n")
+    for text in (windows, submitted.replace("    ", "\t"), "\ufeff" + submitted):
         assert run(taken(text)[0], "Sums.add(1)") == 109
 
 
-@pytest.mark.parametrize(
-    ("submitted", "why"),
-    [
-        ("def x(:", "line 1: not Python"),
-        ("class Sums:\n    add = lambda x, y: x", "Sums.add is missing"),
-        ("class Sums:\n    def add(x, z): return x", "line 2: the signature of Sums.add"),
-        ("class Sums:\n    async def add(x, y): return x", "line 2: the signature of Sums.add"),
-        ("x = " + "(" * 300 + ")" * 300, "not Python"),
-    ],
-)
-def test_what_cannot_be_taken_is_refused_with_a_reason(submitted, why):
-    with pytest.raises(splice.Refused, match=why):
+REFUSED = {
+    "def x(:": "line 1: not Python",
+    "class Sums:\n    add = lambda x, y: x": "Sums.add is missing",
+    "class Sums:\n    def add(x, z): return x": "line 2: the signature of Sums.add",
+    "class Sums:\n    async def add(x, y): return x": "line 2: the signature of Sums.add",
+    "x = " + "(" * 300 + ")" * 300: "not Python",
+}
+
+
+@pytest.mark.parametrize("submitted", REFUSED)
+def test_what_cannot_be_taken_is_refused_with_a_reason(submitted):
+    with pytest.raises(splice.Refused, match=REFUSED[submitted]):
         taken(submitted)
 
 
@@ -93,8 +90,31 @@ def test_a_missing_private_function_is_no_present():
 
 
 def test_another_body_leaves_signature_and_docstring():
-    text = splice.with_body(REFERENCE, "Sums.add", "raise KeyError\nreturn 2")
+    text = splice.with_body("x.py", REFERENCE, "Sums.add", "raise KeyError\nreturn 2")
     assert text == REFERENCE.replace("return x + y", "raise KeyError\n        return 2")
+
+
+C = """/* one(x) { */
+#if REAL == 4
+static inline int one(const int *x,
+                      int y) {
+    if (y) { return 1; }
+    return x[0];
+}
+#endif
+static int two(void) { return 2; }
+"""
+
+
+def test_the_body_of_a_function_in_c_is_taken():
+    empty = splice.with_body("x.h", C, "one", "/* empty */")
+    assert empty == C.replace("    if (y) { return 1; }\n    return x[0];", "    /* empty */")
+    submitted = C.replace("x[0]", "*x").replace("return 2", "return 3").replace("\n", "\r\n")
+    source, notes = splice.splice("x.h", C, submitted, ["one"], [])
+    assert source == C.replace("x[0]", "*x") and "other functions are not taken" in notes[0]
+    for text, why in ((C, "not done"), (C.replace(" one(", " other("), "one is missing")):
+        with pytest.raises(splice.Refused, match=why):
+            splice.splice("x.h", C, text, ["one"], [])
 
 
 def test_the_first_difference():
