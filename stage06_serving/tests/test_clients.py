@@ -11,7 +11,7 @@ import pytest
 
 from shared.errors import UserError
 from shared.tests.test_chat_template import CHATML
-from shared.tests.test_json_tokenizer import qwen
+from shared.tests.test_tokenizer import qwen
 from stage06_serving.__main__ import plan
 from stage06_serving.chat import template_of
 from stage06_serving.protocol import Message

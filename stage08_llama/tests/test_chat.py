@@ -14,7 +14,7 @@ from shared import cli
 from shared.chat_template import load as load_template
 from shared.errors import UserError
 from shared.tests.test_chat_template import CHATML
-from shared.tests.test_json_tokenizer import qwen
+from shared.tests.test_tokenizer import qwen
 from stage01_forward.params import SamplingParams
 from stage05_paged.engine import make
 from stage08_llama.__main__ import main
