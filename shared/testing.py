@@ -35,16 +35,6 @@ def engines() -> dict[str, Any]:
     return {entry.partition(".")[0]: registry.load(entry) for entry in entries}
 
 
-def oracle(model: Any) -> Any:
-    """The first stage's engine, which recomputes everything: its tokens are right by definition."""
-    return registry.load(registry.ENGINES["forward"])(model)
-
-
-def sampling_params() -> Any:
-    """The class SamplingParams, which the first stage defines and all others take."""
-    return registry.load(registry.SAMPLING)
-
-
 def random_checkpoint(config: Config, seed: int = 0, spread: float = 4.0) -> Checkpoint:
     """Seeded random weights, `spread` times as wide as a fresh GPT-2's, with nonzero biases.
 

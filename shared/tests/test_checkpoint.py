@@ -1,5 +1,4 @@
-"""Configs and random weights, checkpoints of transformers in every accepted spelling, and invalid
-folders and names."""
+"""Checkpoints of transformers in every accepted spelling; invalid folders, names and configs."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shared import catalog, checkpoint, models
-from shared.checkpoint import PRESETS, WEIGHTS, Config, load
+from shared.checkpoint import WEIGHTS, Config, load
 from shared.errors import UserError
 from shared.peers import transformers_model
 from shared.testing import random_checkpoint
@@ -70,19 +69,16 @@ def test_a_folder_of_transformers(folder, model, tmp_path):
     assert (folder / WEIGHTS).read_bytes() == before
 
 
-MASK = torch.tril(torch.ones(1, 1, 32, 32)).to(torch.uint8)
-MASKS = {f"h.{layer}.attn.bias": MASK for layer in range(2)}  # in checkpoints of 2019
-MASKS["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
-SPELLINGS: dict[str, Callable[[Tensors], Tensors]] = {
-    "without prefix": lambda ts: {name.removeprefix("transformer."): ts[name] for name in ts},
-    "old buffers": lambda ts: ts | MASKS,
-    "lm_head": lambda ts: ts | {"lm_head.weight": ts["transformer.wte.weight"]},
-}
+def test_other_spellings_give_the_same_tensors(folder, model):
+    """Without the prefix, with the masks of 2019, and with the tied output layer."""
+    mask = torch.tril(torch.ones(1, 1, 32, 32)).to(torch.uint8)
+    extra = {"h.1.attn.bias": mask, "transformer.h.0.attn.masked_bias": torch.tensor(-1e4)}
 
+    def change(tensors: Tensors) -> Tensors:
+        plain = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+        return plain | extra | {"lm_head.weight": plain["wte.weight"]}
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_every_spelling_gives_the_same_tensors(folder, model, spelling):
-    rewrite(folder, SPELLINGS[spelling])
+    rewrite(folder, change)
     assert_same(load(str(folder)).tensors, model)
 
 
@@ -96,30 +92,24 @@ def test_an_output_layer_of_its_own(tmp_path):
     torch.testing.assert_close(logits, twin(ids[None]).logits[0].detach(), rtol=0, atol=1e-9)
 
 
-def change(tensors: Tensors, name: str, value: Any) -> Tensors:
-    return tensors | {f"transformer.{name}": value(tensors[f"transformer.{name}"])}
-
-
-def config(**fields: int) -> dict[str, Any]:
-    return {"config.json": json.dumps(SIZES | fields).encode()}
-
-
-def shard(file: str) -> dict[str, Any]:
-    """An index that names `file` in place of the single file."""
-    content = {"weight_map": {"wte.weight": file}}
-    return {WEIGHTS: None, checkpoint.INDEX: json.dumps(content).encode()}
-
-
+DEEPER, SHARDS = SIZES | {"n_layer": 5}, {"weight_map": {"wte.weight": "../model.safetensors"}}
+MATRIX = "h.0.attn.c_attn.weight"
 FAULTS: list[tuple[Any, str]] = [  # a change of the tensors, or files, of which None is removed
     (lambda ts: ts | {"extra": torch.zeros(2)}, "unexpected extra"),
-    (lambda ts: change(ts, "h.0.attn.c_attn.weight", torch.t), "misshapen h.0.attn.c_attn.weight"),
+    (lambda ts: ts | {f"transformer.{MATRIX}": torch.zeros(72, 24)}, f"misshapen {MATRIX}"),
     (lambda ts: ts | {"lm_head.weight": torch.zeros(101, 24)}, "differs from wte.weight"),
     ({"config.json": None}, "config.json is missing"),
     ({"config.json": b"\x80\x04"}, "config.json cannot be read"),
     ({WEIGHTS: None, "pytorch_model.bin": b""}, "pytorch_model.bin: other formats may run code"),
     ({WEIGHTS: b"version https://git-lfs.github.com"}, "truncated, corrupt or not safetensors"),
-    (config(n_layer=5), "missing h.2.ln_1.weight, h.2.ln_1.bias, h.2.attn.c_attn.weight and 33"),
-    (shard("../model.safetensors"), "../model.safetensors, which is not in its folder"),
+    (
+        {"config.json": json.dumps(DEEPER).encode()},
+        "missing h.2.ln_1.weight, h.2.ln_1.bias, h.2.attn.c_attn.weight and 33",
+    ),
+    (
+        {WEIGHTS: None, checkpoint.INDEX: json.dumps(SHARDS).encode()},
+        "../model.safetensors, which is not in its folder",
+    ),
 ]
 
 
@@ -156,9 +146,6 @@ def test_no_network_and_names_that_the_hub_refuses(monkeypatch, tmp_path):
         assert f"{name} cannot be downloaded" in message and "--model stories" in message
 
 
-# ---- configs and random weights ------------------------------------------------------------------
-
-
 def test_configs_that_are_refused():
     """But not for an end outside the vocabulary: transformers saves GPT-2's for any small model."""
     assert Config.from_dict(SIZES | {"eos_token_id": [7, 50256]}).eos_ids == (7,)
@@ -167,10 +154,3 @@ def test_configs_that_are_refused():
         *(("n_layer", None), ("n_positions", 0)),
     ):
         assert field in refusal(lambda: Config.from_dict(SIZES | {field: value}))  # noqa: B023
-
-
-def test_random_weights_are_those_of_the_seed():
-    first, other = (load("tiny", random_weights=True, seed=seed) for seed in (7, 8))
-    assert (first.config, first.folder) == (PRESETS["tiny"], None)
-    assert {name: t.shape for name, t in first.tensors.items()} == first.config.shapes()
-    assert not torch.equal(first.tensors["wte.weight"], other.tensors["wte.weight"])

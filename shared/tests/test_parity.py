@@ -13,16 +13,18 @@ import pytest
 import torch
 
 from shared import models, parity, testing
+from stage01_forward.engine import Engine
+from stage01_forward.params import SamplingParams
 from stage04_continuous.tests.oracle import oracle_of
 
-ENGINES, PARAMS = testing.engines(), testing.sampling_params()
+ENGINES = testing.engines()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("stage", list(ENGINES)[1:3])
 def test_all_scenarios(stage, dtype, tiny):
     model = models.load_model(tiny, dtype=dtype)
-    proof = parity.prove(ENGINES[stage](model), oracle_of(model), PARAMS)
+    proof = parity.prove(ENGINES[stage](model), oracle_of(model), SamplingParams)
     assert proof.tokens > 200
     assert proof.near_ties <= (proof.sequences * 0.05 if dtype == torch.float32 else 0)
 
@@ -33,7 +35,7 @@ def random_params(rng: random.Random) -> Any:
     def either(off: Any, *others: Any) -> Any:
         return rng.choice(others) if rng.random() < 0.4 else off
 
-    return PARAMS(
+    return SamplingParams(
         max_tokens=rng.randint(1, 6),
         temperature=either(1.0, 0.0, 0.02, 0.7, 2.0),
         top_k=either(0, 1, 5, 40, 101),
@@ -55,7 +57,7 @@ def requests(tiny_model):
     rng = random.Random(0)
     prompts = [[rng.randrange(101) for _ in range(rng.randint(1, 9))] for _ in range(150)]
     params = [random_params(rng) for _ in prompts]
-    return prompts, params, testing.oracle(tiny_model).generate(prompts, params)
+    return prompts, params, Engine(tiny_model).generate(prompts, params)
 
 
 @pytest.mark.parametrize("stage", list(ENGINES)[1:])
@@ -68,12 +70,14 @@ def test_a_seed_gives_the_same_tokens_in_every_engine(stage, requests, tiny_mode
 @pytest.fixture(scope="module")
 def answer(tiny_model):
     """answer(max_tokens): the oracle's answer to one prompt."""
-    oracle, likeliest = testing.oracle(tiny_model), parity.LIKELIEST
-    return lambda most: oracle.generate([[1, 2]], PARAMS(max_tokens=most, logprobs=likeliest))
+    oracle, likeliest = Engine(tiny_model), parity.LIKELIEST
+    return lambda most: oracle.generate(
+        [[1, 2]], SamplingParams(max_tokens=most, logprobs=likeliest)
+    )
 
 
 def test_one_wrong_token_and_an_early_end_are_refused(tiny_model, answer):
-    oracle = testing.oracle(tiny_model)
+    oracle = Engine(tiny_model)
 
     def one_wrong(prompts, sampling):
         outputs = oracle.generate(prompts, sampling)
@@ -82,7 +86,7 @@ def test_one_wrong_token_and_an_early_end_are_refused(tiny_model, answer):
 
     with pytest.raises(parity.ParityError, match="many lengths, sequence 3, token 7"):
         engine = SimpleNamespace(model=tiny_model, generate=one_wrong)
-        parity.prove(engine, oracle, PARAMS, ["many lengths"])
+        parity.prove(engine, oracle, SamplingParams, ["many lengths"])
     with pytest.raises(parity.ParityError, match="token 7"):
         parity.compare("short", answer(8), answer(7), torch.float32, parity.Parity())
 

@@ -18,6 +18,8 @@ from shared.stories.conversations import KEPT, SEQUELS, request
 from shared.stories.evaluate import card
 from shared.stories.train import Chat, Draft, Stories, train
 from shared.tokenizer import load_tokenizer
+from stage01_forward.engine import Engine
+from stage01_forward.params import SamplingParams
 
 GRAMMAR = grammar.load()
 
@@ -114,7 +116,7 @@ def test_what_a_model_writes_keeps_to_the_grammar(name):
         prompts, options["top_p"] = [*map(tokenizer.encode_chat, chats)], 0.95
         demands = [(wish.fillings, wish.plots) for wish in wishes]
     engine = testing.engines()["stage09_kernels"](models.load_model(models.load(name)))
-    params = partial(testing.sampling_params(), max_tokens=600, **options)
+    params = partial(SamplingParams, max_tokens=600, **options)
     outputs = engine.generate(prompts, [params(seed=seed) for seed in range(8)])
     texts = [tokenizer.decode(output.token_ids[:-1]) for output in outputs]
     read = [bool(GRAMMAR.read(text, *asked)) for text, asked in zip(texts, demands, strict=True)]
@@ -137,6 +139,6 @@ def test_training_is_deterministic(tmp_path, recipe):
         train(recipe, tmp_path / name, steps=12, size=(48, 2, 2))
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "again")]
     assert weights[0] == weights[1]
-    engine = testing.oracle(models.load_model(models.load(str(tmp_path / "first"))))
+    engine = Engine(models.load_model(models.load(str(tmp_path / "first"))))
     prompt = load_tokenizer(tmp_path / "first").encode("Once upon a time")
-    assert engine.generate([prompt], testing.sampling_params()(max_tokens=2))
+    assert engine.generate([prompt], SamplingParams(max_tokens=2))

@@ -7,6 +7,7 @@ import torch
 
 from shared import models, testing
 from shared.checkpoint import without_weights
+from stage01_forward.params import SamplingParams
 from stage08_llama.config import LlamaConfig
 from stage08_llama.model import Attention, RepeatedHeads, RMSNorm
 from stage08_llama.rope import KINDS, Rope, frequencies, rotate, rotation
@@ -94,6 +95,6 @@ def test_repeated_heads_are_an_oracle(tmp_path):
     before = RepeatedHeads(model)
     wide, narrow = (m.config.kv_bytes_per_token(torch.float32) for m in (before, model))
     assert wide == 2 * narrow
-    prompts, params = [[5], [1, 2, 3, 4], [9] * 30], testing.sampling_params()(max_tokens=20)
+    prompts, params = [[5], [1, 2, 3, 4], [9] * 30], SamplingParams(max_tokens=20)
     make = testing.engines()["stage05_paged"]
     assert make(before).generate(prompts, params) == make(model).generate(prompts, params)

@@ -11,6 +11,7 @@ import torch
 from shared import models, testing
 from shared.peers import transformers_batch
 from stage01_forward.attention import Recompute
+from stage01_forward.params import SamplingParams
 from stage08_llama.config import LlamaConfig
 from stage08_llama.tests.folders import KINDS, save
 
@@ -51,7 +52,7 @@ def test_logits_are_those_of_transformers(pair):
 @pytest.mark.parametrize("pair", CACHES, indirect=True)
 def test_every_engine_gives_the_tokens_of_transformers(pair):
     _, folder, theirs = pair
-    model, params = load(folder), testing.sampling_params()(max_tokens=14)
+    model, params = load(folder), SamplingParams(max_tokens=14)
     prompts = [[7], [3, 1, 4, 1, 5], list(range(2, 40))]
     want = [transformers_batch(theirs, [prompt], 14)[0] for prompt in prompts]
     assert len({token for answer in want for token in answer}) > 6

@@ -22,6 +22,7 @@ from shared.parity import random_prompt
 from shared.testing import random_checkpoint, wide_norm
 from stage01_forward import engine as naive
 from stage01_forward.attention import Recompute
+from stage01_forward.params import SamplingParams
 from stage04_continuous.tests import contract, oracle
 from stage05_paged.tests.engines import engine_of
 from stage08_llama.model import RMSNorm
@@ -66,9 +67,9 @@ def test_every_engine_has_the_tokens_of_the_slow_one(config, conversion):
     checkpoint = random_checkpoint(config, spread=24)
     checkpoint.conversion = Quantize(*conversion)
     model = load_model(checkpoint, dtype=torch.float64)
-    slow = testing.oracle(model)
+    slow = naive.Engine(model)
     prompts = [random_prompt(length, config, "quantized") for length in (3, 17, 30)]
-    params = testing.sampling_params()(max_tokens=20)
+    params = SamplingParams(max_tokens=20)
     want = [output.token_ids for output in slow.generate(prompts, params)]
     assert len({*want[0], *want[1], *want[2]}) > 10
     for name, make in testing.engines().items():
