@@ -69,11 +69,6 @@ class Counts:
         for position in range(accepted):
             self.per_position[position] += 1
 
-    @property
-    def mean_length(self) -> float:
-        """Mean tokens of a pass with drafts: the accepted ones, and the one that is always new."""
-        return 1 + self.accepted / self.passes if self.passes else 1.0
-
 
 class DraftScheduler:
     """Stage 05's scheduler, which plans as without drafts, and then adds those of `proposer`.

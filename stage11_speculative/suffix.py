@@ -15,6 +15,7 @@ from stage04_continuous.request import Request
 from .drafts import Drafts
 
 END = -1  # between past answers: no token
+SHORTEST, MOST_TOKENS = 2, 1_000_000  # that must match; of past answers
 
 
 class Automaton:
@@ -85,18 +86,13 @@ class Suffix:
     """The continuation of the longest match, in the request itself or in past answers; at most as
     long as the match: what has agreed for long will go on to.
 
-    shortest: tokens that must match. Past answers are kept for each salt, so that no tenant's text
-    shows in another's speed. After `most_tokens` of a salt they begin anew; a request under way
-    keeps those that it has. salt_of: the salt of a request; stage 05's table of blocks has it.
+    Past answers are kept for each salt, so that no tenant's text shows in another's speed; after
+    MOST_TOKENS of a salt they begin anew, and a request under way keeps those that it has. salt_of:
+    the salt of a request; stage 05's table of blocks has it.
     """
 
-    def __init__(
-        self,
-        shortest: int = 2,
-        most_tokens: int = 1_000_000,
-        salt_of: Callable[[Request], bytes] = lambda request: b"",
-    ) -> None:
-        self.shortest, self.most_tokens, self.salt_of = shortest, most_tokens, salt_of
+    def __init__(self, salt_of: Callable[[Request], bytes] = lambda request: b"") -> None:
+        self.salt_of = salt_of
         self.past: dict[bytes, Automaton] = {}
         self.matches: dict[Request, _Match] = {}
 
@@ -110,7 +106,7 @@ class Suffix:
             return
         salt = self.salt_of(request)
         past = self.past.setdefault(salt, Automaton())
-        if len(past.tokens) > self.most_tokens:
+        if len(past.tokens) > MOST_TOKENS:
             past = self.past[salt] = Automaton()
         for token in [*request.output.token_ids, END]:
             past.append(token)
@@ -129,6 +125,6 @@ class Suffix:
         length, source = text.length[state], text
         if past is not None and match.matched > length:
             length, source, state = match.matched, past, match.state
-        if length < self.shortest:
+        if length < SHORTEST:
             return []
         return source.after(state, min(count, length))

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from stage01_forward.params import SamplingParams
+from shared.kit import greedy
 from stage04_continuous.plan import Plan
 
 AMOUNTS = ("a pass", "a further token of a row", "a row", "a token to attend to", "a pair")
@@ -78,10 +78,6 @@ class Meter:
         if plan:
             self.steps.append((*amounts(plan), now - max(plan.started, self._ended)))
         self._ended = now
-
-
-def greedy(tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=tokens, ignore_eos=True)
 
 
 def calibrate(engine: Any, tokens: int = 6) -> list[tuple[float, ...]]:

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import hashlib
 import random
-from array import array
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+
+from stage05_paged.blocks import chain
 
 BLOCK_SIZE = 16  # tokens: the servers' default
 BLOCKS = 2048  # remembered for each replica, unless the caller knows its pool
@@ -103,14 +104,13 @@ class Routing:
         self.replicas.pop(name, None)
 
     def digests(self, tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
-        """The digests of the prompt's full blocks, each of its tokens and all before it.
+        """The digests of the prompt's full blocks, as stage 05 names them.
 
         salt: what separates requests that must not, or cannot, share blocks: tenant and adapter.
         """
         digests, parent, size = [], hashlib.sha256(salt).digest(), self.block_size
         for first in range(0, len(tokens) - size + 1, size):
-            block = array("q", tokens[first : first + size]).tobytes()
-            parent = hashlib.sha256(parent + block).digest()
+            parent = chain(parent, tokens[first : first + size])
             digests.append(parent)
         return digests
 

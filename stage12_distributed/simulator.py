@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 
 from shared.errors import UserError
+from shared.kit import greedy
 from stage01_forward.generation import Token
 from stage04_continuous.request import Request
 from stage05_paged.blocks import BlockPool
 from stage05_paged.scheduler import Scheduler
 
-from .passes import VOCABULARY, PassTime, greedy
+from .passes import VOCABULARY, PassTime
 from .routing import Replica, Route, Routing
 
 POLICIES = ("random", "load", "prefix")

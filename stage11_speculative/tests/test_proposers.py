@@ -52,14 +52,14 @@ def request_of(prompt, answer=(), id=""):
 
 
 def test_drafts_are_no_longer_than_what_matched():
-    suffix = Suffix(shortest=2)
+    suffix = Suffix()
     assert suffix.propose([request_of([1, 2, 3, 4, 5, 6, 9, 1, 2])], [9]) == [[3, 4]]
     assert suffix.propose([request_of([1, 2, 3, 4, 5, 6, 9, 2])], [9]) == [[]]  # one token matched
     assert suffix.propose([request_of([1, 2, 3, 4, 5, 6, 9, 1, 2])], [1]) == [[3]]
 
 
 def test_past_answers_serve_requests_of_the_same_salt_alone():
-    suffix = Suffix(shortest=2, salt_of=lambda request: request.id.encode())
+    suffix = Suffix(salt_of=lambda request: request.id.encode())
     for salt in ("a", "b"):
         past = request_of([9], [1, 2, 3, 4, 5], salt)
         suffix.propose([past], [4])
@@ -70,8 +70,9 @@ def test_past_answers_serve_requests_of_the_same_salt_alone():
     assert suffix.propose([request_of([7, 3, 4], id="a")], [9]) == [[5]]  # not past its end
 
 
-def test_past_answers_begin_anew_when_they_are_many():
-    suffix = Suffix(shortest=2, most_tokens=8)
+def test_past_answers_begin_anew_when_they_are_many(monkeypatch):
+    monkeypatch.setattr("stage11_speculative.suffix.MOST_TOKENS", 8)
+    suffix = Suffix()
     for start in (0, 10, 20):
         past = request_of([9], range(start, start + 5))
         suffix.propose([past], [4])

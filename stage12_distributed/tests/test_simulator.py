@@ -12,10 +12,11 @@ import pytest
 
 from shared import models
 from shared.errors import UserError
+from shared.kit import greedy
 from stage04_continuous.plan import Plan, Work
 from stage04_continuous.request import Request
 from stage05_paged.engine import make
-from stage12_distributed.passes import Meter, PassTime, amounts, greedy
+from stage12_distributed.passes import Meter, PassTime, amounts
 
 pytest.importorskip("simpy", reason="requirements-distributed.txt is not installed")
 
