@@ -139,7 +139,6 @@ def create_app(served: Served, settings: Settings, thread: EngineThread) -> Fast
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engine.start()
         yield
-        await engine.drain(0)
         await engine.stop()
 
     app = FastAPI(

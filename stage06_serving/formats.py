@@ -80,11 +80,8 @@ class Completion(OpenAI):
     def __init__(self, generation: Generation, body: CompletionBody) -> None:
         self.body = body
         super().__init__(generation, body, "cmpl", "text_completion")
-        # Of prompts that are repeated, until they have been sent: texts, and tokens with scores.
         echoed = generation.choices if body.echo else ()
-        self._echoes = {choice.index: self._echo(choice) for choice in echoed}
-        scored = echoed if body.logprobs is not None else ()
-        self._scores = {choice.index: self._prompt_scores(choice) for choice in scored}
+        self._echoes = {choice.index: self._echo(choice) for choice in echoed}  # not yet sent
 
     def whole(self, answers: Sequence[Piece]) -> dict[str, Any]:
         pairs = zip(self.generation.choices, answers, strict=True)
@@ -98,24 +95,23 @@ class Completion(OpenAI):
 
     def _part(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """One choice's text so far unsent, after its prompt the first time if that is echoed."""
-        index, logprobs = choice.index, None
-        if self.body.logprobs is not None:
-            scored = [(token.id, token.logprobs) for token in piece.tokens]
-            logprobs = self._columns(self._scores.pop(index, []) + scored)
-        text = self._echoes.pop(index, "") + piece.text
-        part: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs}
+        echo, scored = self._echoes.pop(choice.index, ("", []))
+        scored += [(token.id, token.logprobs) for token in piece.tokens]
+        part: dict[str, Any] = {"index": choice.index, "text": echo + piece.text}
+        part["logprobs"] = None if self.body.logprobs is None else self._columns(scored)
         part["finish_reason"] = piece.finish_reason
         if self.body.return_token_ids:
             part["token_ids"] = [token.id for token in piece.tokens]
         return part
 
-    def _echo(self, choice: Choice) -> str:
+    def _echo(self, choice: Choice) -> tuple[str, list[Scored]]:
+        """A prompt's text, and its tokens if it is scored: its first sample has the scores."""
         sent = choice.prompt
-        return sent if isinstance(sent, str) else self.tokenizer.decode(sent)
-
-    def _prompt_scores(self, choice: Choice) -> list[Scored]:
+        text = sent if isinstance(sent, str) else self.tokenizer.decode(sent)
+        if self.body.logprobs is None:
+            return text, []
         first = self.generation.choices[choice.index // self.body.n * self.body.n]
-        return list(zip(choice.prompt_ids, first.ticket.scores, strict=True))
+        return text, list(zip(choice.prompt_ids, first.ticket.scores, strict=True))
 
     def _columns(self, scored: Sequence[Scored]) -> dict[str, list[Any]]:
         """Log-probabilities of tokens, as completions have them."""

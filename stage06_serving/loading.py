@@ -19,7 +19,6 @@ from .settings import AUTO, KERNELS, OFF, PAGED, Settings
 
 log = logging.getLogger(__name__)
 BUDGET = 256  # tokens in a step, by default
-GENERATION = "generation_config.json"
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -118,7 +117,7 @@ def make_engine(settings: Settings) -> Served:
 def sampling_defaults(settings: Settings, folder: Path | None) -> dict[str, Any]:
     """The sampling options of requests that do not give them: the server's, else those of the
     model's generation_config.json, else OpenAI's. Raises UserError for an invalid file."""
-    file = folder / GENERATION if folder else None
+    file = folder / "generation_config.json" if folder else None
     kept = read_json(file) if file and file.exists() else {}
     fields = {name: kept[name] for name in SAMPLED if kept.get(name) is not None}
     try:

@@ -8,7 +8,6 @@ import queue
 import sys
 from logging.handlers import QueueHandler, QueueListener
 
-FORM = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
 MOST_LINES = 10_000  # that wait to be written; more are dropped
 
 
@@ -16,7 +15,7 @@ def start(requests: bool) -> None:
     """Log warnings and errors, and if `requests` uvicorn's line for each request."""
     logging.raiseExceptions = False  # a full queue or disk, or a closed pipe, is no error
     writer = logging.StreamHandler(sys.stderr)
-    writer.setFormatter(FORM)
+    writer.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     lines: queue.Queue[logging.LogRecord] = queue.Queue(MOST_LINES)
     listener = QueueListener(lines, writer)
     listener.start()

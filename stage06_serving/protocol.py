@@ -50,12 +50,11 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     name: values
     for names, values in (
         ("best_of num_beams repeat_penalty length_penalty typical_p tfs_z", (*NOTHING, 1)),
-        ("tool_choice function_call", (*NOTHING, "none", "auto")),
+        ("tool_choice function_call reasoning_effort", (*NOTHING, "none", "auto")),
         ("add_generation_prompt add_special_tokens do_sample skip_special_tokens", (True,)),
         ("spaces_between_special_tokens", (True,)),
         ("modalities", (*NOTHING, ["text"])),
         ("response_format", (*NOTHING, {"type": "text"})),
-        ("reasoning_effort", (*NOTHING, "none")),
         ("verbosity", (*NOTHING, "medium")),
     )
     for name in names.split()
@@ -194,7 +193,6 @@ class TextPart(Body):
 class Message(Body):
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Text | Annotated[Many[TextPart], Field(max_length=MOST_MESSAGES)] = ""
-    name: Annotated[str, Field(max_length=64)] | None = None
 
     @property
     def plain(self) -> dict[str, Any]:

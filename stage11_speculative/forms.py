@@ -48,6 +48,7 @@ class ResponseFormat(Body):
 class ToolMessage(Message):
     """A message that may call tools, or answer a call."""
 
+    name: Annotated[str, Field(max_length=64)] | None = None
     tool_calls: Annotated[Many[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
 

@@ -15,9 +15,7 @@ from stage06_serving import protocol
 from stage06_serving.errors import ApiError, validation_message
 from stage06_serving.protocol import ChatBody, CompletionBody, GenerateBody, TokenizeBody
 
-from .tools import CHAT, PROMPT
-
-LARGEST_ERROR = 2048  # bytes
+from .tools import CHAT, LARGEST_ERROR, PROMPT
 
 NUMBERS = ["top_p", "min_p", "temperature", "repetition_penalty", "presence_penalty"]
 INTEGERS = ["max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs"]

@@ -22,9 +22,8 @@ from stage06_serving.errors import ApiError
 from stage06_serving.loading import make_engine
 from stage06_serving.settings import parse
 
-from .tools import HANG
+from .tools import HANG, LARGEST_ERROR
 
-LARGEST_ERROR = 2048  # bytes
 BODY = b'{"prompt": "a", "max_tokens": 1}'
 JSON = {"Content-Type": "application/json"}
 
@@ -138,6 +137,7 @@ def test_a_key_opens_every_route_but_two_and_nothing_else_does(locked):
         assert asked(locked, path, key) == 401, key
     answer = locked.ask("GET", path)
     assert "first-key" not in refused(answer, 401)
+    assert locked.ask("HEAD", "/health").status_code == 200
     assert answer.headers["www-authenticate"] == "Bearer"
     paths = locked.ask("GET", "/openapi.json").json()["paths"]
     routes = [(method.upper(), path) for path, methods in paths.items() for method in methods]

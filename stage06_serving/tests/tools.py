@@ -31,6 +31,7 @@ PROMPT, OTHER = "Once upon a time", "The old fox looked at the river"
 CHAT = [{"role": "user", "content": "Tell me a story."}]
 TOKENIZER = Tokenizer.from_folder(STORIES)
 GREEDY: dict[str, Any] = {"model": "stories", "temperature": 0}
+LARGEST_ERROR = 2048  # bytes
 TOKENS = 8  # of an answer by default: the sanitizer checks the memory after every step
 IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
