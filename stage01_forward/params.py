@@ -85,15 +85,6 @@ class SamplingParams:
         """Whether to take the token with the highest score, without a random number."""
         return self.temperature == 0
 
-    @property
-    def penalised(self) -> bool:
-        """Whether the history changes the scores."""
-        return (
-            self.repetition_penalty != 1
-            or self.presence_penalty != 0
-            or self.frequency_penalty != 0
-        )
-
     def check_vocabulary(self, vocab_size: int, eos_ids: Collection[int] = ()) -> None:
         """Raise UserError if an option does not fit a model with this many tokens.
 

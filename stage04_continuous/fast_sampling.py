@@ -61,8 +61,8 @@ def sample(
     scores = logits if logits.dtype == torch.float64 else logits.float()
     for i, row in enumerate(rows):
         p = row.params
-        early = len(row.output) < p.min_tokens
-        if early or p.penalised or p.logit_bias:
+        penalised = p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty
+        if penalised or p.logit_bias or len(row.output) < p.min_tokens:
             edit(scores[i], row, eos_ids)
     ids = choose(scores, rows)
     logprobs: list[Logprobs | None] = [None] * len(rows)

@@ -88,7 +88,7 @@ class DraftModel:
         self.moved = len(moves)
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Drafts]:
-        self.drawn = {}
+        self.drawn.clear()
         drafts: list[Drafts] = [[] for _ in requests]
         going = [
             index
@@ -136,7 +136,9 @@ class DraftModel:
         draws.q.append(distribution(scores, request.sampling))
         generator = self.generators.get(request)
         if generator is None:
-            generator = self.generators[request] = _generator(request)
+            # Others than those that accept the drafts, which must not depend on what was drawn.
+            generator = self.generators[request] = request.sampling.generator()
+            generator.manual_seed((generator.initial_seed() ^ 0x9E3779B9) % 2**63)
         return draw(draws.q[-1], float(torch.rand((), dtype=torch.float64, generator=generator)))
 
 
@@ -148,10 +150,3 @@ def _runner(model: Any, *memory: Any) -> AnyRunner:
         return kernels.runner(model, kernels.cache(model.config, *memory))
     except NoKernels:
         return Runner(model, PagedCache(model.config, *memory))
-
-
-def _generator(request: Request) -> torch.Generator:
-    """Random numbers for a request's drafts: others than those that accept them, which must not
-    depend on what was drawn."""
-    generator = request.sampling.generator()
-    return generator.manual_seed((generator.initial_seed() ^ 0x9E3779B9) % 2**63)

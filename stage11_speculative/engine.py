@@ -102,7 +102,7 @@ def with_draft_model(plain: Any, draft: Any, most: int = 4, draws: bool = False)
     proposer = DraftModel(draft, plain.config, *sizes, draws, plain.eos_ids)
     engine = with_drafts(plain, proposer, most)
     if draws:
-        engine.sample_tokens = Rejection(proposer)
+        engine.sample_tokens = Rejection(proposer.drawn)
     engine.scheduler.prepare = proposer.prepare
     engine.observers.append(proposer)
     return engine

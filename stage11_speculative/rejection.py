@@ -14,9 +14,8 @@ distribution of an answer and not the answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,18 +50,12 @@ class Draws:
     q: list[Tensor]
 
 
-class Drawing(Protocol):
-    """A proposer that draws: `drawn` has the drafts of this pass, by request."""
-
-    drawn: dict[Request, Draws]
-
-
 class Rejection:
     """Takes the place of an engine's `sample_tokens`: samples by the rule above. Requests whose
-    drafts were not drawn are sampled as always."""
+    drafts were not drawn are sampled as always. drawn: the drafts of this pass, by request."""
 
-    def __init__(self, proposer: Drawing) -> None:
-        self.proposer = proposer
+    def __init__(self, drawn: Mapping[Request, Draws]) -> None:
+        self.drawn = drawn
 
     def __call__(
         self, requests: Sequence[Request], logits: Tensor, eos_ids: Sequence[int]
@@ -83,7 +76,7 @@ class Rejection:
 
     def _token(self, request: Request, scores: Tensor) -> int:
         p, row = distribution(scores, request.sampling), request.row
-        draws = self.proposer.drawn.get(request)
+        draws = self.drawn.get(request)
         wave = len(request.output.token_ids) - draws.place if draws else 0
         if draws is None or wave >= len(draws.ids):
             return draw(p, row.dart())

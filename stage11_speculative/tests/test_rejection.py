@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,10 +71,6 @@ def test_the_residual_is_what_p_has_and_q_lacks():
     assert torch.equal(rejection.residual(p, p.clone()), p)  # nothing is left
 
 
-def drawn(draws: Any) -> Any:
-    return SimpleNamespace(drawn=draws)
-
-
 def chi_square(counts: Counter[Any], expected: dict[Any, float], total: int) -> float:
     return sum((counts[key] - total * p) ** 2 / (total * p) for key, p in expected.items() if p)
 
@@ -93,7 +88,7 @@ def test_each_row_has_its_own_options_and_log_probabilities():
     drafts = torch.multinomial(q, len(requests), True, generator=generator).tolist()
     draws = {it: Draws(0, [draft], [q]) for it, draft in zip(requests, drafts, strict=True)}
     rows = logits.repeat(len(requests) // 2, 1)
-    sampled = rejection.Rejection(drawn(draws))(requests, rows, [])
+    sampled = rejection.Rejection(draws)(requests, rows, [])
     for kind, params in enumerate(kinds):
         p, scores = distribution(logits[kind], params), logits[kind].log_softmax(0)
         law = {token: share for token, share in enumerate(p.tolist()) if share}
