@@ -6,7 +6,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,13 @@ EMBEDDED = {
 }
 
 
-def _gpt2(name: str, width: int, layers: int, heads: int) -> Config:
-    return Config(50257, 1024, width, layers, heads, eos_ids=(50256,), name=name)
-
-
+GPT2 = {"gpt2": (768, 12, 12), "gpt2-medium": (1024, 24, 16)}  # width, layers, heads
+GPT2 |= {"gpt2-large": (1280, 36, 20), "gpt2-xl": (1600, 48, 25)}
 PRESETS = {
-    "stories": read_config(STORIES, "stories"),
-    "gpt2": _gpt2("gpt2", 768, 12, 12),
-    "gpt2-medium": _gpt2("gpt2-medium", 1024, 24, 16),
-    "gpt2-large": _gpt2("gpt2-large", 1280, 36, 20),
-    "gpt2-xl": _gpt2("gpt2-xl", 1600, 48, 25),
-    "tiny": Config(101, 64, 24, 3, 2, name="tiny"),  # for tests: it has no weights
+    name: Config(50257, 1024, *shape, eos_ids=(50256,), name=name) for name, shape in GPT2.items()
 }
+PRESETS["stories"] = read_config(STORIES, "stories")
+PRESETS["tiny"] = Config(101, 64, 24, 3, 2, name="tiny")  # for tests: it has no weights
 
 
 def presets() -> dict[str, Config]:
@@ -43,39 +37,28 @@ def presets() -> dict[str, Config]:
     return PRESETS | registry.load(registry.SHAPES)
 
 
-@dataclass(frozen=True)
-class Found:
-    """A model on this machine. format: registry.QUANTIZED if that reads it; None for a plain
-    folder."""
-
-    path: Path
-    format: Any = None
-
-
 def quantized() -> Any:
     return registry.load(registry.QUANTIZED)
 
 
-def find(name: str) -> Found | None:
-    """The model of this name, if it is on this machine. Raises UserError for a file in an unknown
-    format, and for a known name whose file is not installed."""
+def find(name: str) -> Path | None:
+    """The folder or file of this name, if it is on this machine. Raises UserError for a file in an
+    unknown format, and for a known name whose file is not installed."""
     format = quantized()
     if name in format.NAMES:
-        path = format.NAMES[name]()
+        path: Path = format.NAMES[name]()
     elif not name or name in PRESETS.keys() - EMBEDDED.keys():
         return None
     else:
         path = EMBEDDED.get(name) or Path(os.path.expanduser(name))
     if not os.path.exists(path):  # unlike Path.exists, it raises for no name
         return None
-    if format.reads(path):
-        return Found(path, format)
-    if not path.is_dir():
+    if not path.is_dir() and not format.reads(path):
         raise UserError(
             f"{name} is a file: give {format.KIND}, or the folder that holds config.json and "
             "model.safetensors."
         )
-    return Found(path)
+    return path
 
 
 def checked(name: str) -> str:
@@ -90,10 +73,10 @@ def checked(name: str) -> str:
 def stored_dtype(name: str) -> str:
     """The number format that a plain folder's config.json has, such as "bfloat16"; "" for another
     format, and where none is known without a download."""
-    location = find(name)
-    if location is None or location.format is not None:
+    path = find(name)
+    if path is None or quantized().reads(path):
         return ""
-    fields = read_json(location.path / "config.json")
+    fields = read_json(path / "config.json")
     return str(fields.get("dtype") or fields.get("torch_dtype"))
 
 

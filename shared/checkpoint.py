@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import catalog
 from .catalog import EMBEDDED as EMBEDDED
-from .catalog import PRESETS, Found
+from .catalog import PRESETS
 from .config import Config, read_config
 from .errors import UserError
 from .files import read_json
@@ -57,12 +57,12 @@ def load(name: str, random_weights: bool = False, seed: int = 0) -> Checkpoint:
     """
     if random_weights:
         return _random_checkpoint(name, seed)
-    location = catalog.find(name)
-    if location is None:
+    path = catalog.find(name)
+    if path is None:
         repository = f"openai-community/{name}" if name in PRESETS else catalog.checked(name)
-        location = Found(_download(name, repository))
-    opened = _open(name, location)
-    opened.tensors = _checked(opened, location.path)
+        path = _download(name, repository)
+    opened = _open(name, path)
+    opened.tensors = _checked(opened, path)
     return opened
 
 
@@ -97,15 +97,16 @@ def check_vocabulary(tokenizer: AnyTokenizer, config: Config) -> None:
 # ---- the folder ----
 
 
-def _open(name: str, location: Found, weights: bool = True) -> Checkpoint:
+def _open(name: str, path: Path, weights: bool = True) -> Checkpoint:
     """The files. weights: of a plain folder, too."""
-    if location.format:
-        opened: Checkpoint = location.format.open(location.path)
-        if name in location.format.NAMES:
+    format = catalog.quantized()
+    if format.reads(path):
+        opened: Checkpoint = format.open(path)
+        if name in format.NAMES:
             opened.config = replace(opened.config, name=name)
         return opened
-    config = read_config(location.path, name if name in (*EMBEDDED, *PRESETS) else None)
-    return Checkpoint(config, read_tensors(location.path) if weights else {}, location.path)
+    config = read_config(path, name if name in (*EMBEDDED, *PRESETS) else None)
+    return Checkpoint(config, read_tensors(path) if weights else {}, path)
 
 
 def _download(name: str, repository: str) -> Path:
@@ -203,8 +204,8 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _random_checkpoint(name: str, seed: int) -> Checkpoint:
-    if location := catalog.find(name):
-        opened = _open(name, location, weights=False)
+    if path := catalog.find(name):
+        opened = _open(name, path, weights=False)
         config, folder = opened.config, opened.folder
         if folder is not None and not any((folder / file).exists() for file in FILES):
             folder = None

@@ -33,10 +33,7 @@ WEIGHT_FORMATS = (AUTO, *registry.WEIGHTS)
 KV_FORMATS = (AUTO, "float32", "bfloat16", *(kind for kind, _ in registry.KERNEL_CACHES))
 ABOUT_WEIGHTS = "format of the weights; auto is the file's; a number format is also the --dtype"
 ABOUT_KV = "format of keys and values in memory; auto is the --dtype"
-LINEAR = ("auto", "plain")  # as in linear.py, which imports PyTorch
-PROMPT = "Once upon a time"  # the built-in one
 MOST_TOKENS = 1_000_000
-MOST_THREADS = 1024  # thousands exhaust the system
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_PIPE = 2, 130, 141  # 130, 141: SIGINT, SIGPIPE in a shell
 
 
@@ -156,9 +153,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     about += "instructions for it, else float32"
     option("--dtype", choices=("auto", *DTYPES), default="auto", help=about)
     about = "linear layers on a CPU; auto lays the weights out for this processor"
-    option("--linear", choices=LINEAR, default="auto", help=about)
+    option("--linear", choices=(AUTO, "plain"), default="auto", help=about)
     about = "CPU threads; default: one per core"
-    option("--threads", type=whole_number(1, MOST_THREADS), metavar="N", help=about)
+    option("--threads", type=whole_number(1, 1024), metavar="N", help=about)
     about = "repeats sampled text and --random-weights; default: a new one, and 0 for the weights"
     option("--seed", type=whole_number(0, 2**63 - 1), metavar="N", help=about)
 
@@ -211,7 +208,7 @@ def sampling_fields(options: argparse.Namespace) -> dict[str, Any]:
 # ---- what is read and written -------------------------------------------------------------------
 
 
-def read_prompt(options: argparse.Namespace, default: Any = PROMPT) -> Any:
+def read_prompt(options: argparse.Namespace, default: Any = "Once upon a time") -> Any:
     """The prompt of the command line, or the UTF-8 text that is piped in, without the newline that
     `echo` adds; else `default`."""
     if options.prompt is not None:

@@ -7,7 +7,7 @@ import sys
 from shared import catalog, cli
 from shared.catalog import AUTO
 
-from . import quantize
+from . import files, quantize
 
 ABOUT = (
     "Stage 10, quantization: continue a text on the fastest engine, with weights, keys and values "
@@ -27,8 +27,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = cli.generation_parser("stage10_quantization", ABOUT, *EXAMPLES)
     cli.add_format_options(parser)
     options = parser.parse_args(words)
-    location = catalog.find(options.model)
-    if options.weights == AUTO and (location is None or location.format is None):
+    path = catalog.find(options.model)
+    if options.weights == AUTO and (path is None or not files.reads(path)):
         options.weights = "int8"  # what this stage is about; files keep their own
     prompt = cli.read_prompt(options)
 

@@ -106,7 +106,7 @@ def test_what_a_model_writes_keeps_to_the_grammar(name):
     """8 texts; the model's card has the count of 200."""
     folder = checkpoint.EMBEDDED[name]
     tokenizer: Any = load_tokenizer(folder)
-    prompts, options = [[tokenizer.eos_id]] * 8, {"temperature": 0.8}
+    prompts, options = [[tokenizer.eos_id]] * 8, dict[str, Any](temperature=0.8)
     demands: list[Any] = [()] * 8
     if name == "stories-chat":
         rng = random.Random("answers")

@@ -27,13 +27,12 @@ def transformers_model():
     import transformers
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    found = catalog.find(NAME)
-    assert found is not None
-    fields = load_gguf_checkpoint(str(found.path))["config"]
+    file = str(catalog.find(NAME))
+    fields = load_gguf_checkpoint(file)["config"]
     config = transformers.LlamaConfig(**fields)
     with torch.device("meta"):
         empty = transformers.LlamaForCausalLM(config)
-    loaded = load_gguf_checkpoint(str(found.path), return_tensors=True, model_to_load=empty)
+    loaded = load_gguf_checkpoint(file, return_tensors=True, model_to_load=empty)
     model = transformers.LlamaForCausalLM(config)
     missing = model.load_state_dict(loaded["tensors"], strict=False)
     assert missing.missing_keys == ["lm_head.weight"] and not missing.unexpected_keys  # tied
