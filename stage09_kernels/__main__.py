@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from shared import cli
-
-if TYPE_CHECKING:
-    import argparse
 
 ABOUT = (
     "Stage 09, kernels: continue a text on stage 05's engine, with each step in one call of C that "
@@ -19,10 +14,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = cli.generation_parser("stage09_kernels", ABOUT)
     cli.add_format_options(parser)
     options = parser.parse_args(argv)
-    return speak(options, cli.read_prompt(options))
-
-
-def speak(options: argparse.Namespace, prompt: str) -> int:
+    prompt = cli.read_prompt(options)
     from stage01_forward.params import SamplingParams
 
     from .engine import make

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -49,10 +48,7 @@ def make_parser() -> cli.Parser:
 
 def main(argv: list[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
-    return speak(options, cli.read_prompt(options))
-
-
-def speak(options: argparse.Namespace, prompt: str) -> int:
+    prompt = cli.read_prompt(options)
     from stage01_forward.params import SamplingParams
     from stage04_continuous.request import Request
     from stage06_serving.loading import select
