@@ -6,6 +6,7 @@
 #include "number.h"
 #include "tiles.h"
 
+#if CACHE != 1 /* otherwise a later stage's file has these */
 /* Store the key and value of a token for each KV head. */
 static void store_kv(const struct operation *o, int64_t token) {
     const struct attention *a = &o->of.attention;
@@ -52,6 +53,7 @@ static void attend(const struct operation *o, int64_t row) {
             store(a->out, row * a->out_stride + h * D + d, WEIGHT, result[d] / sum);
     }
 }
+#endif
 
 #if TILES && WEIGHT == 2
 /* The same sum in the order of the processor's tile instruction (tiles.h). */

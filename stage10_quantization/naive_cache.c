@@ -1,15 +1,10 @@
-/* Attention over a cache of codes, one number at a time: stage 09's naive.c with these two
-   functions in the place of its own. fast/cache.c computes the same numbers. */
-
-#define step step_of_floats /* the other operations are as they were */
-#include "../stage09_kernels/naive.c"
-#undef step
+/* Attention over a cache of codes, one number at a time: stage 09's naive.c with these functions in
+   the place of its own. fast/cache.c computes the same numbers. */
 
 #include "codes.h"
 
-/* Round D numbers to codes, and return their scale, which is rounded first: a code is the number
-   over the scale that readers will multiply by. */
-static uint16_t quantize(const real *x, int64_t D, int8_t *codes) {
+/* The scale is rounded first: a code is the number over the scale that readers will multiply by. */
+static uint16_t quantize(const real *x, int64_t D, cached *codes) {
     real largest = 0;
     for (int64_t d = 0; d < D; d++) /* once NaN, it stays NaN */
         if (!(fabs(x[d]) <= largest) && !isnan(largest)) largest = fabs(x[d]);
@@ -22,22 +17,17 @@ static uint16_t quantize(const real *x, int64_t D, int8_t *codes) {
     return scale;
 }
 
-static void store_codes(const struct operation *o, int64_t token) {
+static void store_kv(const struct operation *o, int64_t token) {
     const struct attention *a = &o->of.attention;
     const struct share *s = share_of(o->pass, token);
-    int64_t position = s->position + token - s->row, slot = position % a->block, D = a->head_dim;
+    int64_t position = s->position + token - s->row, D = a->head_dim;
     int64_t block = o->pass->tables[s->table + position / a->block];
-    for (int64_t h = 0; h < a->heads; h++) {
-        cached *keys = keys_of(a, block, h), *values = values_of(a, block, h), key[MAX_HEAD_DIM];
-        uint16_t *scales = scales_of(a, keys);
-        scales[slot] = quantize(a->k + token * a->k_stride + h * D, D, key);
-        for (int64_t d = 0; d < D; d++) keys[d * padded(a->block) + slot] = key[d];
-        scales[padded(a->block) + slot] =
-            quantize(a->v + token * a->v_stride + h * D, D, values + slot * padded(D));
-    }
+    for (int64_t h = 0; h < a->heads; h++)
+        store_codes(a, block, position % a->block, h, a->k + token * a->k_stride + h * D,
+                    a->v + token * a->v_stride + h * D);
 }
 
-static void attend_codes(const struct operation *o, int64_t row) {
+static void attend(const struct operation *o, int64_t row) {
     const struct attention *a = &o->of.attention;
     int64_t token = o->rows == ALL_ROWS ? row : o->pass->out_rows[row], D = a->head_dim;
     const struct share *s = share_of(o->pass, token);
@@ -68,15 +58,4 @@ static void attend_codes(const struct operation *o, int64_t row) {
     }
 }
 
-int step(struct operation *operations, int64_t count, const struct pass *p, void *threads) {
-    for (struct operation *o = operations; o < operations + count; o++) {
-        if (o->kind != ATTEND) {
-            step_of_floats(o, 1, p, threads);
-            continue;
-        }
-        o->pass = p;
-        for (int64_t token = 0; token < p->n_rows; token++) store_codes(o, token);
-        for (int64_t row = 0; row < rows_of(o); row++) attend_codes(o, row);
-    }
-    return 0;
-}
+#include "../stage09_kernels/naive.c"

@@ -11,9 +11,6 @@
 #include "../codes.h"
 
 typedef int8_t codes_vec __attribute__((vector_size(LANES), aligned(1)));
-typedef uint16_t scales_vec __attribute__((vector_size(2 * LANES), aligned(1)));
-typedef float floats_vec __attribute__((vector_size(4 * LANES)));
-typedef uint32_t bits_vec __attribute__((vector_size(4 * LANES)));
 
 /* The codes at p as numbers. */
 static inline vec load_cached(const cached *p) {
@@ -23,7 +20,6 @@ static inline vec load_cached(const cached *p) {
     return __builtin_convertvector(*(const codes_vec *)p, vec);
 }
 
-/* Round D numbers to codes, with zeros up to a whole vector, and return their scale. */
 static uint16_t quantize(const real *x, int64_t D, cached *codes) {
     const real magic = REAL == 4 ? 0x1.8p23 : 0x1.8p52; /* adding it rounds to whole numbers */
     const vec limit = (vec){0} + 127;
@@ -48,31 +44,20 @@ static uint16_t quantize(const real *x, int64_t D, cached *codes) {
 static void store_kv(const struct operation *o, const struct item *item, int64_t head) {
     const struct attention *a = &o->of.attention;
     const struct share *share = o->pass->shares + item->share;
-    const int32_t *table = o->pass->tables + share->table;
-    int64_t line = padded(a->block), D = a->head_dim;
     for (int64_t i = item->first; i < item->first + item->tokens; i++) {
-        int64_t position = share->position + i, slot = position % a->block;
-        cached *keys = keys_of(a, table[position / a->block], head), codes[MAX_HEAD_DIM];
-        cached *value = values_of(a, table[position / a->block], head) + slot * padded(D);
-        uint16_t *scales = scales_of(a, keys);
-        scales[slot] = quantize(a->k + (share->row + i) * a->k_stride + head * D, D, codes);
-        for (int64_t d = 0; d < D; d++) keys[d * line + slot] = codes[d];
-        scales[line + slot] = quantize(a->v + (share->row + i) * a->v_stride + head * D, D, codes);
-        memcpy(value, codes, D);
+        int64_t position = share->position + i, place = head * a->head_dim, row = share->row + i;
+        int64_t block = o->pass->tables[share->table + position / a->block];
+        store_codes(a, block, position % a->block, head, a->k + row * a->k_stride + place,
+                    a->v + row * a->v_stride + place);
     }
-}
-
-static inline vec load_scales_at(const uint16_t *p) {
-    bits_vec bits = __builtin_convertvector(*(const scales_vec *)p, bits_vec) << 16;
-    return __builtin_convertvector((floats_vec)bits, vec);
 }
 
 /* The scales of a vector of keys, and of their values. */
 static inline void load_scales(const struct attention *a, const cached *keys, int64_t slot,
                                real *of_keys, real *of_values) {
     const uint16_t *scales = scales_of(a, keys) + slot;
-    *(vec *)of_keys = load_scales_at(scales);
-    *(vec *)of_values = load_scales_at(scales + padded(a->block));
+    for (int t = 0; t < LANES; t++) of_keys[t] = scale_from(scales[t]);
+    for (int t = 0; t < LANES; t++) of_values[t] = scale_from(scales[padded(a->block) + t]);
 }
 
 #include "../../stage09_kernels/fast/step.c"
