@@ -8,9 +8,10 @@ shared.conversion.convert(model, Quantize("int8"))
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,11 +49,8 @@ class Format:
         pieces = np.array_split(w, max(1, w.size // AT_A_TIME))
         with np.errstate(all="ignore"):
             parts = [kind(piece, self.bits, self.group or w.shape[1], dtype) for piece in pieces]
-        codes, scale, *minimum = (
-            torch.from_numpy(np.concatenate(part)).to(weight.device)
-            for part in zip(*parts, strict=True)
-        )
-        return QuantizedMatrix(codes, scale, minimum[0] if minimum else None, self.bits)
+        whole = (torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True))
+        return QuantizedMatrix(*(part.to(weight.device) for part in whole), bits=self.bits)
 
     def quantized(self, name: str, weight: Tensor) -> QuantizedMatrix:
         """The nearest codes for `weight` (N, K), called `name`. Raises UserError if groups do not
@@ -94,37 +92,37 @@ class Quantize:
     weights: a key of FORMATS, or the format itself. activations: see QuantizedLinear.
     """
 
-    stored = ()
+    stored: Collection[str] = ()
 
     def __init__(self, weights: str | Format, activations: str = "int8") -> None:
         self.format = FORMATS[weights] if isinstance(weights, str) else weights
         self.activations = activations
 
-    def layer(self, name: str, plain: nn.Linear) -> QuantizedLinear:
-        format = self.format if name != "lm_head" else of_table(plain.weight)
-        matrix = format.quantized(name, plain.weight)
-        return QuantizedLinear(matrix, plain.bias, self.activations)
+    def matrix(self, name: str, plain: nn.Linear | nn.Embedding) -> QuantizedMatrix | None:
+        """What takes the place of the weight of `plain`; None: it stays."""
+        table = name == "lm_head" or isinstance(plain, nn.Embedding)
+        format = of_table(plain.weight) if table else self.format
+        return format.quantized(name, plain.weight)
 
-    def embedding(self, name: str, plain: nn.Embedding) -> QuantizedEmbedding:
-        matrix = of_table(plain.weight).quantized(name, plain.weight)
+    def layer(self, name: str, plain: nn.Linear) -> Any:
+        matrix = self.matrix(name, plain)
+        return plain if matrix is None else QuantizedLinear(matrix, plain.bias, self.activations)
+
+    def embedding(self, name: str, plain: nn.Embedding) -> Any:
+        if (matrix := self.matrix(name, plain)) is None:
+            return plain
         return QuantizedEmbedding(matrix, plain.weight.dtype, self.activations)
 
 
-class Stored:
+class Stored(Quantize):
     """A Conversion to `matrices` of whole numbers, by name, that the files of a model have."""
 
     def __init__(self, matrices: dict[str, QuantizedMatrix], activations: str) -> None:
         self.matrices, self.activations = matrices, activations
         self.stored = matrices.keys()
 
-    def layer(self, name: str, plain: nn.Linear) -> nn.Module:
-        matrix = self.matrices.get(f"{name}.weight")
-        return plain if matrix is None else QuantizedLinear(matrix, plain.bias, self.activations)
-
-    def embedding(self, name: str, plain: nn.Embedding) -> nn.Embedding | QuantizedEmbedding:
-        if (matrix := self.matrices.get(f"{name}.weight")) is None:
-            return plain
-        return QuantizedEmbedding(matrix, plain.weight.dtype, self.activations)
+    def matrix(self, name: str, plain: nn.Linear | nn.Embedding) -> QuantizedMatrix | None:
+        return self.matrices.get(f"{name}.weight")
 
 
 def opened(
@@ -132,12 +130,8 @@ def opened(
 ) -> Checkpoint:
     """The checkpoint with `values` for all of config.shapes: floats in that shape, or matrices
     (out, in), GPT-2's projections too."""
-    matrices, tensors = dict[str, QuantizedMatrix](), dict[str, Tensor]()
-    for name, value in values.items():
-        if isinstance(value, QuantizedMatrix):
-            matrices[name] = value
-        else:
-            tensors[name] = value
+    matrices = {key: value for key, value in values.items() if isinstance(value, QuantizedMatrix)}
+    tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
     return Checkpoint(config, tensors, folder, conversion=Stored(matrices, activations))
 
 

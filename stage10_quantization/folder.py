@@ -64,34 +64,32 @@ def words(codes: Tensor, bits: int = 4) -> Tensor:
 def matrix_of(codes: Tensor, scale: Tensor, zeros: Tensor, bits: int = 4) -> QuantizedMatrix:
     """scale * (code - zero): codes (N, K) uint8 from 0 on, scale and zeros (N, G)."""
     middle, scale = 2 ** (bits - 1), scale.float().contiguous()
+    if codes.shape[1] % scale.shape[1]:
+        raise Unfit(f"its {codes.shape[1]} columns are no {scale.shape[1]} groups")
     if (zeros == middle).all():  # codes have a sign
-        return QuantizedMatrix((codes - middle).view(torch.int8), scale, None, bits)  # wraps
+        return QuantizedMatrix((codes - middle).view(torch.int8), scale, bits=bits)  # wraps
     if bits == 8:
         raise Unfit("codes of 8 bits with zeros of their own are not read")
-    return QuantizedMatrix(codes.view(torch.int8), scale, -(scale * zeros.float()), bits)
+    return QuantizedMatrix(codes.view(torch.int8), scale, -(scale * zeros.float()), bits=bits)
 
 
-def group_count(options: Options, columns: int) -> int:
-    """The number of groups from the option `group_size`, -1 or null for one. Raises Unfit."""
-    size: int = options.get("group_size") or -1
-    count, rest = (1, 0) if size == -1 else divmod(columns, size)
-    if rest:
-        raise Unfit(f"its {columns} columns are no groups of {size}")
-    return count
+def group_count(parts: Parts, kind: str, axis: int) -> int:
+    """The number of groups, from the scales; 1 if they are missing."""
+    return parts[kind].shape[axis] if kind in parts else 1
 
 
-def gptq(parts: Parts, shape: tuple[int, int], options: Options, less: int) -> QuantizedMatrix:
+def gptq(parts: Parts, shape: tuple[int, int], less: int) -> QuantizedMatrix:
     """qweight int32 (K / 8, N) and qzeros (G, N / 8), packed downwards and along a row, scales
     (G, N), g_idx (K,), the group of each column. less: what the file's version subtracts from each
     zero, modulo 16."""
-    rows, columns = shape
-    count = group_count(options, columns)
+    (rows, columns), count = shape, group_count(parts, "scales", 0)
+    scale = part(parts, "scales", count, rows).t()
     codes = fields(part(parts, "qweight", columns // 8, rows).t())
     zeros = fields(part(parts, "qzeros", count, rows // 8)).t() + less & 15  # (N, G)
-    neighbours = torch.arange(columns) // (columns // count)
+    neighbours = torch.arange(columns) // max(1, columns // count)
     if not torch.equal(parts.pop("g_idx", neighbours).long(), neighbours):
         raise Unfit("columns that are ordered by activations (desc_act) are not read")
-    return matrix_of(codes, part(parts, "scales", count, rows).t(), zeros)
+    return matrix_of(codes, scale, zeros)
 
 
 def gptq_version(zeros: Sequence[Tensor], options: Options) -> int:
@@ -104,35 +102,29 @@ def gptq_version(zeros: Sequence[Tensor], options: Options) -> int:
     return int(options.get("checkpoint_format") != "gptq_v2")
 
 
-def awq(parts: Parts, shape: tuple[int, int], options: Options) -> QuantizedMatrix:
+def awq(parts: Parts, shape: tuple[int, int]) -> QuantizedMatrix:
     """qweight int32 (K, N / 8) and qzeros (G, N / 8), both packed along a row in AWQ_ORDER,
     scales (G, N)."""
-    rows, columns = shape
-    if str(options.get("version", "gemm")).lower() != "gemm":
-        raise Unfit("only the packing version 'gemm' is read")
-    count = group_count(options, columns)
+    (rows, columns), count = shape, group_count(parts, "scales", 0)
+    scale = part(parts, "scales", count, rows).t()
 
     def unpacked(kind: str, lines: int) -> Tensor:
         eights = fields(part(parts, kind, lines, rows // 8)).unflatten(1, (-1, 8))
         return eights[:, :, AWQ_ORDER].flatten(1).t().contiguous()  # (N, lines)
 
-    scale = part(parts, "scales", count, rows).t()
     return matrix_of(unpacked("qweight", columns), scale, unpacked("qzeros", count))
 
 
-def compressed(parts: Parts, shape: tuple[int, int], options: Options) -> QuantizedMatrix:
+def compressed(parts: Parts, shape: tuple[int, int]) -> QuantizedMatrix:
     """weight_packed int32 (N, K b / 32), of codes + 2^(b-1), or weight int8 (N, K); weight_scale
     (N, G); beside weight_packed weight_zero_point, packed downwards."""
-    rows, columns = shape
-    count = parts["weight_scale"].shape[-1] if "weight_scale" in parts else 1
+    (rows, columns), count = shape, group_count(parts, "weight_scale", -1)
     scale = part(parts, "weight_scale", rows, count)
-    if columns % count:
-        raise Unfit(f"weight_scale has {count} groups for {columns} columns")
     parts.pop("weight_shape", None)
     if (packed := parts.get("weight_packed")) is None:
-        if parts.pop("weight_zero_point", torch.zeros(())).any():
-            raise Unfit("codes of 8 bits with zeros of their own are not read")
-        return QuantizedMatrix(part(parts, "weight", *shape), scale.float().contiguous())
+        points = parts.pop("weight_zero_point", torch.zeros(rows, count, dtype=torch.int8))
+        codes, zeros = (x.view(torch.uint8) + 128 for x in (part(parts, "weight", *shape), points))
+        return matrix_of(codes, scale, zeros, 8)
     bits = 32 * packed.shape[-1] // columns
     if bits not in (4, 8):
         raise Unfit(f"codes of {bits} bits are not read, only 4 or 8")
@@ -168,6 +160,8 @@ def open_folder(folder: Path) -> Checkpoint:
             raise Unfit(f"it has a {odd[0]}, which is not read")
     elif (bits := options.get("bits")) != 4:
         raise Unfit(f"codes of {bits} bits are not read, only 4")
+    elif method == "awq" and str(options.get("version", "gemm")).lower() != "gemm":
+        raise Unfit("only the packing version 'gemm' is read")
     config = read_config(folder)
     shapes, values = config.shapes(), dict[str, Tensor | QuantizedMatrix]()
     layers: dict[str, Parts] = {}
@@ -190,7 +184,7 @@ def open_folder(folder: Path) -> Checkpoint:
         name = f"{layer}.weight"
         shape = shapes[name][::-1] if name.endswith(PROJECTIONS) else shapes[name]
         try:
-            values[name] = unpack(parts, shape, options)
+            values[name] = unpack(parts, shape)
             if parts:
                 raise Unfit(f"{min(parts)} is not read")
         except Unfit as error:

@@ -137,10 +137,8 @@ def unpacked(octets: Tensor, kind: str) -> QuantizedMatrix:
     if bits == 4:
         codes = torch.cat((codes & 15, codes >> 4), 2)
     codes = codes.contiguous().view(torch.int8).flatten(1)
-    minimum = floats[:, :, 1].contiguous() if kind == "Q4_1" else None
-    return QuantizedMatrix(
-        codes - 8 if kind == "Q4_0" else codes, floats[:, :, 0].contiguous(), minimum, bits
-    )
+    sides = (side.contiguous() for side in floats.unbind(2))
+    return QuantizedMatrix(codes - 8 if kind == "Q4_0" else codes, *sides, bits=bits)
 
 
 def in_halves(heads: int, head_dim: int) -> Tensor:

@@ -64,16 +64,14 @@ def gptq(weight: Tensor, hessian: Tensor, format: Format, damp: float = 0.01) ->
             w[:, j:end] -= error[:, None] * upper[j, j:end]
             errors[:, j - start] = error
         w[:, end:] -= errors @ upper[start:end, end:]
-    scale = torch.cat([part.scale for part in groups], 1)
-    minima = [part.minimum for part in groups if part.minimum is not None]
-    return QuantizedMatrix(codes, scale, torch.cat(minima, 1) if minima else None, format.bits)
+    sides = (torch.cat(parts, 1) for parts in zip(*(part.sides for part in groups), strict=True))
+    return QuantizedMatrix(codes, *sides, bits=format.bits)
 
 
 def nearest(column: Tensor, group: QuantizedMatrix) -> Tensor:
     """The nearest codes for a column (N,) of a group with these scales and minima."""
-    minimum = None if group.minimum is None else group.minimum.numpy()
-    codes = codes_of(column[:, None, None].numpy(), group.scale.numpy(), minimum, group.bits)
-    return torch.from_numpy(codes)[:, 0]
+    sides = (side.numpy() for side in group.sides)
+    return torch.from_numpy(codes_of(column[:, None, None].numpy(), group.bits, *sides))[:, 0]
 
 
 def _upper(hessian: Tensor, damp: float) -> Tensor:

@@ -33,8 +33,8 @@ class Quantized(ctypes.Structure):
 
     _fields_ = [
         ("panels", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("row_bytes", "code_bytes", "count", "group", "bits")),
-        *((name, ctypes.c_int64) for name in ("offset", "scale_bytes", "minimum", "floats")),
+        *((name, ctypes.c_int64) for name in ("row_bytes", "count", "group", "bits", "offset")),
+        *((name, ctypes.c_int64) for name in ("scale_bytes", "minimum", "floats")),
     ]
 
 
@@ -47,7 +47,7 @@ def lay_out(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
         stored = (low | high << 4).flatten(2)
     steps = stored.contiguous().view(torch.int32).unflatten(0, (-1, PANEL))  # (P, 64, G, steps)
     codes = steps.permute(0, 2, 3, 1).contiguous().flatten(2).view(torch.uint8)
-    scales = torch.stack(sides_of(matrix)).to(dtype).unflatten(1, (-1, PANEL))  # (1 or 2, P, 64, G)
+    scales = torch.stack(matrix.sides).to(dtype).unflatten(1, (-1, PANEL))  # (1 or 2, P, 64, G)
     sides = scales.permute(1, 3, 0, 2).contiguous().flatten(2).view(torch.uint8)
     return torch.cat((sides, codes), 2)
 
@@ -55,15 +55,6 @@ def lay_out(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
 def offset_of(matrix: QuantizedMatrix) -> int:
     """What is added to a code, so that it has no sign."""
     return 0 if matrix.minimum is not None else 1 << (matrix.bits - 1)
-
-
-def sides_of(matrix: QuantizedMatrix) -> list[Tensor]:
-    return [side for side in (matrix.scale, matrix.minimum) if side is not None]
-
-
-def below_zeros(parts: Sequence[Tensor]) -> Tensor:
-    """(1 + rows of all parts, columns)"""
-    return torch.cat([parts[0].new_zeros(1, parts[0].shape[1]), *parts])
 
 
 class PanelProduct:
@@ -84,38 +75,32 @@ class PanelProduct:
             whole = interleave(*parts) if epilogue == SILU_MUL else torch.cat(list(parts))
             return nn.functional.pad(whole, (0, -len(whole) % PANEL))
 
-        rows = side(torch.arange(1, sum(counts) + 1).split(counts))  # 0 for one of padding
+        rows = side(torch.arange(sum(counts)).split(counts))  # padding is row 0, and not stored
         bias = side_by_side(layers)
         self.bias = None if bias is None else side(bias.split(counts))
-        codes = below_zeros([matrix.codes for matrix in self.matrices])
-        scale = below_zeros([matrix.scale for matrix in self.matrices])
-        minima = [matrix.minimum for matrix in self.matrices if matrix.minimum is not None]
-        minimum = below_zeros(minima) if minima else None
-        whole = QuantizedMatrix(codes, scale, minimum, self.matrices[0].bits)
-        exact = all(torch.equal(part.half().float(), part) for part in sides_of(whole))
+        parts = zip(*((matrix.codes, *matrix.sides) for matrix in self.matrices), strict=True)
+        whole = QuantizedMatrix(*map(torch.cat, parts), bits=self.matrices[0].bits)
+        exact = all(torch.equal(part.half().float(), part) for part in whole.sides)
         dtype, padded = torch.float16 if exact else torch.float32, whole.group + -whole.group % STEP
-        size = len(sides_of(whole)) * dtype.itemsize + padded * whole.bits // 8
-        count = scale.shape[1]
+        size = len(whole.sides) * dtype.itemsize + padded * whole.bits // 8
+        count = whole.scale.shape[1]
         self.panels = library.blank((len(rows) // PANEL, count, PANEL * size), torch.uint8)
-        parts = self.panels.split(AT_A_TIME), rows.split(AT_A_TIME * PANEL)
-        for panels, index in zip(*parts, strict=True):
+        pieces = self.panels.split(AT_A_TIME), rows.split(AT_A_TIME * PANEL)
+        for panels, index in zip(*pieces, strict=True):
             panels[:] = lay_out(whole.rows(index), dtype)
         self.bytes = self.panels.nbytes
         floats = layers[0].activations == "float"
-        x_bytes = count * padded * (4 if floats else 1)
-        code_bytes = x_bytes + -x_bytes % LINE + LINE  # the last vector may write one line more
-        group_bytes = count * GROUP_BYTES
-        self.scratch = code_bytes + group_bytes + -group_bytes % LINE
+        x_bytes = count * (padded * (4 if floats else 1) + GROUP_BYTES)
+        self.scratch = x_bytes + -x_bytes % LINE + LINE  # the last vector may write one line more
         self.format = Quantized(
             panels=self.panels.data_ptr(),
             row_bytes=self.scratch,
-            code_bytes=code_bytes,
             count=count,
             group=whole.group,
             bits=whole.bits,
             offset=offset_of(whole),
             scale_bytes=dtype.itemsize,
-            minimum=minimum is not None,
+            minimum=whole.minimum is not None,
             floats=floats,
         )
         self.linear = Linear(
@@ -136,7 +121,7 @@ class PanelProduct:
         """The layers of `model`, and a table that shares a matrix with one, drop it."""
         for place, matrix in enumerate(self.matrices):
             codes, scale = matrix.codes.to("meta"), matrix.scale.to("meta")
-            self.matrices[place] = empty = QuantizedMatrix(codes, scale, None, matrix.bits)
+            self.matrices[place] = empty = QuantizedMatrix(codes, scale, bits=matrix.bits)
             module: Any
             for module in model.modules():
                 if getattr(module, "matrix", None) is matrix:

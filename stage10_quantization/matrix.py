@@ -6,7 +6,7 @@ It is what all of this stage exchanges: `convert`, `gptq` and the readers of fil
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -30,12 +30,17 @@ class QuantizedMatrix:
     codes: Tensor
     scale: Tensor
     minimum: Tensor | None = None
-    bits: int = 8
+    bits: int = field(default=8, kw_only=True)
 
     @property
     def shape(self) -> tuple[int, int]:
         rows, columns = self.codes.shape
         return rows, columns
+
+    @property
+    def sides(self) -> tuple[Tensor, ...]:
+        """The scale, and the minimum if there is one."""
+        return (self.scale,) if self.minimum is None else (self.scale, self.minimum)
 
     @property
     def group(self) -> int:
@@ -44,14 +49,14 @@ class QuantizedMatrix:
 
     def rows(self, index: Tensor) -> QuantizedMatrix:
         """The matrix of the rows `index` (R,) alone."""
-        minimum = None if self.minimum is None else self.minimum[index]
-        return QuantizedMatrix(self.codes[index], self.scale[index], minimum, self.bits)
+        sides = (side[index] for side in self.sides)
+        return QuantizedMatrix(self.codes[index], *sides, bits=self.bits)
 
     def columns(self, index: Tensor) -> QuantizedMatrix:
         """The matrix of the columns `index` (C,) alone: any if a row has one scale, else whole
         groups. Raises UserError for a part of a group."""
         if self.scale.shape[1] == 1:
-            return QuantizedMatrix(self.codes[:, index], self.scale, self.minimum, self.bits)
+            return replace(self, codes=self.codes[:, index])
         first = index[:: self.group]  # of each group
         whole = first[:, None] + torch.arange(self.group, device=index.device)
         if not torch.equal(whole.flatten(), index) or (first % self.group).any():
@@ -59,9 +64,8 @@ class QuantizedMatrix:
                 f"A quantized layer cannot be split inside its groups of {self.group} columns: "
                 "choose fewer parts, or --weights int8, which has no groups."
             )
-        groups = first // self.group
-        minimum = None if self.minimum is None else self.minimum[:, groups]
-        return QuantizedMatrix(self.codes[:, index], self.scale[:, groups], minimum, self.bits)
+        sides = (side[:, first // self.group] for side in self.sides)
+        return QuantizedMatrix(self.codes[:, index], *sides, bits=self.bits)
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """(N, K): scale * codes, then + minimum, each rounded to float32."""

@@ -18,8 +18,7 @@ struct group { /* of a row of x */
 
 struct quantized {
     const uint8_t *panels;
-    int64_t row_bytes;    /* of a row of x in `scratch`: its codes, or x in float32, ... */
-    int64_t code_bytes;   /* ... and behind these bytes its groups */
+    int64_t row_bytes;    /* of a row of x in `scratch`: its codes, or floats, and its groups */
     int64_t count, group; /* groups, and inputs in one */
     int64_t bits, offset; /* bits: 4 or 8 */
     int64_t scale_bytes;  /* 2: float16, or 4 */
@@ -34,8 +33,8 @@ static inline int64_t steps_of(const struct quantized *q) { return (q->group + 7
 static inline int8_t *x_codes(const struct linear *l, int64_t row) {
     return (int8_t *)l->scratch + row * ((const struct quantized *)l->format)->row_bytes;
 }
-static inline struct group *x_groups(const struct linear *l, int64_t row) {
-    return (void *)(x_codes(l, row) + ((const struct quantized *)l->format)->code_bytes);
+static inline struct group *x_groups(const struct linear *l, int64_t row) { /* at its end */
+    return (struct group *)x_codes(l, row + 1) - ((const struct quantized *)l->format)->count;
 }
 
 /* Group g of a panel. */

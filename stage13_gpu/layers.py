@@ -87,8 +87,7 @@ class GpuMatrix:
         if self.packed:
             codes = torch.stack((codes & 15, codes >> 4), 2).flatten(1).view(torch.int8)
             codes = codes if self.minimal else codes - 8
-        scale, *minimum = self.sides[:, :, index].float().mT
-        return QuantizedMatrix(codes, scale, minimum[0] if minimum else None, self.bits)
+        return QuantizedMatrix(codes, *self.sides[:, :, index].float().mT, bits=self.bits)
 
 
 class KernelLinear(QuantizedLinear):

@@ -71,7 +71,7 @@ def launched(config: Config, dtype: torch.dtype) -> Iterator[tuple[Any, tuple, d
         for bits, group, activations in QUANTIZED:
             scales = torch.ones(64, width // (group or width))
             codes = torch.zeros(64, width, dtype=torch.int8)
-            matrix = QuantizedMatrix(codes, scales, scales if group else None, bits)
+            matrix = QuantizedMatrix(codes, scales, scales if group else None, bits=bits)
             layer = KernelLinear(GpuMatrix(matrix, codes.device), None, activations)
             for count in (1, 90):
                 layer(torch.zeros(count, width, dtype=dtype))

@@ -101,19 +101,16 @@ static inline int32_t reduce(words x, const int largest) {
     return y;
 }
 
-/* Round a group of x, from number `first` of its row on. Without their sign, the bits of larger
-   floats are larger whole numbers, and infinity and NaN are the largest. */
-static void round_group(const struct linear *l, int64_t row, int64_t first, int8_t *codes,
-                        struct group *group) {
+/* Round group g of a row of x. Without their sign, the bits of larger floats are larger whole
+   numbers, and infinity and NaN are the largest. */
+static void round_group(const struct linear *l, int64_t row, int64_t g) {
     const struct quantized *q = l->format;
+    struct group *group = x_groups(l, row) + g;
+    int8_t *codes = x_codes(l, row) + g * steps_of(q) * 4;
     words top = {0}, sums = {0};
     for (int64_t k = 0; k < q->group; k += F_LANES) {
-        words x = (words)load_x(l, row, first + k, q->group - k) & 0x7fffffff;
-#if BYTES == 64 /* as below, which gcc 12 splits into many instructions */
-        top = (words)_mm512_max_epi32((__m512i)top, (__m512i)x);
-#else
+        words x = (words)load_x(l, row, g * q->group + k, q->group - k) & 0x7fffffff;
         top = (x & (x > top)) | (top & ~(x > top));
-#endif
     }
     const float largest = (union word){.bits = reduce(top, 1)}.number;
     if (!(largest >= SMALLEST && largest < INFINITY)) {
@@ -125,7 +122,7 @@ static void round_group(const struct linear *l, int64_t row, int64_t first, int8
     const float factor = 127 / largest;
     const floats magic = (floats){0} + 12582912.0f; /* 1.5 * 2^23: its last bits are a number's */
     for (int64_t k = 0; k < steps_of(q) * 4; k += F_LANES) {
-        floats x = rounded(load_x(l, row, first + k, q->group - k) * factor);
+        floats x = rounded(load_x(l, row, g * q->group + k, q->group - k) * factor);
         words code = (words)(x + magic) - (words)magic;
         sums += code;
         *(codes_vec *)(codes + k) = __builtin_convertvector(code, codes_vec);
@@ -136,12 +133,13 @@ static void round_group(const struct linear *l, int64_t row, int64_t first, int8
 }
 
 /* Copy a group of x that is not rounded. */
-static void copy_group(const struct linear *l, int64_t row, int64_t first, float *x,
-                       struct group *group) {
+static void copy_group(const struct linear *l, int64_t row, int64_t g) {
     const struct quantized *q = l->format;
-    for (int64_t k = 0; k < steps_of(q) * 4; k += F_LANES)
-        *(floats *)(x + k) = load_x(l, row, first + k, q->group - k);
+    struct group *group = x_groups(l, row) + g;
+    float *x = (float *)x_codes(l, row) + g * steps_of(q) * 4;
     *group = (struct group){1, 0, 0};
+    for (int64_t k = 0; k < steps_of(q) * 4; k += F_LANES)
+        *(floats *)(x + k) = load_x(l, row, g * q->group + k, q->group - k);
     for (int64_t k = 0; k < q->group && q->minimum; k++) group->total += x[k];
 }
 
@@ -149,18 +147,15 @@ static void round_rows(int64_t first, int64_t last, void *context) {
     const struct linear *l = &((const struct operation *)context)->of.linear;
     const struct quantized *q = l->format;
     for (int64_t row = first; row < last; row++)
-        for (int64_t g = 0; g < q->count; g++) {
-            int64_t place = g * steps_of(q) * 4;
-            struct group *group = x_groups(l, row) + g;
-            if (q->floats)
-                copy_group(l, row, g * q->group, (float *)x_codes(l, row) + place, group);
-            else round_group(l, row, g * q->group, x_codes(l, row) + place, group);
-        }
+        for (int64_t g = 0; g < q->count; g++)
+            if (q->floats) copy_group(l, row, g);
+            else round_group(l, row, g);
 }
 
 /* ---- the product */
 
-/* Code b of each place in float32. With 4 bits AVX-512 looks it up among `all` 16. */
+/* Code b of each place in float32. With 4 bits AVX-512 looks it up among `all` 16. Gain: 1.2x, one
+   row. */
 static inline floats code_of(const struct quantized *q, words w, int b, const int bits,
                              floats all) {
     int shift = bits == 8 ? 8 * b : b % 4 * 8 + b / 4 * 4;
@@ -186,19 +181,32 @@ prefetch(const uint8_t *codes, int64_t size, const int rows) {
         __builtin_prefetch(codes + AHEAD(rows) + line);
 }
 
-/* tile, which holds float32, += products of `steps` steps of codes, `bits` each, and x in float32.
-   What is prefetched lies AHEAD of `line`. */
+/* `sum` plus the products of 8 inputs: codes of 4 bits, the first four in `low`. AVX2 multiplies
+   bytes, too, and adds them in pairs in 16 bits, which hold both: 4 * 15 * 127 at most. */
+static inline words madd_nibbles(words sum, words low, words high, const int32_t *x) {
+#if BYTES == 32
+    __m256i first = _mm256_maddubs_epi16((__m256i)low, _mm256_set1_epi32(x[0]));
+    __m256i second = _mm256_maddubs_epi16((__m256i)high, _mm256_set1_epi32(x[1]));
+    return sum + madd_shorts(_mm256_add_epi16(first, second), _mm256_set1_epi16(1));
+#else
+    return madd_codes(madd_codes(sum, low, x[0]), high, x[1]);
+#endif
+}
+
+/* tile += products of `steps` steps of codes, `bits` each, and x: its codes, or the numbers
+   `as_it_is`, and then all is float32. What is prefetched lies AHEAD of `line`. */
 static inline __attribute__((always_inline)) void
-madd_floats(const struct quantized *q, words (*tile)[F_VECTORS], const uint8_t *codes,
-            const int32_t *const *x, int64_t steps, const uint8_t *line, const int rows,
-            const int bits, const int wide) {
+madd_steps(const struct quantized *q, words (*tile)[F_VECTORS], const uint8_t *codes,
+           const int32_t *const *x, int64_t steps, const uint8_t *line, const int rows,
+           const int bits, const int wide, const int as_it_is) {
     floats all;
     for (int i = 0; i < F_LANES; i++) all[i] = (float)(i - q->offset);
     for (int64_t k = 0; k < steps; k += 8 / bits, codes += PANEL * 4, line += wide * BYTES) {
         prefetch(line, wide * BYTES, rows);
         for (int j = 0; j < wide; j++) {
-            words w = *(const words *)(codes + j * BYTES);
-            for (int b = 0; b < 32 / bits; b++) {
+            const words w = *(const words *)(codes + j * BYTES);
+            const words low = w & 0x0f0f0f0f, high = (words)((bits32)w >> 4) & 0x0f0f0f0f;
+            for (int b = 0; b < 32 / bits && as_it_is; b++) {
                 floats code = code_of(q, w, b, bits, all);
                 for (int i = 0; i < rows; i++) {
                     float number;
@@ -206,62 +214,9 @@ madd_floats(const struct quantized *q, words (*tile)[F_VECTORS], const uint8_t *
                     tile[i][j] = (words)((floats)tile[i][j] + code * number);
                 }
             }
-        }
-    }
-}
-
-#if BYTES == 32
-/* `madd_steps` for codes of 4 bits. AVX2 multiplies bytes, too, and adds two products each in 16
-   bits, which hold 8 such sums: each is at most 2 * 15 * 127. Gain: 1.2x, 32 rows; 1.3x, a
-   prompt of 512. */
-static inline __attribute__((always_inline)) void
-madd_nibbles(words (*tile)[F_VECTORS], const uint8_t *codes, const int32_t *const *x, int64_t steps,
-             const uint8_t *line, const int rows, const int wide) {
-    const shorts one = (shorts){0} + 1;
-    for (int64_t k = 0, end; k < steps; k = end) {
-        shorts sums[MR][F_VECTORS] = {0};
-        end = steps - k < 8 ? steps : k + 8;
-        for (int64_t step = k; step < end; step += 2, codes += PANEL * 4, line += wide * BYTES) {
-            prefetch(line, wide * BYTES, rows);
-            for (int j = 0; j < wide; j++) {
-                words w = *(const words *)(codes + j * BYTES);
-                __m256i low = (__m256i)(w & 0x0f0f0f0f);
-                __m256i high = (__m256i)((bits32)w >> 4 & 0x0f0f0f0f);
-                for (int i = 0; i < rows; i++) {
-                    __m256i first = _mm256_set1_epi32(x[i][step]);
-                    __m256i second = _mm256_set1_epi32(x[i][step + 1]);
-                    sums[i][j] += (shorts)_mm256_maddubs_epi16(low, first);
-                    sums[i][j] += (shorts)_mm256_maddubs_epi16(high, second);
-                }
-            }
-        }
-        for (int i = 0; i < rows; i++)
-            for (int j = 0; j < wide; j++)
-                tile[i][j] += madd_shorts(sums[i][j], one);
-    }
-}
-#endif
-
-/* tile += products of `steps` steps of codes, `bits` each, and the codes of x. */
-static inline __attribute__((always_inline)) void
-madd_steps(words (*tile)[F_VECTORS], const uint8_t *codes, const int32_t *const *x, int64_t steps,
-           const uint8_t *line, const int rows, const int bits, const int wide) {
-#if BYTES == 32
-    if (bits == 4) {
-        madd_nibbles(tile, codes, x, steps, line, rows, wide);
-        return;
-    }
-#endif
-    for (int64_t k = 0; k < steps; k += 8 / bits, codes += PANEL * 4, line += wide * BYTES) {
-        prefetch(line, wide * BYTES, rows);
-        for (int j = 0; j < wide; j++) {
-            words w = *(const words *)(codes + j * BYTES);
-            words low = bits == 8 ? w : w & 0x0f0f0f0f;
-            words high = (words)((bits32)w >> 4) & 0x0f0f0f0f;
-            for (int i = 0; i < rows; i++) {
-                tile[i][j] = madd_codes(tile[i][j], low, x[i][k]);
-                if (bits == 4) tile[i][j] = madd_codes(tile[i][j], high, x[i][k + 1]);
-            }
+            for (int i = 0; i < rows && !as_it_is; i++)
+                if (bits == 8) tile[i][j] = madd_codes(tile[i][j], w, x[i][k]);
+                else tile[i][j] = madd_nibbles(tile[i][j], low, high, x[i] + k);
         }
     }
 }
@@ -276,18 +231,26 @@ add_group(const struct quantized *q, const uint8_t *group, const struct group *c
         for (int i = 0; i < rows; i++) {
             floats sum = (floats)sums[i][j];
             if (!as_it_is) sum = __builtin_convertvector(sums[i][j], floats);
-            y[i][j] += rounded(sum * rounded(scale * x[i]->scale));
+            y[i][first + j] += rounded(sum * rounded(scale * x[i]->scale));
         }
         if (!q->minimum) continue;
         scale = load_scales(q, group + PANEL * q->scale_bytes, (first + j) * F_LANES);
-        for (int i = 0; i < rows; i++) y[i][j] += rounded(scale * x[i]->total);
+        for (int i = 0; i < rows; i++) y[i][first + j] += rounded(scale * x[i]->total);
     }
+}
+
+static void finish_row(const struct operation *o, int64_t panel, int64_t row, const floats *y) {
+    const real *bias = o->of.linear.bias;
+    sums_of sums;
+    for (int n = 0; n < PANEL; n++)
+        sums[n] = ((const float *)y)[n] + (bias ? (float)bias[panel * PANEL + n] : 0);
+    epilogue(o, panel, row, sums);
 }
 
 /* The outputs of `rows` rows for a panel whose codes have `bits` bits, `wide` vectors at a time. x
    is rounded, or `as_it_is`. */
 static inline __attribute__((always_inline)) void
-multiply(const struct linear *l, int64_t panel, int64_t row, float (*out)[PANEL],
+multiply(const struct linear *l, int64_t panel, int64_t row, floats (*out)[F_VECTORS],
          const int rows, const int bits, const int as_it_is) {
     /* As in stage 09. Gain with AVX2: 2.2x, one row. */
     const int most = rows == 1 ? 4 * NR : rows <= 3 ? 2 * NR : NR;
@@ -296,12 +259,11 @@ multiply(const struct linear *l, int64_t panel, int64_t row, float (*out)[PANEL]
     const int64_t steps = steps_of(q), chunk = ROUNDS && rows > 1 && row == 0 ? CHUNK : steps;
     const struct group *of_x[MR];
     const int32_t *x[MR];
-    words sums[F_VECTORS][MR][F_VECTORS];
-    floats y[F_VECTORS][MR][F_VECTORS];
+    words sums[MR][F_VECTORS];
+    floats y[MR][F_VECTORS] = {0};
     for (int i = 0; i < rows; i++) {
         x[i] = (const int32_t *)x_codes(l, row + i);
         of_x[i] = x_groups(l, row + i);
-        for (int j = 0; j < F_VECTORS; j++) y[j / wide][i][j % wide] = (floats){0};
     }
     for (int64_t g = 0; g < q->count; g++) {
         const uint8_t *group = group_of(q, panel, g), *codes = codes_of(q, group);
@@ -310,19 +272,18 @@ multiply(const struct linear *l, int64_t panel, int64_t row, float (*out)[PANEL]
             end = steps - k < chunk ? steps : k + chunk;
             const int64_t loads = (end - k) * bits / 8;
             for (int first = 0; first < F_VECTORS; first += wide) {
-                words tile[MR][F_VECTORS], (*before)[F_VECTORS] = sums[first / wide];
+                words tile[MR][F_VECTORS];
                 for (int i = 0; i < rows; i++)
                     for (int j = 0; j < wide; j++)
-                        tile[i][j] = k ? before[i][j]
+                        tile[i][j] = k ? sums[i][first + j]
                                        : (words){0} - of_x[i]->sum * (int32_t)q->offset;
                 const uint8_t *w = codes + first * BYTES, *line = codes + loads * first * BYTES;
-                if (as_it_is) madd_floats(q, tile, w, x, end - k, line, rows, bits, wide);
-                else madd_steps(tile, w, x, end - k, line, rows, bits, wide);
+                madd_steps(q, tile, w, x, end - k, line, rows, bits, wide, as_it_is);
                 if (end == steps)
-                    add_group(q, group, of_x, first, tile, y[first / wide], rows, wide, as_it_is);
+                    add_group(q, group, of_x, first, tile, y, rows, wide, as_it_is);
                 else
                     for (int i = 0; i < rows; i++)
-                        for (int j = 0; j < wide; j++) before[i][j] = tile[i][j];
+                        for (int j = 0; j < wide; j++) sums[i][first + j] = tile[i][j];
             }
             codes += loads * PANEL * 4;
             for (int i = 0; i < rows; i++) x[i] += (end - k) * (as_it_is ? 4 : 1);
@@ -330,13 +291,12 @@ multiply(const struct linear *l, int64_t panel, int64_t row, float (*out)[PANEL]
         for (int i = 0; i < rows; i++) of_x[i]++;
     }
     for (int i = 0; i < rows; i++)
-        for (int j = 0; j < F_VECTORS; j++)
-            *(floats *)(out[i] + j * F_LANES) = y[j / wide][i][j % wide];
+        for (int j = 0; j < F_VECTORS; j++) out[i][j] = y[i][j];
 }
 
 /* Constants keep the sums in registers. */
 static void multiply_rows(const struct linear *l, int64_t panel, int64_t row, int64_t rows,
-                          float (*out)[PANEL]) {
+                          floats (*out)[F_VECTORS]) {
     const struct quantized *q = l->format;
 #define CASE(ROWS) \
     case ROWS: \
@@ -348,18 +308,11 @@ static void multiply_rows(const struct linear *l, int64_t panel, int64_t row, in
     switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 }
 
-static void finish_row(const struct operation *o, int64_t panel, int64_t row, const float *y) {
-    const real *bias = o->of.linear.bias;
-    sums_of sums;
-    for (int n = 0; n < PANEL; n++) sums[n] = y[n] + (bias ? (float)bias[panel * PANEL + n] : 0);
-    epilogue(o, panel, row, sums);
-}
-
 static void product(int64_t first, int64_t last, void *context) { /* panels */
     const struct operation *o = context;
     const struct linear *l = &o->of.linear;
     const int64_t rows = rows_of(o);
-    float out[MR][PANEL];
+    floats out[MR][F_VECTORS];
     for (int64_t panel = first; panel < last; panel++)
         for (int64_t row = 0; row < rows; row += MR) {
             int64_t count = rows - row < MR ? rows - row : MR;
@@ -372,21 +325,16 @@ static void product(int64_t first, int64_t last, void *context) { /* panels */
 #define TILE_LEAST 4  /* rows that pay for tiles */
 #define TILE_STEPS 16 /* steps in a tile: 64 inputs */
 
-/* `product` for one group in 8 bits: the same whole numbers in another order, so the same bits. The
-   steps that are left behind the last whole tile go by vectors. */
+/* `product` for one group in 8 bits: the same whole numbers in another order, so the same bits. */
 static void finish_codes(const struct operation *o, int64_t panel, int64_t row, void *sums) {
     const struct linear *l = &o->of.linear;
     const struct quantized *q = l->format;
-    const int64_t whole = steps_of(q) / TILE_STEPS * TILE_STEPS, left = steps_of(q) - whole;
-    const uint8_t *group = group_of(q, panel, 0), *codes = codes_of(q, group);
     const struct group *of_x = x_groups(l, row);
-    const int32_t *x = (const int32_t *)x_codes(l, row) + whole;
     words tile[1][F_VECTORS];
-    float y[1][PANEL] = {0};
+    floats y[1][F_VECTORS] = {0};
     for (int j = 0; j < F_VECTORS; j++)
         tile[0][j] = ((const words *)sums)[j] - of_x->sum * (int32_t)q->offset;
-    madd_steps(tile, codes + whole * W_LINE, &x, left, codes, 1, 8, F_VECTORS);
-    add_group(q, group, &of_x, 0, tile, (floats(*)[F_VECTORS])y, 1, F_VECTORS, 0);
+    add_group(q, group_of(q, panel, 0), &of_x, 0, tile, y, 1, F_VECTORS, 0);
     finish_row(o, panel, row, y[0]);
 }
 
@@ -410,9 +358,8 @@ void add_product(struct loops *list, struct operation *o) {
     body multiply_panels = product;
 #if TILES
     const struct quantized *q = o->of.linear.format;
-    const int fits = q->count == 1 && q->bits == 8 && !q->floats && steps_of(q) >= TILE_STEPS;
-    if (fits && rows_of(o) >= TILE_LEAST)
-        multiply_panels = product_by_tiles;
+    const int fits = q->count == 1 && q->bits == 8 && !q->floats && steps_of(q) % TILE_STEPS == 0;
+    if (fits && rows_of(o) >= TILE_LEAST) multiply_panels = product_by_tiles;
 #endif
     add_loop(list, rows_of(o), round_rows, o);
     add_loop(list, (o->of.linear.outputs + size - 1) / size, multiply_panels, o);

@@ -121,7 +121,7 @@ def test_gptq_adds_one_within_a_field():
     """A zero of 0 is stored as 15; one more must not reach the field beside it."""
     codes, scale, zeros = draw(0, 16, 8, 1)
     zeros[::3] = 0
-    ours = gptq(gptq_parts(codes, scale, zeros), (16, 8), {"group_size": 8}, 1)
+    ours = gptq(gptq_parts(codes, scale, zeros), (16, 8), 1)
     assert torch.equal(ours.dequantized(), expected(codes, scale, zeros))
 
 
@@ -151,9 +151,9 @@ def test_int8_codes_with_zeros_of_their_own_are_refused():
     """They were read as if all zeros were 0."""
     zeros = torch.zeros(4, 1, dtype=torch.int8)
     parts = {"weight": torch.ones(4, 8, dtype=torch.int8), "weight_scale": torch.ones(4, 1)}
-    assert compressed(parts | {"weight_zero_point": zeros}, (4, 8), {}).bits == 8
+    assert compressed(parts | {"weight_zero_point": zeros}, (4, 8)).bits == 8
     with pytest.raises(Unfit, match="zeros of their own"):
-        compressed(parts | {"weight_zero_point": zeros + 3}, (4, 8), {})
+        compressed(parts | {"weight_zero_point": zeros + 3}, (4, 8))
 
 
 # ---- writing ----

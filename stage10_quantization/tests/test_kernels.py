@@ -51,7 +51,7 @@ def a_matrix(rows, groups, group, bits, minimum=False, half=False) -> QuantizedM
     low = torch.randn(rows, groups) / 10
     if half:
         scale, low = scale.half().float(), low.half().float()
-    return QuantizedMatrix(codes.to(torch.int8), scale, low if minimum else None, bits)
+    return QuantizedMatrix(codes.to(torch.int8), scale, low if minimum else None, bits=bits)
 
 
 def inputs_of(rows: int, width: int) -> Tensor:

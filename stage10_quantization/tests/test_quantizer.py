@@ -1,5 +1,5 @@
-"""The page: its bounds hold and are nearly reached, unusual rows are as it defines them, and layers
-have the same bits."""
+"""The page: its bounds hold and are nearly reached, and unusual rows are as it defines them. And a
+product of codes, written once more in NumPy."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from stage10_quantization import numpy_quant as page
 from stage10_quantization.convert import INT4, INT8
 from stage10_quantization.matrix import QuantizedMatrix
 
+ROUNDING = 1 + 2.0**-14  # of the divisions in float32, which move a code's edge a little
 KINDS: list[Any] = [(8, False), (4, False), (4, True)]  # bits, with a minimum
 ODD = [0.0, -0.0, 1e-45, -1e-40, 2.0**-119, 6e-8, 65504.0, 1e30, -3.4e38]
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -60,7 +61,7 @@ def test_no_weight_is_off_by_more_than_half_a_scale(bits, minimum, dtype, w, gro
         back += scales[1].astype(float)[..., None]
     error = np.abs(back - groups).max(-1)[usable]
     rounding = 2.0**-23 * np.abs(groups).max(-1)[usable]  # a minimum is subtracted in float32
-    assert (error <= scales[0][usable] / 2 * page.ROUNDING + rounding).all()
+    assert (error <= scales[0][usable] / 2 * ROUNDING + rounding).all()
     assert not scales[0][(groups == 0).all(-1)].any()
 
 
@@ -69,7 +70,7 @@ def test_half_a_scale_is_nearly_reached(bits, minimum):
     w = np.random.default_rng(0).normal(size=(50, 640)).astype(np.float32)
     codes, *scales = quantized(w, (bits, minimum), 64)
     error = np.abs(page.dequantize(codes, *scales) - w).reshape(50, -1, 64)
-    assert 0.95 < (error.max(-1) / scales[0]).mean() * 2 <= page.ROUNDING
+    assert 0.95 < (error.max(-1) / scales[0]).mean() * 2 <= ROUNDING
     rms = np.sqrt((error**2).mean() / (scales[0] ** 2).mean())
     assert abs(rms - 12**-0.5) < 0.01  # that of a uniform error
     expected = {(8, False): 0.007, (4, False): 0.11}  # of the weights' rms
@@ -79,15 +80,20 @@ def test_half_a_scale_is_nearly_reached(bits, minimum):
 
 @given(matrices(anything, rows=5), st.sampled_from(KINDS), st.sampled_from([16, 32, 64]))
 @example(WIDE, (4, True), 16)
-def test_layers_have_the_bits_of_the_page(w, kind, group):
-    x = np.random.default_rng(0).normal(size=(2, 64)).astype(np.float32)
+def test_a_product_is_a_sum_of_whole_numbers_for_each_group(w, kind, group):
     with np.errstate(all="ignore"):
         parts = quantized(w, kind, group)
-        back, y = page.dequantize(*parts), page.multiply(x, *parts)
-    codes, scale, *minimum = map(torch.from_numpy, parts)
-    matrix = QuantizedMatrix(codes, scale, minimum[0] if minimum else None, kind[0])
+        back = page.dequantize(*parts)
+    matrix = QuantizedMatrix(*map(torch.from_numpy, parts), bits=kind[0])
     assert np.array_equal(back, matrix.dequantized(), equal_nan=True)
-    assert np.array_equal(y, layers.multiply(matrix, torch.tensor(x)), equal_nan=True)
+    x, y = torch.randn(2, 64), torch.zeros(2, len(w))
+    codes, x_scale = layers.quantize_activations(x, group)
+    for g, scale in enumerate(x_scale[:, :, None].unbind(1)):
+        p, q = (whole.long().split(group, 1)[g] for whole in (codes, matrix.codes))
+        y += (p @ q.t()).float() * (matrix.scale[:, g] * scale)
+        if matrix.minimum is not None:
+            y += matrix.minimum[:, g] * (p.sum(1, keepdim=True).float() * scale)
+    assert np.array_equal(y, layers.multiply(matrix, x), equal_nan=True)
 
 
 @given(matrices(ordinary), st.floats(-200, 200, width=32))
@@ -98,7 +104,7 @@ def test_a_zero_point_is_a_code(w, far):
     point = -minimum / np.where(scale > 0, scale, 1)
     assert np.array_equal(point, np.rint(point).clip(0, 15))
     error = np.abs(page.dequantize(codes, scale, minimum) - w).reshape(3, 2, 32).max(-1)
-    assert (error <= scale * page.ROUNDING + 1e-4).all()
+    assert (error <= scale * ROUNDING + 1e-4).all()
 
 
 # In the middle between two codes the last bit of the factor 127 / max|x| decides.
@@ -107,26 +113,30 @@ MIDDLE = np.random.default_rng(0).uniform(1, 2, (2000, 1)) * np.r_[127, np.arang
 
 @given(matrices(anything, rows=4), st.sampled_from([32, 64]))
 @example(MIDDLE.astype(np.float32), 32)
-def test_activations_are_those_of_the_page(x, group):
-    with np.errstate(all="ignore"):
-        codes, scale = page.quantize_activations(x, group)
-    got = layers.quantize_activations(torch.tensor(x), group)
-    assert np.array_equal(codes, got[0].numpy())
-    assert np.array_equal(scale, got[1].numpy(), equal_nan=True)
-    groups = x.reshape(len(x), -1, group).astype(float)
-    finite = np.isfinite(groups).all(-1)
-    assert np.isnan(scale[~finite]).all() and not codes.reshape(groups.shape)[~finite].any()
-    error = np.abs(codes.reshape(groups.shape) * scale.astype(float)[..., None] - groups)
-    assert (error.max(-1)[finite] <= scale[finite] / 2 * page.ROUNDING + page.SMALLEST).all()
+def test_activations_are_rounded_by_groups_to_the_nearest_code(x, group):
+    codes, scale = (part.numpy() for part in layers.quantize_activations(torch.tensor(x), group))
+    groups = x.reshape(len(x), -1, group)
+    codes, largest = codes.reshape(groups.shape), np.abs(groups).max(-1)
+    finite, usable = np.isfinite(largest), (largest >= layers.SMALLEST) & np.isfinite(largest)
+    assert np.isnan(scale[~finite]).all() and not codes[~usable].any()
+    assert not scale[finite & ~usable].any()
+    factor = np.float32(127) / largest[usable]
+    assert np.array_equal(codes[usable], np.rint(groups[usable] * factor[:, None]))
+    assert np.array_equal(scale[usable], largest[usable] / np.float32(127))
 
 
 @given(matrices(ordinary, rows=4), matrices(ordinary, rows=5), st.sampled_from(KINDS))
 def test_a_layer_errs_by_no_more_than_its_bound(x, w, kind):
-    codes, *scales = quantized(w, kind, 32)
-    exact = x.astype(float) @ w.astype(float).T
-    rounding_of_sums = 1e-5 * (np.abs(x) @ np.abs(w).T) + 1e-5
-    error = np.abs(page.multiply(x, codes, *scales) - exact)
-    assert (error <= page.bound(x, codes, *scales) + rounding_of_sums).all()
+    """By group: scale / 2 * (sum of |x|) + x_scale / 2 * (sum of |w'|); and by sums in float32."""
+    matrix = QuantizedMatrix(*map(torch.from_numpy, quantized(w, kind, 32)), bits=kind[0])
+    x, w = torch.from_numpy(x), torch.from_numpy(w)
+    x_scale, exact = layers.quantize_activations(x, 32)[1].double(), x.double() @ w.double().t()
+    x_sums, w_sums = (
+        side.double().abs().unflatten(1, (2, 32)).sum(2) for side in (x, matrix.dequantized())
+    )
+    bound = ROUNDING / 2 * (x_sums @ matrix.scale.double().t() + x_scale @ w_sums.t())
+    bound += 1e-5 * (x.abs() @ w.abs().t()) + 1e-5
+    assert ((layers.multiply(matrix, x) - exact).abs() <= bound).all()
 
 
 def test_sums_of_whole_numbers_are_exact_at_both_ends():
