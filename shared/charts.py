@@ -73,9 +73,7 @@ def new_figure(
     with matplotlib.rc_context(style()):
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
-        axes.set_title(title)
-        axes.set_xlabel(xlabel)
-        axes.set_ylabel(ylabel)
+        axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     return figure, axes
 
 

@@ -41,6 +41,7 @@ from .roofline import Cost, Limits, forward_cost
 
 SCHEMA = 3
 MOVED, TRIES = 0.15, 3
+BLOCK = 16  # tokens of a block of keys and values
 # The machine of round numbers, for which the lessons predict by hand.
 ROUND = {"memory": 40.0, "float32": 200.0, "bfloat16": 400.0}
 HELD = 1.25  # a measurement within this factor of the prediction made by hand: it held
@@ -180,27 +181,37 @@ class Bench:
         """Whole answers by engines in turn: each has generate(prompts, sampling). lengths: tokens
         of prompt and answer of each request. Every answer that was timed is proved. keep: more
         about an engine's last run."""
-        outputs: list[Any] = []
+        tokens: list[list[int]] = []
         prompts = subject.prompts(prompt for prompt, _ in lengths)
         sampling = [greedy(answer) for _, answer in lengths]
 
         def run(engine: Any) -> dict[str, Any]:
-            seconds, answers = measure.timed(partial(engine.generate, prompts, sampling))
-            outputs.extend(answers)
+            seconds, outputs = measure.timed(partial(engine.generate, prompts, sampling))
+            tokens.extend(output.token_ids for output in outputs)
             return {"seconds": seconds, "passes": len(engine.steps), **keep(engine)}
 
         def proof() -> dict[str, Any]:
-            for output, params in zip(outputs, [*sampling] * len(outputs), strict=False):
-                if len(output.token_ids) != params.max_tokens:
-                    raise AssertionError(f"{len(output.token_ids)} tokens, not {params.max_tokens}")
-            ids = [output.prompt_ids for output in outputs]
-            return subject.prove(ids, [output.token_ids for output in outputs])
+            times = len(tokens) // len(prompts)
+            if [*map(len, tokens)] != [answer for _, answer in lengths] * times:
+                raise AssertionError("an answer has another length than was asked for")
+            return subject.prove(prompts * times, tokens)
 
         for engine in engines.values():  # libraries choose their kernels at the first call
             engine.generate(prompts[:2], [greedy(2)] * len(prompts[:2]))
         about = subject.about | about | {"lengths": packed(lengths)}
         ways = {name: partial(run, engine) for name, engine in engines.items()}
         return self.row(case, ways, repeats, 0, proof, **about)
+
+
+def inputs(rows: int, context: int) -> tuple[list[int], list[Any], list[int]]:
+    """Arguments of `Runner.run` for a decode step of `rows` sequences, whose blocks have no order;
+    without a context, for a prompt of `rows` tokens."""
+    size = -(-(context + 1 if context else rows) // BLOCK)
+    if not context:
+        return [7] * rows, [([*range(size)], 0, rows)], [rows - 1]
+    order = torch.randperm(rows * size, generator=torch.Generator().manual_seed(0)).tolist()
+    shares = [(order[row * size : (row + 1) * size], context, 1) for row in range(rows)]
+    return [7] * rows, shares, [*range(rows)]
 
 
 class Passes:

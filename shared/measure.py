@@ -29,7 +29,6 @@ from .paths import ROOT
 PACKAGES = ("torch", "transformers", "tokenizers", "tiktoken", "safetensors", "numpy", "matplotlib")
 GIB = 2**30
 BUDGET = 0.05  # seconds for each way to reach a limit
-Device = torch.device | str
 Result = TypeVar("Result")
 
 
@@ -53,10 +52,9 @@ def cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def machine(device: Device = "cpu") -> dict[str, Any]:
+def machine(device: str = "cpu") -> dict[str, Any]:
     """What this machine is: processor, the widest vector instructions that PyTorch uses on it,
     cores, cpus, memory, system, and the name of `device`."""
-    kind = torch.device(device).type
     tiles = " and AMX" if torch.cpu.get_capabilities().get("amx_bf16") else ""
     return {
         "processor": processor(),
@@ -65,7 +63,7 @@ def machine(device: Device = "cpu") -> dict[str, Any]:
         "cpus": cpus(),
         "memory_gib": round(psutil.virtual_memory().total / GIB, 1),
         "system": f"{platform.system()} {platform.machine()}",
-        "device": torch.cuda.get_device_name(device) if kind == "cuda" else kind,
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
     }
 
 
@@ -134,11 +132,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "staircase"
 
 
-def speeds(device: Device = "cpu") -> dict[str, float]:
+def speeds(device: str = "cpu") -> dict[str, float]:
     """The machine's limits now: GB/s of memory, and GFLOP/s by dtype. What simple loops get out of
     it: reading memory once, and multiplying square matrices. The best of several tries, not the
     median, because nothing may exceed a limit."""
-    on_cpu = torch.device(device).type == "cpu"
+    on_cpu = device == "cpu"
     rates = {"memory": read_bandwidth(device, GIB // 4 if on_cpu else 4 * GIB)}
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
@@ -147,7 +145,7 @@ def speeds(device: Device = "cpu") -> dict[str, float]:
 
 
 @torch.inference_mode()
-def read_bandwidth(device: Device, nbytes: int) -> float:
+def read_bandwidth(device: str, nbytes: int) -> float:
     """GB/s at which all threads read `nbytes` once, far more than a cache holds: the best of
     several ways to read."""
     columns = 4096
@@ -158,25 +156,20 @@ def read_bandwidth(device: Device, nbytes: int) -> float:
 
 
 @torch.inference_mode()
-def matmul_rate(device: Device, dtype: torch.dtype, size: int) -> float:
+def matmul_rate(device: str, dtype: torch.dtype, size: int) -> float:
     """GFLOP/s of products of matrices of `size` x `size`: the best of several ways. A processor
     without instructions for `dtype` is faster once it has widened the numbers to float32: with AVX2
     alone a hundred times, in bfloat16, so the slow way is tried on small matrices."""
     multiply: Callable[..., torch.Tensor] = torch.matmul
-    if dtype.itemsize < 4 and torch.device(device).type == "cpu":
+    if dtype.itemsize < 4 and device == "cpu":
         small = torch.ones(128, 128, dtype=dtype)
-        multiply = max(
-            (multiply, _widened), key=lambda way: _best_rate(1, partial(way, small, small))
-        )
+        products = (torch.matmul, lambda a, b: (a.float() @ b.float()).to(dtype))
+        multiply = max(products, key=lambda way: _best_rate(1, partial(way, small, small)))
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     ways: list[Callable[[], object]] = [partial(multiply, a, b)]
     if linear.can_pack(torch.device(device), dtype):
         ways.append(partial(linear.packed_linear, a, linear.pack(b), None))
     return max(_best_rate(2 * size**3, way) for way in ways) / 1e9
-
-
-def _widened(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (a.float() @ b.float()).to(a.dtype)
 
 
 def _best_rate(work: float, run: Callable[[], object]) -> float:

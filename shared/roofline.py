@@ -40,11 +40,6 @@ class Cost:
         """The least time that such a machine needs."""
         return max(self.times(limits, dtype).values())
 
-    def bound(self, limits: Limits, dtype: torch.dtype) -> str:
-        """Which of the two takes longer: "memory" or "compute"."""
-        times = self.times(limits, dtype)
-        return max(times, key=times.__getitem__)
-
 
 @cache
 def block_weights(config: Config) -> int:

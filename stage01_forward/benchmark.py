@@ -24,7 +24,6 @@ from .generation import Output
 from .model import GPT2
 from .params import SamplingParams
 
-STAGE = "stage01_forward"
 OURS, PEER = "ours", "transformers"
 PROMPT, ANSWER = 5, 50  # tokens
 
@@ -138,4 +137,4 @@ def headline(results: Results) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    cli.run(partial(kit.main, STAGE, __doc__, measure, tables))
+    cli.run(partial(kit.main, "stage01_forward", __doc__, measure, tables))

@@ -25,7 +25,6 @@ from .config import LlamaConfig
 from .model import RepeatedHeads, RMSNorm
 from .rope import frequencies, rotate, rotation
 
-STAGE = "stage08_llama"
 SMOL = "HuggingFaceTB/SmolLM2-135M"
 PAIR = REPEATED, GROUPED = "repeated", "grouped"
 PROMPT, ANSWER = 64, 32  # tokens of one request
@@ -137,4 +136,4 @@ def headline(results: Results) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    cli.run(partial(kit.main, STAGE, __doc__, measure, tables))
+    cli.run(partial(kit.main, "stage08_llama", __doc__, measure, tables))

@@ -13,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 
 from shared import charts, cli, kit, models
-from shared.kit import Results, Row, Subject
+from shared.kit import BLOCK, Results, Row, Subject
 from shared.roofline import forward_cost
 from stage04_continuous.runner import Runner
 from stage05_paged.cache import PagedCache
@@ -22,10 +22,9 @@ from . import library
 from .cache import KernelCache
 from .runner import KernelRunner
 
-STAGE = "stage09_kernels"
 PAGED, ATTENTION, KERNELS = "paged", "attention in place", "one call"
-ALL, WITHOUT = "with", "without"
-BLOCK, PROMPT = 16, 512
+ALL = "with"  # all techniques
+PROMPT = 512
 PAIRS, TILES = "bfloat16 products in pairs", "bfloat16 products by tiles (AMX)"
 PREFETCH = "prefetch of the next block of a cache"  # in bfloat16 alone
 CONSTANTS = {  # what takes a technique away, and nothing else
@@ -38,7 +37,6 @@ CONSTANTS = {  # what takes a technique away, and nothing else
 }
 LEVELS = {TILES: ("amx", "avx512_bf16"), PAIRS: ("avx512_bf16", "avx512")}  # with, without
 STARTED = 150 * 7.5e-6  # seconds to start the operators of a step, as the lesson counts them
-Inputs = tuple[list[int], list[Any], list[int]]
 
 
 def filled(subject: Subject, blocks: int) -> tuple[PagedCache, KernelCache]:
@@ -55,19 +53,11 @@ def filled(subject: Subject, blocks: int) -> tuple[PagedCache, KernelCache]:
     return paged, kernel
 
 
-def decode(blocks: int, count: int, context: int) -> Inputs:
-    """A decode step of `count` sequences, in blocks anywhere."""
-    size = -(-(context + 1) // BLOCK)
-    order = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
-    shares = [(order[row * size : (row + 1) * size], context, 1) for row in range(count)]
-    return [7] * count, shares, list(range(count))
-
-
-def passes(bench: kit.Bench, blocks: int) -> Iterator[tuple[int, int, Inputs]]:
-    """Rows and tokens of context of each pass; no context: a prompt."""
-    for count, context in bench.sizes((1, 256), (8, 256), (32, 256), (32, 1000)):
-        yield count, context, decode(blocks, count, context)
-    yield PROMPT, 0, ([7] * PROMPT, [(list(range(PROMPT // BLOCK)), 0, PROMPT)], [PROMPT - 1])
+def passes(bench: kit.Bench) -> Iterator[tuple[int, int, Any]]:
+    """Rows, tokens of context and inputs of each pass; no context: a prompt."""
+    decode = bench.sizes((1, 256), (8, 256), (32, 256), (32, 1000))
+    for count, context in (*decode, (PROMPT, 0)):
+        yield count, context, kit.inputs(count, context)
 
 
 def measure(bench: kit.Bench) -> None:
@@ -88,7 +78,7 @@ def steps(bench: kit.Bench, subject: Subject, plain: Any, paged: Any, kernel: An
         ATTENTION: Runner(subject.model, kernel),
         KERNELS: KernelRunner(plain, kernel),
     }
-    for count, context, inputs in passes(bench, paged.blocks):
+    for count, context, inputs in passes(bench):
         ways = {name: partial(runner.run, *inputs) for name, runner in runners.items()}
         logits = judge.run(*inputs)
         proofs = [kit.prove(logits, way().argmax(-1), subject.dtype) for way in ways.values()]
@@ -106,7 +96,7 @@ def techniques(bench: kit.Bench, subject: Subject, plain: Any, kernel: KernelCac
     for name, (kernel.defines, kernel.level) in ways.items():
         runners[name] = KernelRunner(plain, kernel)
     kernel.defines, kernel.level = (), ""
-    for count, context, inputs in passes(bench, kernel.kv.shape[1]):
+    for count, context, inputs in passes(bench):
         if count == 32 or not context:
             runs = {name: partial(runner.run, *inputs) for name, runner in runners.items()}
             bench.row("techniques", runs, 5, **subject.about, rows=count, context=context)
@@ -193,4 +183,4 @@ def headline(results: Results) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    cli.run(partial(kit.main, STAGE, __doc__, measure, tables))
+    cli.run(partial(kit.main, "stage09_kernels", __doc__, measure, tables))

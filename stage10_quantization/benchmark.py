@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from shared import charts, cli, kit, models
 from shared.conversion import convert
-from shared.kit import Results, Row, Subject
+from shared.kit import BLOCK, Results, Row, Subject
 from shared.roofline import Cost, block_weights, forward_cost
 from stage04_continuous.runner import Runner
 from stage05_paged.cache import PagedCache
@@ -27,77 +27,60 @@ from . import quality
 from .cache import Int8KernelCache
 from .convert import Quantize
 
-BLOCK, PROMPT, CONTEXT = 16, 512, 256  # tokens
+PROMPT, CONTEXT = 512, 256  # tokens
 F32, BF16, INT8, GROUPS, INT4 = "float32", "bfloat16", "int8", "int8-g32", "int4"
 ONLY = "int8, weights only"  # activations are not rounded
-FORMATS = (F32, BF16, INT8, GROUPS, INT4, ONLY)
 # Of a weight in the layers, with the scales and minimums of its group; a table has GROUPS at least.
 BITS = {F32: 32, BF16: 16, INT8: 8, GROUPS: 8.5, INT4: 5, ONLY: 8}
+KEYS = dict.fromkeys(BITS, BF16) | {F32: F32}  # the format of keys and values beside such weights
 
 
 def model_of(subject: Subject, weights: str) -> Any:
-    dtype = torch.bfloat16 if weights == BF16 else torch.float32
-    model = models.load_model(subject.shape, torch.device("cpu"), dtype)
+    model = models.load_model(subject.shape, dtype=getattr(torch, BF16 if weights == BF16 else F32))
     if weights not in (F32, BF16):
         convert(model, Quantize(INT8, "float") if weights == ONLY else Quantize(weights))
     return model
 
 
-def runner_of(subject: Subject, weights: str, blocks: int, kind: str = "") -> KernelRunner:
-    """kind: of keys and values; by default float32 beside such weights, else bfloat16."""
-    kind = kind or (F32 if weights == F32 else BF16)
-    make: Any = partial(Int8KernelCache, real=torch.float32) if kind == INT8 else KernelCache
-    cache = make(subject.config, blocks, BLOCK, dtype=getattr(torch, kind))
-    if kind != INT8:
-        cache.kv.normal_(generator=torch.Generator().manual_seed(0))
+def runner_of(subject: Subject, weights: str, keys: str, rows: int, context: int) -> KernelRunner:
+    make: Any = partial(Int8KernelCache, real=torch.float32) if keys == INT8 else KernelCache
+    blocks = rows * -(-(context + 1) // BLOCK)
+    cache = make(subject.config, blocks, dtype=getattr(torch, keys))
+    cache.kv.view(torch.int8).fill_(60)  # so that it is in memory: 0.0115 in both dtypes
     return KernelRunner(model_of(subject, weights), cache, release=True)
-
-
-def inputs_of(count: int, context: int) -> tuple[list[int], list[Any], list[int]]:
-    """A decode step of `count` sequences in blocks anywhere; without a context, a prompt."""
-    if not context:
-        return [7] * count, [(list(range(-(-count // BLOCK))), 0, count)], [count - 1]
-    size = -(-(context + 1) // BLOCK)
-    order = torch.randperm(count * size, generator=torch.Generator().manual_seed(0)).tolist()
-    shares = [(order[row * size : (row + 1) * size], context, 1) for row in range(count)]
-    return [7] * count, shares, list(range(count))
 
 
 def proof_of(subject: Subject, weights: str, runner: KernelRunner) -> dict[str, Any]:
     """The kernels' next token of a prompt is that of the slow layers of the same model. Another
     last bit before a code is rounded makes another code, so near ties are those of 8 bits."""
     judge = Runner(model_of(subject, weights).float(), PagedCache(subject.config, 2, BLOCK))
-    dtype, inputs = torch.float32 if weights == F32 else torch.bfloat16, inputs_of(32, 0)
+    dtype, inputs = getattr(torch, KEYS[weights]), kit.inputs(32, 0)
     return kit.prove(judge.run(*inputs), runner.run(*inputs).argmax(-1), dtype)
 
 
 def measure(bench: kit.Bench) -> None:
     for subject in bench.subjects(("gpt2", F32), ("stories", F32)):
         whole = subject.about["model"] == "gpt2" or bench.quick
-        blocks = 64 * -(-(CONTEXT + 1) // BLOCK)
-        runners = {weights: runner_of(subject, weights, blocks) for weights in FORMATS}
+        runners = {w: runner_of(subject, w, keys, 64, CONTEXT) for w, keys in KEYS.items()}
         proofs = [proof_of(subject, weights, run) for weights, run in runners.items()]
-        read = {weights: run.program.bytes for weights, run in runners.items()}
-        about: dict[str, Any] = subject.about | {"bytes": read}
+        about = {**subject.about, "bytes": {w: run.program.bytes for w, run in runners.items()}}
         for count in bench.sizes(1, 8, 32, 64, PROMPT) if whole else (1,):
             about |= {"rows": count, "context": 0 if count == PROMPT else CONTEXT}
-            inputs = inputs_of(count, about["context"])
+            inputs = kit.inputs(count, about["context"])
             ways = {weights: partial(run.run, *inputs) for weights, run in runners.items()}
             bench.row("steps", ways, 7, 1, partial(kit.together, proofs), **about)
-        del runners
         for context in bench.sizes(64, 1000) if whole else ():
-            blocks, inputs = 32 * -(-(context + 1) // BLOCK), inputs_of(32, context)
-            runners = {kind: runner_of(subject, INT8, blocks, kind) for kind in (BF16, INT8)}
-            ways = {kind: partial(run.run, *inputs) for kind, run in runners.items()}
+            runners = {keys: runner_of(subject, INT8, keys, 32, context) for keys in (BF16, INT8)}
+            inputs = kit.inputs(32, context)
+            ways = {keys: partial(run.run, *inputs) for keys, run in runners.items()}
             bench.row("caches", ways, 7, **subject.about, rows=32, context=context)
-    if not bench.quick:
-        bench.results["quality"] = [*quality.losses(8, 16)]
+    bench.results["quality"] = [] if bench.quick else [*quality.losses(8, 16)]
 
 
 def bound(row: Row, weights: str, keys: str = "") -> float:
     """The least seconds of a pass. Bytes are multiplied twice as fast as bfloat16's numbers;
     without rounded activations they are widened to float32."""
-    config, dtype = row.config, getattr(torch, keys or (F32 if weights == F32 else BF16))
+    config, dtype = row.config, getattr(torch, keys or KEYS[weights])
     new, count = (1, row["rows"]) if row["context"] else (row["rows"], 1)
     whole, table = 8 * dtype.itemsize, max(BITS[weights], BITS[GROUPS])
     saved = block_weights(config) * (whole - BITS[weights])
@@ -116,11 +99,11 @@ def name_of(row: Row) -> str:
 def tables(results: Results) -> kit.Tables:
     steps = [
         {"model": row["model"], "pass": name_of(row)}
-        | {f"{weights}, ms": row.ms(weights) for weights in FORMATS}
+        | {f"{weights}, ms": row.ms(weights) for weights in BITS}
         | {"same tokens": row.proof}
         for row in results.rows("steps")
     ]
-    lost = [quality.line(row) for row in results.rows("quality")]
+    lost = map(quality.line, results.rows("quality"))
     return {"steps": steps, "quality": lost, "claims": claims(results)}
 
 

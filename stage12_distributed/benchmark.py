@@ -24,7 +24,6 @@ from .routing import BLOCK_SIZE
 from .simulator import Cell, chats, policies
 from .tensor import group
 
-STAGE = "stage12_distributed"
 SUM = 0.2e-3  # seconds, assumed for a sum over a socket of this machine
 ONE, TWO = "one process", "two ranks"
 PROMPT = 276  # tokens: a system prompt, and a question
@@ -144,4 +143,4 @@ def headline(results: Results) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    cli.run(partial(kit.main, STAGE, __doc__, measure, tables))
+    cli.run(partial(kit.main, "stage12_distributed", __doc__, measure, tables))

@@ -57,9 +57,7 @@ def steps(bench: kit.Bench, subject: Subject, rows: int) -> None:
     runners: dict[str, Any] = {PAGED: Runner(subject.model, paged)}
     runners |= {name: GpuRunner(subject.model, ours) for name in (EAGER, GRAPH)}
     runners[EAGER].graphs = None
-    order = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
-    shares = [(order[i * size : (i + 1) * size], CONTEXT, 1) for i in range(rows)]
-    inputs = [7] * rows, shares, list(range(rows))
+    inputs = kit.inputs(rows, CONTEXT)
     ways = {name: partial(runner.run, *inputs) for name, runner in runners.items()}
     logits = judge.run(*inputs)
     proofs = [kit.prove(logits, way().argmax(-1), dtype) for way in ways.values()]

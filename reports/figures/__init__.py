@@ -39,9 +39,7 @@ def canvas(title: str, width: float, height: float) -> tuple[Figure, Any]:
     """An empty sheet of `width` x `height` units of a tenth of an inch (72 is a page), with the
     origin at the top left and y growing downwards. A letter is about 0.8 wide, a line 1.6 high."""
     figure, axes = charts.new_figure(title, "", "", size=(width / 10, height / 10))
-    axes.set_xlim(0, width)
-    axes.set_ylim(height, 0)
-    axes.set_aspect("equal")
+    axes.set(xlim=(0, width), ylim=(height, 0), aspect="equal")
     axes.axis("off")
     return figure, axes
 

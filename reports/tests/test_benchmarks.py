@@ -46,7 +46,7 @@ def test_ways_take_turns_and_warm_up_does_not_count() -> None:
 
 def test_a_row_keeps_what_its_variants_returned_and_the_limits_beside_them(still: None) -> None:
     bench = Bench()
-    ways = {"a": lambda: {"seconds": 2.0, "steps": 3}, "b": int}
+    ways: dict[str, Any] = {"a": lambda: {"seconds": 2.0, "steps": 3}, "b": int}
     row = bench.row("case", ways, 4, dtype="float32")
     assert row is not None and row["seconds"]["a"] == [2.0] * 4 and row["steps"] == {"a": [3] * 4}
     assert row.limits["memory"] == 30 and row["limits"]["tries"] == 1

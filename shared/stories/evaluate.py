@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from pathlib import Path
-from statistics import fmean, pstdev
 from typing import Any
 
 import jinja2
@@ -27,7 +25,7 @@ from .train import VOCABULARY, recipe_parser
 
 TEMPERATURE = 0.8
 TOP_P = 0.95  # common in servers; without it the tail of every distribution is sampled too
-HELD_OUT, SAMPLED, ENTROPY = 1000, 200, 20_000  # stories
+HELD_OUT, SAMPLED = 1000, 200  # stories
 END = VOCABULARY - 1  # of a text
 LONGEST_STORY = 600  # tokens; the grammar's longest are under 500
 CARD = jinja2.Template(
@@ -67,16 +65,10 @@ def held_out(model: Any, tokenizer: Any) -> dict[str, Any]:
 def sampled(model: Any, tokenizer: Any, top_p: float) -> dict[str, Any]:
     """Sample stories, and count those that the grammar can read."""
     torch.manual_seed(0)
-    options = {"do_sample": True, "temperature": TEMPERATURE, "top_p": top_p, "top_k": 0}
-    rows = model.generate(
-        torch.tensor([[END]]),
-        attention_mask=torch.tensor([[1]]),
-        num_return_sequences=SAMPLED,
-        max_new_tokens=LONGEST_STORY,
-        eos_token_id=END,
-        pad_token_id=END,
-        **options,
-    )
+    options: dict[str, Any] = {"num_return_sequences": SAMPLED, "max_new_tokens": LONGEST_STORY}
+    options |= {"do_sample": True, "temperature": TEMPERATURE, "top_p": top_p, "top_k": 0}
+    options |= {"attention_mask": torch.tensor([[1]]), "eos_token_id": END, "pad_token_id": END}
+    rows = model.generate(torch.tensor([[END]]), **options)
     texts = [tokenizer.decode(row[1:], skip_special_tokens=True) for row in rows]
     straight = sum(bool(grammar.load().read(text)) for text in texts)
     return {
@@ -85,21 +77,6 @@ def sampled(model: Any, tokenizer: Any, top_p: float) -> dict[str, Any]:
         "top_p": top_p,
         "straight": straight,
         "example": texts[0],
-    }
-
-
-def entropy_facts(tokenizer: Any) -> dict[str, Any]:
-    """The grammar's entropy: nats a story as the mean of -ln p, its standard error, and nats a
-    token."""
-    stories = list(itertools.islice(grammar.stories("entropy"), ENTROPY))
-    information = [-story.log_probability for story in stories]
-    nats, error = fmean(information), pstdev(information) / math.sqrt(ENTROPY)
-    tokens = fmean(len(tokenizer.encode(story.text)) + 1 for story in stories[:2000])  # + an end
-    return {
-        "stories": ENTROPY,
-        "nats": nats,
-        "standard_error": error,
-        "nats_per_token": nats / tokens,
     }
 
 
@@ -130,7 +107,6 @@ def main(argv: list[str] | None = None) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.inference_mode():
         evaluation: dict[str, Any] = {
-            "entropy": entropy_facts(tokenizer),
             "held_out": held_out(model, tokenizer),
             "sampled": sampled(model, tokenizer, top_p=1.0),
             "sampled_top_p": sampled(model, tokenizer, top_p=TOP_P),

@@ -106,10 +106,8 @@ def parse_beat(line: str) -> Beat:
 def insert_synonyms(text: str, synonyms: str) -> str:
     """Turn every phrase that opens a line of `synonyms` into `[phrase|other|...]`, wherever it
     occurs in `text` below its headings."""
-    lines = [
-        line.split(" | ") for line in synonyms.splitlines() if line and not line.startswith("#")
-    ]
-    marked = {options[0]: "[" + "|".join(options) + "]" for options in lines}
+    lines = [line for line in synonyms.splitlines() if line and line[0] != "#"]
+    marked = {line.split(" | ")[0]: f"[{line.replace(' | ', '|')}]" for line in lines}
     longest_first = sorted(marked, key=len, reverse=True)
     pattern = r'(?<!["\w{.])(?:' + "|".join(map(re.escape, longest_first)) + r")(?![\w-])"
     return "\n".join(
