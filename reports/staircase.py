@@ -20,10 +20,8 @@ from typing import Any
 
 import aiohttp
 import torch
-from matplotlib.figure import Figure
 
 from shared import catalog, charts, cli, kit, models, registry
-from shared import measure as watch
 from shared.catalog import EMBEDDED
 from shared.kit import Results, Row, Subject
 from shared.parity import random_prompt
@@ -79,7 +77,7 @@ def begin(variant: str, model: str, threads: int) -> None:
 
 
 def run(prompts: Lists, counts: list[int]) -> dict[str, Any]:
-    seconds, ids = watch.timed(partial(answer, prompts, counts))
+    seconds, ids = kit.measure.timed(partial(answer, prompts, counts))
     return {"seconds": seconds, "ids": ids, "bytes": kit.peak_so_far(os.getpid())}
 
 
@@ -163,7 +161,7 @@ def tables(results: Results) -> kit.Tables:
     return {"steps": [line for row in results.rows("steps") for line in lines(row)]}
 
 
-def chart(results: Results) -> Figure:
+def chart(results: Results) -> charts.Figure:
     (row, *_) = results.rows("steps")
     figure = charts.bars(
         f"The staircase: {next(headline(results))}'s throughput",

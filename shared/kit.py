@@ -339,6 +339,10 @@ class Row(dict[str, Any]):
         passes = [costs] if isinstance(costs, Cost) else costs
         return sum(cost.seconds(self.limits, self.kind) for cost in passes)
 
+    def bound(self, new: int, cached: int = 0, rows: int = 1) -> float:
+        """The least seconds of one pass, with one token sampled for each row."""
+        return self.least(forward_cost(self.config, self.kind, new, cached, rows=rows))
+
     @property
     def proof(self) -> str:
         ties = self["proof"]["near_ties"]

@@ -11,12 +11,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 
 from shared import charts, cli, kit
 from shared.kit import Results, Row, Subject
 from shared.peers import transformers_batch, transformers_model
-from shared.roofline import forward_cost, naive_costs
+from shared.roofline import naive_costs
 
 from .attention import Recompute
 from .engine import Engine
@@ -75,7 +74,7 @@ def passes(bench: kit.Bench, subject: Subject, peer: Any) -> None:
 
 def limit(row: Row) -> float:
     """Least seconds of a pass."""
-    return row.least(forward_cost(row.config, row.kind, row["tokens"]))
+    return row.bound(row["tokens"])
 
 
 def tables(results: Results) -> kit.Tables:
@@ -119,7 +118,7 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
         yield kit.claim(f"{row.tokens} new tokens", 38.0, here, measured, "tok/s", why)
 
 
-def chart(results: Results) -> Figure:
+def chart(results: Results) -> charts.Figure:
     rows = results.rows("forward", dtype="float32")
     drawn = {name: [1e3 * row.median(name) for row in rows] for name in (PEER, OURS)}
     return charts.lines(

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from shared import charts, cli, kit
 from shared.kit import Results, Row, Subject
@@ -104,7 +103,7 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
             yield kit.claim("decoding with the cache", 75.3, here, count / cached, "tok/s", why)
 
 
-def chart(results: Results) -> Figure:
+def chart(results: Results) -> charts.Figure:
     """Time of a step by its place in the answer; cached: the median of the steps around it."""
     (row, *_) = results.rows("growth")
     places, cost = row["places"], partial(forward_cost, row.config, row.kind)

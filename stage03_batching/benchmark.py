@@ -8,8 +8,6 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from shared import charts, cli, kit
 from shared.kit import Results, Row
 from shared.roofline import Cost, forward_cost, static_costs
@@ -123,7 +121,7 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
         yield kit.claim(f"one long {row['what']}, over equal rows", hand, least, over)
 
 
-def chart(results: Results) -> Figure:
+def chart(results: Results) -> charts.Figure:
     series: dict[str, list[float]] = {}
     for dtype in ("float32", "bfloat16"):
         rows = rows_of(results, dtype)

@@ -12,10 +12,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from shared import cli, kit
-from shared import measure as watch
+from shared import charts, cli, kit
 from shared.kit import Results, Row, Subject
 from shared.roofline import Cost, static_costs
 from stage03_batching.engine import Engine as StaticEngine
@@ -69,7 +67,7 @@ def arrive(subject: Subject, chunk: int) -> dict[str, Any]:
     while not all(request.output.token_ids for request in requests):
         engine.step()
     requests.append(engine.add(Request(long, kit.greedy(LONG_ANSWER))))
-    gaps = [1e3 * watch.timed(engine.step)[0] for _ in range(AFTER)]
+    gaps = [1e3 * kit.measure.timed(engine.step)[0] for _ in range(AFTER)]
     assert not engine.requests, "a neighbour went without a token in some pass"
     subject.prove([*prompts, long], [request.output.token_ids for request in requests])
     count = -(-LONG // chunk)  # passes over the long prompt
@@ -131,7 +129,7 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
         yield kit.claim(what, 991, here, 1e3 * row.median("64"), "ms", far)
 
 
-def chart(results: Results) -> Figure:
+def chart(results: Results) -> charts.Figure:
     (row, *_) = results.rows("crowd")
     bars = [timeline.Bar(*bar) for bar in row["bars"][OURS][-1]]
     title = f"Slots are handed on: {DRAWN[0]} of {SLOTS} slots, the first {DRAWN[1]} steps"

@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 
 import psutil
 import torch
-from matplotlib.figure import Figure
 
 from shared import charts, cli, kit, registry
 from shared.catalog import EMBEDDED
@@ -180,7 +179,7 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
             yield kit.claim(what, hand, here, max(0.0, 100 - share(row)), "")
 
 
-def chart(results: Results) -> Figure:
+def chart(results: Results) -> charts.Figure:
     rows = results.rows("loads", load=HTTP, streams=32)
     title = "What is left of the engine's throughput behind HTTP"
     about = "% of the tok/s of the engine alone (GPT-2 124M shape, 32 streams)"

@@ -15,7 +15,6 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import torch
-from matplotlib.figure import Figure
 
 from shared import charts, cli, kit
 from shared.catalog import EMBEDDED
@@ -129,7 +128,7 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
         yield kit.claim(what, waited, waited, row.median(ALL, "TTFT p95"), "s", why)
 
 
-def chart(results: Results) -> Figure:
+def chart(results: Results) -> charts.Figure:
     rows = most(results)
     title = "Users share a server: one, eight, or as many requests at a time as fit"
     groups = [f"{name}\n{row['users']} users" for name, row in rows.items()]

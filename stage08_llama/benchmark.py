@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from matplotlib.figure import Figure
 from torch import nn
 
 from shared import charts, cli, kit
@@ -119,7 +118,7 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
         yield kit.claim("one request", 54.7, here, row.tokens / row.median("ours"), "tok/s", why)
 
 
-def chart(results: Results) -> Figure:
+def chart(results: Results) -> charts.Figure:
     rows = [row for row in results.rows("heads", dtype="float32") if row["context"] == 1024]
     return charts.bars(
         "Shared keys are read once: a decode step at 1,024 tokens of context",

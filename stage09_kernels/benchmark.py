@@ -10,11 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 
 from shared import charts, cli, kit, models
 from shared.kit import BLOCK, Results, Row, Subject
-from shared.roofline import forward_cost
 from stage04_continuous.runner import Runner
 from stage05_paged.cache import PagedCache
 
@@ -108,7 +106,7 @@ def techniques(bench: kit.Bench, subject: Subject, plain: Any, kernel: KernelCac
 def bound(row: Row) -> float:
     """The least seconds that a pass can take."""
     new, count = (1, row["rows"]) if row["context"] else (row["rows"], 1)
-    return row.least(forward_cost(row.config, row.kind, new, row["context"], rows=count))
+    return row.bound(new, row["context"], count)
 
 
 def gathering(row: Row) -> float:
@@ -166,7 +164,7 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
             yield kit.claim(f"a pass: {what}", by_hand[key][1], 1e3 * bound(row), taken, "ms")
 
 
-def chart(results: Results) -> Figure:
+def chart(results: Results) -> charts.Figure:
     rows = [row for row in results.rows("steps", dtype="float32") if row["context"] == 256]
     drawn = {name: [1e3 * row.median(name) for row in rows] for name in (PAGED, ATTENTION, KERNELS)}
     return charts.bars(

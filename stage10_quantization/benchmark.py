@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 
 from shared import charts, cli, kit, models
 from shared.conversion import convert
@@ -132,7 +131,7 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
         yield kit.claim(what, 0.3, 0.3, 1e3 * row["kl"], "")
 
 
-def chart(results: Results) -> Figure:
+def chart(results: Results) -> charts.Figure:
     rows = [row for row in results.rows("steps", model="gpt2") if row["context"]]
     title = "Fewer bytes, more tokens: decode by the format of the weights"
     about = "tokens a second (GPT-2 124M shape, 256 tokens of context)"

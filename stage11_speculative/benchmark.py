@@ -7,12 +7,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from shared import charts, cli, kit, models
 from shared.catalog import EMBEDDED
 from shared.kit import Results, Row, Subject
-from shared.roofline import forward_cost
 from shared.tokenizer import Tokenizer
 from stage09_kernels.engine import make as make_plain
 
@@ -85,8 +82,8 @@ def measure(bench: kit.Bench) -> None:
 def predicted(row: Row) -> float:
     """By the formula: tokens of a pass with drafts, over what such a pass takes longer."""
     tokens = sum(row["alpha"] ** place for place in range(DRAFTS + 1))
-    cost, rows = partial(forward_cost, row.config, row.kind, 1, PROMPT), row["rows"]
-    return tokens * row.least(cost(rows=rows)) / row.least(cost(rows=rows * (DRAFTS + 1)))
+    plain, drafted = (row.bound(1, PROMPT, row["rows"] * count) for count in (1, DRAFTS + 1))
+    return tokens * plain / drafted
 
 
 def tables(results: Results) -> kit.Tables:
@@ -125,7 +122,7 @@ def claims(results: Results) -> Iterator[dict[str, str]]:
         yield kit.claim(what, 1.0, predicted(row), row.gain(PLAIN, FIXED), why=why)
 
 
-def chart(results: Results) -> Figure:
+def chart(results: Results) -> charts.Figure:
     rows = results.rows("oracle", alpha=0.7)
     figure = charts.bars(
         "Four drafts, seven of ten right: a gain for few requests",

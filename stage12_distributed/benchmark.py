@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 
 from shared import charts, cli, kit, models
 from shared.catalog import EMBEDDED
@@ -126,7 +125,7 @@ def found(results: Results) -> dict[str, float]:
     return {row["policy"]: row["hits"] for row in results.rows("fleets", traffic="prefix")}
 
 
-def chart(results: Results) -> Figure:
+def chart(results: Results) -> charts.Figure:
     return charts.bars(
         "Prompts with common prefixes: what each policy finds",
         "% of the prompts' tokens (ten simulated replicas, 64 prefixes)",
