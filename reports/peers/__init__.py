@@ -3,8 +3,7 @@
 
 Every engine is a process that stays. In each round they take turns on the same prompts, with as
 many threads; the processes of the others are stopped meanwhile. Our answers are proved; how many of
-an engine's answers are ours is counted. An engine without a figure says why. With `--model
-gpt2-large`, or another of GPT-2's shapes, it is measured once, and nothing is kept.
+an engine's answers are ours is counted. An engine without a figure says why.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -24,12 +22,10 @@ from shared import charts, kit
 from shared.errors import UserError
 from shared.kit import Results, Row, Subject
 from shared.peers import transformers_model
-from shared.roofline import forward_cost
 
 from .install import ENGINES, HOME, OURS
 from .process import Driver
 
-NAME = "peers"
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 PREFILL, DECODE = "prefill", "decode"
 # Rows, and tokens of each prompt and answer.
@@ -46,13 +42,12 @@ def write(subject: Subject, folder: Path) -> Path:
     return folder
 
 
-def measure(bench: kit.Bench, model: str = "") -> None:
-    formats = FORMATS if model else bench.sizes(*FORMATS)
-    model = model or ("stories" if bench.quick else "gpt2")
+def measure(bench: kit.Bench) -> None:
+    model = "stories" if bench.quick else "gpt2"
     subject, threads = Subject(model, "float32"), torch.get_num_threads()
     folder = write(subject, HOME / "models" / model)
     bench.results["failed"] = failed = list[dict[str, Any]]()
-    for weights in formats:
+    for weights in bench.sizes(*FORMATS):
         dtype = "float32" if weights == "float32" else "bfloat16"
         with ExitStack() as stack:
             running: dict[str, Driver] = {}
@@ -131,17 +126,15 @@ def lines(results: Results) -> Iterator[Mapping[str, object]]:
 def bound(row: Row) -> float:
     """Tokens per second that bytes and operations allow, with weights of the row's dtype."""
     if row["what"] == PREFILL:
-        return float(row["length"] / row.least(forward_cost(row.config, row.kind, row["length"])))
-    context = row["length"] + row["count"] // 2
-    cost = forward_cost(row.config, row.kind, 1, context, rows=row["rows"])
-    return float(row["rows"] / row.least(cost))
+        return float(row["length"] / row.bound(row["length"]))
+    return float(row["rows"] / row.bound(1, row["length"] + row["count"] // 2, row["rows"]))
 
 
 def tables(results: Results) -> kit.Tables:
     return {"engines": lines(results)}
 
 
-def chart(results: Results) -> Figure:
+def chart(results: Results) -> charts.Figure:
     """One question: who decodes one row fastest, by the format of the weights?"""
     rows = [r for r in results.rows("cells", what=DECODE, rows=1) if r["weights"] in FORMATS[:3]]
     names = [name for name in ENGINES if any(name in row["rate"] for row in rows)]
