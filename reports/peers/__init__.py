@@ -3,7 +3,8 @@
 
 Every engine is a process that stays. In each round they take turns on the same prompts, with as
 many threads; the processes of the others are stopped meanwhile. Our answers are proved; how many of
-an engine's answers are ours is counted. An engine without a figure says why.
+an engine's answers are ours is counted. An engine without a figure says why. With `--model
+gpt2-large`, or another of GPT-2's shapes, it is measured once, and nothing is kept.
 """
 
 from __future__ import annotations
@@ -42,12 +43,13 @@ def write(subject: Subject, folder: Path) -> Path:
     return folder
 
 
-def measure(bench: kit.Bench) -> None:
-    model = "stories" if bench.quick else "gpt2"
+def measure(bench: kit.Bench, model: str = "") -> None:
+    formats = FORMATS if model else bench.sizes(*FORMATS)
+    model = model or ("stories" if bench.quick else "gpt2")
     subject, threads = Subject(model, "float32"), torch.get_num_threads()
     folder = write(subject, HOME / "models" / model)
     bench.results["failed"] = failed = list[dict[str, Any]]()
-    for weights in bench.sizes(*FORMATS):
+    for weights in formats:
         dtype = "float32" if weights == "float32" else "bfloat16"
         with ExitStack() as stack:
             running: dict[str, Driver] = {}
