@@ -130,15 +130,16 @@ class Reporter:
 
 
 def _why(excinfo: pytest.ExceptionInfo[BaseException]) -> str:
-    """An assertion's first line, or the text of torch.testing; of an error also its place."""
-    text, _, more = str(excinfo.value).partition("\n")
+    """The text of a failure in a line: of an assertion without " + where", of an error with its
+    place."""
+    lines = str(excinfo.value).splitlines() or [""]
     if isinstance(excinfo.value, AssertionError):
-        text = text.removeprefix("assert ") if text.startswith("assert ") else f"{text} {more}"
-        return text[:MOST]
+        told = (line.removeprefix("assert ") for line in lines if not line.startswith(" +"))
+        return " ".join(" ".join(told).split())[:MOST]
     places = [(Path(entry.path), entry.lineno + 1) for entry in excinfo.traceback]
     ours = [at for at in places if Path.cwd() in at[0].parents and at[0].parent.name != "tests"]
     line = f" ({ours[-1][0].name}, line {ours[-1][1]})" if ours else ""
-    return f"{type(excinfo.value).__name__}: {text[:MOST]}{line}"
+    return f"{type(excinfo.value).__name__}: {lines[0][:MOST]}{line}"
 
 
 def main() -> None:

@@ -96,9 +96,8 @@ def _splice_c(reference: str, submitted: str, functions: Collection[str]) -> tup
         spliced = spliced[:start] + submitted[first:last] + spliced[end:]
     if spliced == reference:
         raise Refused("not done: its functions are the project's")
-    return spliced, [] if spliced == submitted else [
-        "your changes of other functions are not taken"
-    ]
+    lines = enumerate(zip(spliced.splitlines(), submitted.splitlines(), strict=False), 1)
+    return spliced, [f"line {n}: your change is not taken" for n, (x, y) in lines if x != y][:1]
 
 
 def _parameters(node: Function) -> list[str]:

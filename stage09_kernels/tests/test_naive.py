@@ -214,7 +214,8 @@ def linear(source, level, dtypes, shape, epilogue, out, x, layers, bias, residua
     rows, inputs, outputs = shape
     real = real_of(dtypes[1])
     packed = lay_out([interleave(*layers)] if epilogue == SILU_MUL else layers, dtypes[0])
-    operand = F.pad(x.to(dtypes[0]), (2, inputs % 2 + 2))[:, 2:]  # strided, aligned to no vector
+    operand = F.pad(x.to(dtypes[0]), (2, inputs % 2))  # aligned to no vector
+    operand = F.pad(operand, (0, 2), value=torch.nan)[:, 2:]  # behind the end of a row
     room = torch.full((rows + 1, outputs + 3), 7.0, dtype=out)  # with guards behind each row
     operation = Operation(LINEAR, 1)
     operation.of.linear = Linear(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from stage09_kernels import library
+from stage09_kernels.cache import NAIVE
 from stage09_kernels.online import attend, merge
 from stage09_kernels.program import pack
 from stage09_kernels.tile import MR, NR, Memory, most_loads, product
@@ -77,6 +81,25 @@ def test_weights_are_packed_by_panels():
     rows = packed.transpose(1, 2).flatten(0, 1)  # (128, 5)
     assert torch.equal(rows[:73], torch.cat((first, second))) and not rows[73:].any()
     assert pack([first.bfloat16()], torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("level", sorted({library.levels()[0], "plain"}))
+def test_a_vector_is_rounded_as_its_numbers_are(level):
+    """Both zeros, ties, subnormal numbers, infinities and NaN, then numbers of any bits; after the
+    last one nothing is written."""
+    text = (NAIVE.parent / "fast" / "vec.h").read_text(encoding="utf-8")
+    body = re.sub(r"/\*.*?\*/|//.*", "", text.partition(" store_bf16(")[2].partition("\n}")[0])
+    assert not re.search(r"\[|\b(for|while|do|goto)\b", body), "a loop, or a number by its index"
+    special = [0, -(2**31), 0x8000, 0x18000, 0x7FFF, 0x7F7FFFFF, 0x7F800000, 0x7F800001, -1]
+    numbers = torch.cat((torch.tensor(special), torch.randint(-(2**31), 2**31, (9991,)))).int()
+    sizes = ("REAL=4", "WEIGHT=4", "CACHE=4")
+    kernels = library.load(NAIVE.parent / "tests" / "rounding.c", sizes, level)
+    for count in (*range(70), 10_000):
+        out = torch.full((2, count + 1), 7, dtype=torch.int16)
+        for kernel, row in zip((kernels.by_vectors, kernels.one_by_one), out, strict=True):
+            kernel.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64
+            kernel(row.data_ptr(), numbers.data_ptr(), count)
+        assert torch.equal(*out)
 
 
 def test_the_best_level_that_the_processor_has_comes_first(monkeypatch):
