@@ -75,7 +75,7 @@ class Task:
 @dataclass(frozen=True)
 class Edit:
     """One entry. what: the mistake, or the shape of a right solution. tests: pytest ids, each of
-    which must fail. replacements: (old, new) texts; an `old` of "" stands for the body of the
+    which must fail; none: the task's. replacements: (old, new) texts; an `old` of "" stands for the body of the
     task's only function. fields: the lines of each field."""
 
     file: str

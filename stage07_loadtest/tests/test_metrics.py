@@ -38,7 +38,7 @@ def test_a_percentile_is_the_nearest_rank():
     assert percentile(range(1, 101), 7) == 7  # in floating point 0.07 * 100 is more than 7
     assert [percentile([1.0, math.inf], percent) for percent in (50, 51)] == [1.0, math.inf]
     for values, percent in (([], 50), ([1.0], 101), ([1.0], -1)):
-        with pytest.raises(ValueError, match="percentile"):
+        with pytest.raises(ValueError):
             percentile(values, percent)
 
 
