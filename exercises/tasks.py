@@ -75,8 +75,8 @@ class Task:
 @dataclass(frozen=True)
 class Edit:
     """One entry. what: the mistake, or the shape of a right solution. tests: pytest ids, each of
-    which must fail; none: the task's. replacements: (old, new) texts; an `old` of "" stands for the body of the
-    task's only function. fields: the lines of each field."""
+    which must fail; none: the task's. replacements: (old, new) texts; an `old` of "" stands for the
+    body of the task's first function. fields: the lines of each field."""
 
     file: str
     task: str  # its number, or ""

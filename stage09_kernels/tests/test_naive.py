@@ -199,17 +199,6 @@ def test_attention_by_tiles_has_the_bits_of_the_emulation(heads):
         assert torch.equal(bits(outputs[0]), bits(outputs[1]))
 
 
-def test_nan_stays_nan_in_bfloat16():
-    """Rounded like a number, the first NaN would become infinity and the second 0."""
-    nan = torch.tensor([0x7F800001, -1], dtype=torch.int32).view(F32)
-    config = Config(11, 64, 38, 1, 1)  # whole vectors and a part
-    for source in SOURCES:
-        cache = KernelCache(config, 1, dtype=BF16, source=source)
-        k = v = nan.repeat(19).view(1, 1, 38)
-        cache.extend([([0], 0, 1)]).attend(0, torch.zeros(1, 1, 38), k, v)
-        assert int(cache.kv.isnan().sum()) == 2 * 38, source.name
-
-
 def linear(source, level, dtypes, shape, epilogue, out, x, layers, bias, residual, out_rows):
     rows, inputs, outputs = shape
     real = real_of(dtypes[1])

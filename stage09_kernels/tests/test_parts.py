@@ -88,7 +88,7 @@ def test_a_vector_is_rounded_as_its_numbers_are(level):
     """Both zeros, ties, subnormal numbers, infinities and NaN, then numbers of any bits; after the
     last one nothing is written."""
     text = (NAIVE.parent / "fast" / "vec.h").read_text(encoding="utf-8")
-    body = re.sub(r"/\*.*?\*/|//.*", "", text.partition(" store_bf16(")[2].partition("\n}")[0])
+    body = re.sub(r"/\*[\s\S]*?\*/|//.*", "", text.partition(" store_bf16(")[2].partition("\n}")[0])
     assert not re.search(r"\[|\b(for|while|do|goto)\b", body), "a loop, or a number by its index"
     special = [0, -(2**31), 0x8000, 0x18000, 0x7FFF, 0x7F7FFFFF, 0x7F800000, 0x7F800001, -1]
     numbers = torch.cat((torch.tensor(special), torch.randint(-(2**31), 2**31, (9991,)))).int()
