@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shared.checkpoint import without_weights
 from shared.config import Config
 from shared.conversion import Linear
 from shared.errors import UserError
@@ -114,8 +113,7 @@ def shards(model: Any, rank: int, ranks: int) -> dict[str, Shard]:
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     """The layer with `weight` (out, in)."""
-    with without_weights():
-        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, "meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         layer.bias = nn.Parameter(bias, requires_grad=False)

@@ -57,10 +57,9 @@ def main(argv: list[str] | None = None) -> int:
     engine: Any = make(group.model, contexts=1)
     request = engine.add(Request(loaded.tokenizer.encode(prompt), sampling))
     engine.scheduler.tables[request].salt = names.get(options.adapter, b"")
-    decoder = loaded.decoder()
     print(prompt, end="", flush=True)
-    for _, token in engine.run():
-        print(decoder.push(token.id), end="", flush=True)
-    print(decoder.flush())
+    for _, text in cli.with_text((token for _, token in engine.run()), loaded):
+        print(text, end="", flush=True)
+    print()
     group.close()
     return 0
