@@ -41,6 +41,8 @@
 #define SPARE (UNROLL > 4 ? UNROLL : 4) /* vectors of keys behind a tile, only to be read */
 #define ACCUMULATORS (BY_TILES ? 4 : BYTES == 64 ? 16 : 8) /* sums to keep in registers */
 
+static const cached nothing[MAX_HEAD_DIM]; /* in place of a token's values */
+
 #if CACHE != 1 /* otherwise a later stage's file has these */
 static inline cached_vec load_cached(const cached *p) { return *(const cached_vec *)p; }
 
@@ -72,16 +74,29 @@ static inline void load_scales(const struct attention *a, const cached *keys, in
 }
 #endif
 
-/* Keys `first` to `end`. */
-struct tile {
-    int64_t first, end;
-    cached *blocks[KEY_TILE + 1]; /* that hold them: the keys of one head */
-};
+/* A vector of one token's values; in bfloat16 of two tokens. */
+static inline cached_vec load_values(const cached *even, const cached *odd) {
+#if CACHE == 2
+    return load_low(even) | load_low(odd) << 16;
+#else
+    (void)odd;
+    return load_cached(even);
+#endif
+}
 
 /* A vector of keys, and where its scores go among those of a tile. */
 struct key_vec {
     const cached *keys;
     int64_t place;
+};
+
+/* Where keys `first` to `end` of one head lie, in vectors, and the value of each. What follows them
+   is zeros, up to a whole unit and as far as prefetches go. */
+struct tile {
+    int64_t first, end;
+    int n_vectors;
+    struct key_vec vectors[KEY_TILE + 1 + SPARE];
+    const cached *values[KEY_TILE + UNIT];
 };
 
 /* Queries that share their keys: tokens of one share, heads of one group. */
@@ -100,6 +115,7 @@ typedef factor weights_of[KEY_TILE + UNIT];
 /* Prefetch a cache line of a block that is read soon: the processor's own guesses end with each
    block. In float32 blocks are twice as large, and this gains nothing. */
 #define prefetch(p) (PREFETCH ? __builtin_prefetch(p) : (void)0)
+#define AHEAD 16 /* tokens whose values are prefetched: a block */
 
 #if BY_TILES
 /* Queries and weights are tiles of x here: rows of whole units, zeros behind the last channel. */
@@ -108,112 +124,114 @@ typedef factor weights_of[KEY_TILE + UNIT];
     tile_madd(SUM, X0, W);
 #define SCORES_STORE(SUM, W, I) tile_store(SUM, scores[0] + PAD + of[I].place, sizeof scores[0]);
 
-/* The scores of up to 16 queries with vectors of keys, four at a time: three more follow the last
-   one. A tile of keys is 32 channels of 16 keys, as they lie in a block. */
-static void score_tiles(const struct attention *a, const struct key_vec *vectors, int n_vectors,
-                        const factor (*query)[ROOM], scores_of *scores) {
+/* The scores of `count` queries with a tile's vectors of keys, 16 queries and four vectors at a
+   time. 32 channels of 16 keys lie in a block as a tile of weights does. */
+static void score_tiles(const struct attention *a, const struct tile *tile,
+                        const factor (*query)[ROOM], scores_of *scores, int count, int *set) {
     const int64_t line = padded(a->block) * 4;
     cached last[4][UNIT / 2 * 32] = {0}; /* values, or NaN, follow a key's last channels */
-    for (const struct key_vec *of = vectors; of < vectors + n_vectors; of += 4) {
-        QUARTERS(QUARTER_ZERO)
-        for (int64_t d = 0; d < a->head_dim; d += UNIT) {
-            const cached *part[4];
-            int64_t left = a->head_dim - d, size = left < UNIT ? 64 : line;
-            for (int u = 0; u < 4; u++) {
-                part[u] = of[u].keys + d / 2 * (line / 2);
-                if (left >= UNIT) continue;
-                for (int64_t i = 0; 2 * i < left; i++)
-                    memcpy(last[u] + i * 32, part[u] + i * (line / 2), 64);
-                part[u] = last[u];
+    for (; count > 0; count -= TILE_ROWS, query += TILE_ROWS, scores += TILE_ROWS) {
+        use_tiles(set, count);
+        for (int v = 0; v < tile->n_vectors; v += 4) {
+            const struct key_vec *of = tile->vectors + v;
+            QUARTERS(QUARTER_ZERO)
+            for (int64_t d = 0; d < a->head_dim; d += UNIT) {
+                const cached *part[4];
+                int64_t left = a->head_dim - d, size = left < UNIT ? 64 : line;
+                for (int u = 0; u < 4; u++) {
+                    part[u] = of[u].keys + d / 2 * (line / 2);
+                    if (left >= UNIT) continue;
+                    for (int64_t i = 0; 2 * i < left; i++)
+                        memcpy(last[u] + i * 32, part[u] + i * (line / 2), 64);
+                    part[u] = last[u];
+                }
+                memory_is_written();
+                tile_load(X0, query[0] + d, sizeof query[0]);
+                QUARTERS(KEYS_MADD)
             }
-            memory_is_written();
-            tile_load(X0, query[0] + d, sizeof query[0]);
-            QUARTERS(KEYS_MADD)
+            QUARTERS(SCORES_STORE)
         }
-        QUARTERS(SCORES_STORE)
     }
+    memory_is_written();
 }
 
 #define VALUES_MADD(SUM, W, I) \
-    tile_load(W, v + 16 * I, row * 4); \
+    tile_load(W, pairs_of + 16 * I, row * 4); \
     tile_madd(SUM, X0, W);
 #define VALUES_STORE(SUM, W, I) tile_store(SUM, sums[0] + d + 16 * I, sizeof sums[0]);
 
-/* Sum values times weights, for 16 queries. values: (keys / 2, row, 2), pairs of tokens. */
-static void weigh_tiles(const uint32_t *values, int64_t row, int64_t keys,
-                        const weights_of *weights, real (*sums)[ROOM]) {
-    for (int64_t d = 0; d < row; d += PANEL) {
-        QUARTERS(QUARTER_ZERO)
-        for (int64_t key = 0; key < keys; key += UNIT) {
-            const uint32_t *v = values + key / 2 * row + d;
-            tile_load(X0, weights[0] + key, sizeof weights[0]);
-            QUARTERS(VALUES_MADD)
-        }
-        QUARTERS(VALUES_STORE)
+/* Sum a tile's values times weights, for `count` queries. */
+static void weigh_tiles(const struct attention *a, const struct tile *tile,
+                        const weights_of *weights, real (*sums)[ROOM], int count, int *set) {
+    const int64_t line = padded(a->head_dim), row = (line + PANEL - 1) / PANEL * PANEL;
+    const int64_t keys = tile->end - tile->first;
+    _Alignas(64) uint32_t values[KEY_TILE / 2 * MAX_HEAD_DIM]; /* pairs of tokens: (128, row, 2) */
+    for (int64_t key = 0; key < keys || key % UNIT; key += 2) {
+        uint32_t *out = values + key / 2 * row;
+        for (int64_t d = 0; d < line; d += LANES)
+            *(pairs *)(out + d) = load_values(tile->values[key] + d, tile->values[key + 1] + d);
+        memset(out + line, 0, (row - line) * 4);
     }
+    memory_is_written();
+    for (; count > 0; count -= TILE_ROWS, weights += TILE_ROWS, sums += TILE_ROWS) {
+        use_tiles(set, count);
+        for (int64_t d = 0; d < row; d += PANEL) {
+            QUARTERS(QUARTER_ZERO)
+            for (int64_t key = 0; key < keys; key += UNIT) {
+                const uint32_t *pairs_of = values + key / 2 * row + d;
+                tile_load(X0, weights[0] + key, sizeof weights[0]);
+                QUARTERS(VALUES_MADD)
+            }
+            QUARTERS(VALUES_STORE)
+        }
+    }
+    memory_is_written();
 }
 
 /* One or two queries would use as many rows of 16, so they take vectors. These add in the order of
    tiles (tiles.h), and so give the same bits: even and odd numbers of a unit apart, from 0 on, and
    then both to the sum; rounding flushes (see `attend_items`). */
-typedef struct { vec even, odd; } pair_vec;
 typedef struct { vec all, even, odd; } total;
-typedef real multiplier;
 
-static inline vec fused(vec a, real b, vec sum) {
+static inline vec fused(vec sum, vec a, vec b) {
 #if BYTES == 64
-    return (vec)_mm512_fmadd_ps((__m512)a, _mm512_set1_ps(b), (__m512)sum);
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
 #endif
-    for (int t = 0; t < LANES; t++) sum[t] = fmaf(a[t], b, sum[t]);
+    for (int t = 0; t < LANES; t++) sum[t] = fmaf(a[t], b[t], sum[t]);
     return sum;
 }
-static inline total add_products(total t, pair_vec x, const real *factors) {
-    return (total){t.all, fused(x.even, factors[0], t.even), fused(x.odd, factors[1], t.odd)};
+static inline total add_products(total t, pairs x, uint32_t number) {
+    const pairs y = (pairs){0} + number;
+    t.even = fused(t.even, (vec)(x << 16), (vec)(y << 16));
+    t.odd = fused(t.odd, (vec)(x & 0xffff0000u), (vec)(y & 0xffff0000u));
+    return t;
 }
 static inline total end_unit(total t) { return (total){.all = t.all + (t.even + t.odd)}; }
 static inline vec sum_in(total t) { return t.all; }
-
-static inline pair_vec load_keys(const cached *p) {
-    pairs both = load_cached(p);
-    return (pair_vec){(vec)(both << 16), (vec)(both & 0xffff0000u)};
-}
-static inline pair_vec load_values(const cached *even, const cached *odd) {
-    return (pair_vec){(vec)(load_low(even) << 16), (vec)(load_low(odd) << 16)};
-}
 #else
-typedef cached_vec pair_vec;
+#define score_tiles(...) (void)0
+#define weigh_tiles(...) (void)0
 typedef vec total;
-typedef factor multiplier;
+#define add_products madd
 #define end_unit(total) (total)
 #define sum_in(total) (total)
-#define load_keys load_cached
-
-static inline total add_products(total sum, pair_vec x, const factor *factors) {
-    cached_factor number; /* of a query, or a weight */
-    memcpy(&number, factors, sizeof number);
-    return madd(sum, x, number);
-}
-
-/* A vector of one token's values; in bfloat16 of two tokens. */
-static inline cached_vec load_values(const cached *even, const cached *odd) {
-#if CACHE == 2
-    return load_low(even) | load_low(odd) << 16;
-#else
-    (void)odd;
-    return load_cached(even);
 #endif
-}
-#endif
-static const cached nothing[MAX_HEAD_DIM]; /* in place of a token's values */
 
 /* Whether number `end`, out of `count`, ends a unit of a tile. */
 static inline int ends_unit(int64_t end, int64_t count) {
     return BY_TILES && (end % UNIT == 0 || end >= count);
 }
 
+/* The numbers of a query, or the weights, that meet a pair. */
+static inline cached_factor load_factor(const factor *p) {
+    cached_factor number;
+    memcpy(&number, p, sizeof number);
+    return number;
+}
+
 /* The scores of `count` queries with `unroll` vectors of keys. */
 static inline __attribute__((always_inline)) void
-score(const struct attention *a, const struct key_vec *vectors, const multiplier (*query)[ROOM],
+score(const struct attention *a, const struct key_vec *vectors, const factor (*query)[ROOM],
       scores_of *scores, const int count, const int unroll) {
     const int64_t line = padded(a->block);
     total sums[MAX_QUERIES][UNROLL];
@@ -221,10 +239,10 @@ score(const struct attention *a, const struct key_vec *vectors, const multiplier
         for (int u = 0; u < unroll; u++) sums[i][u] = (total){0};
     for (int64_t d = 0; d < a->head_dim; d += PAIR) {
         for (int u = 0; u < unroll; u++) {
-            pair_vec keys = load_keys(vectors[u].keys + d * line);
+            cached_vec keys = load_cached(vectors[u].keys + d * line);
             prefetch(vectors[u + unroll].keys + d * line);
             for (int i = 0; i < count; i++)
-                sums[i][u] = add_products(sums[i][u], keys, query[i] + d);
+                sums[i][u] = add_products(sums[i][u], keys, load_factor(query[i] + d));
         }
         if (ends_unit(d + PAIR, a->head_dim))
             for (int i = 0; i < count; i++)
@@ -236,150 +254,110 @@ score(const struct attention *a, const struct key_vec *vectors, const multiplier
 }
 
 static inline __attribute__((always_inline)) void
-score_vectors(const struct attention *a, const struct key_vec *vectors, int n_vectors,
-              const multiplier (*query)[ROOM], scores_of *scores, const int count) {
+score_vectors(const struct attention *a, const struct tile *tile, const factor (*query)[ROOM],
+              scores_of *scores, const int count) {
     const int unroll = ACCUMULATORS / count < UNROLL ? ACCUMULATORS / count : UNROLL;
     int v = 0;
-    for (; v + unroll <= n_vectors; v += unroll)
-        score(a, vectors + v, query, scores, count, unroll);
-    for (; v < n_vectors; v++) score(a, vectors + v, query, scores, count, 1);
+    for (; v + unroll <= tile->n_vectors; v += unroll)
+        score(a, tile->vectors + v, query, scores, count, unroll);
+    for (; v < tile->n_vectors; v++) score(a, tile->vectors + v, query, scores, count, 1);
 }
 
 /* Sum `wide` vectors of values from channel `d` on, each token's times its weight. Tokens pair by
    position, so a pair may lie in two blocks. */
 static inline __attribute__((always_inline)) void
-weigh(const struct attention *a, const struct tile *tile, int64_t d,
-      const multiplier (*weights)[KEY_TILE + UNIT], real (*sums_out)[ROOM], const int count,
-      const int wide) {
-    const int64_t row = padded(a->head_dim), keys = values_of(a, 0, 0) - keys_of(a, 0, 0);
+weigh(const struct tile *tile, int64_t d, const weights_of *weights, real (*sums_out)[ROOM],
+      const int count, const int wide) {
+    const int64_t keys = tile->end - tile->first;
     total sums[MAX_QUERIES][ACCUMULATORS];
     for (int i = 0; i < count; i++)
         for (int j = 0; j < wide; j++) sums[i][j] = (total){0};
-    int64_t key = tile->first, begin = key - key % a->block;
-    for (int64_t b = 0; key < tile->end; b++) { /* begin: the first key of block b */
-        const cached *values = tile->blocks[b] + keys + d - begin * row;
-        int64_t stop = begin + a->block < tile->end ? begin + a->block : tile->end;
-        const cached *next = tile->blocks[stop < tile->end ? b + 1 : b] + keys + d - begin * row;
-        for (; key < stop; key += PAIR) {
-            const cached *even = values + key * row, *odd = nothing;
-            if (key + 1 < stop) odd = values + (key + 1) * row;
-            else if (PAIR == 2 && key + 1 < tile->end) odd = tile->blocks[b + 1] + keys + d;
-            for (int j = 0; j < wide; j++) {
-                pair_vec value = load_values(even + j * LANES, odd + j * LANES);
-                if (j * LANES * sizeof(cached) % 64 == 0) {
-                    prefetch(next + key * row + j * LANES);
-                    prefetch(next + (key + 1) * row + j * LANES);
-                }
-                for (int i = 0; i < count; i++)
-                    sums[i][j] = add_products(sums[i][j], value, weights[i] + key - tile->first);
-            }
-            if (ends_unit(key + PAIR - tile->first, tile->end - tile->first))
-                for (int i = 0; i < count; i++)
-                    for (int j = 0; j < wide; j++) sums[i][j] = end_unit(sums[i][j]);
+    for (int64_t key = 0; key < keys; key += PAIR) {
+        const cached *const *of = tile->values + key;
+        for (int j = 0; j < wide; j++) {
+            const int64_t place = d + j * LANES;
+            cached_vec value = load_values(of[0] + place, of[1] + place);
+            for (int i = 0; i < PAIR && j * LANES * sizeof(cached) % 64 == 0; i++)
+                prefetch(of[AHEAD + i] + place);
+            for (int i = 0; i < count; i++)
+                sums[i][j] = add_products(sums[i][j], value, load_factor(weights[i] + key));
         }
-        begin += a->block;
+        if (ends_unit(key + PAIR, keys))
+            for (int i = 0; i < count; i++)
+                for (int j = 0; j < wide; j++) sums[i][j] = end_unit(sums[i][j]);
     }
     for (int i = 0; i < count; i++)
         for (int j = 0; j < wide; j++) *(vec *)(sums_out[i] + d + j * LANES) = sum_in(sums[i][j]);
 }
 
 static inline __attribute__((always_inline)) void
-weigh_vectors(const struct attention *a, const struct tile *tile,
-              const multiplier (*weights)[KEY_TILE + UNIT], real (*sums)[ROOM], const int count) {
+weigh_vectors(const struct attention *a, const struct tile *tile, const weights_of *weights,
+              real (*sums)[ROOM], const int count) {
     const int64_t row = padded(a->head_dim);
     for (int64_t d = 0, wide; d < row; d += wide * LANES) {
         wide = (row - d) / LANES < ACCUMULATORS / count ? (row - d) / LANES : ACCUMULATORS / count;
-        if (wide >= 8) weigh(a, tile, d, weights, sums, count, wide = 8);
-        else if (wide >= 4) weigh(a, tile, d, weights, sums, count, wide = 4);
-        else if (wide >= 2) weigh(a, tile, d, weights, sums, count, wide = 2);
-        else weigh(a, tile, d, weights, sums, count, wide = 1);
+        if (wide >= 8) weigh(tile, d, weights, sums, count, wide = 8);
+        else if (wide >= 4) weigh(tile, d, weights, sums, count, wide = 4);
+        else if (wide >= 2) weigh(tile, d, weights, sums, count, wide = 2);
+        else weigh(tile, d, weights, sums, count, wide = 1);
     }
 }
 
-#if BY_TILES
-/* The values of a tile in pairs of tokens, (128, row, 2). Behind the last one, which may be
-   anything, there are zeros up to a whole unit, and behind the last channel up to a panel. */
-static void pair_values(const struct attention *a, const struct tile *tile, int64_t row,
-                        uint32_t *out) {
-    const int64_t line = padded(a->head_dim), keys = values_of(a, 0, 0) - keys_of(a, 0, 0);
-    int64_t slot = tile->first % a->block, b = 0;
-    for (int64_t key = tile->first; key < tile->end || key % UNIT; key += 2, out += row) {
-        const cached *of[2] = {nothing, nothing};
-        for (int i = 0; i < 2 && key + i < tile->end; i++) {
-            of[i] = tile->blocks[b] + keys + slot * line;
-            if (++slot == a->block) slot = 0, b++;
-        }
-        for (int64_t d = 0; d < line; d += LANES)
-            *(pairs *)(out + d) = load_low(of[0] + d) | load_low(of[1] + d) << 16;
-        memset(out + line, 0, (row - line) * 4);
+/* Find the keys of `group` from `first` on, up to `end` or as many as a tile takes. */
+static void find_tile(const struct attention *a, const struct queries *group, int64_t first,
+                      int64_t end, struct tile *tile, real *key_scales, real *value_scales) {
+    const int64_t row = padded(a->head_dim);
+    tile->first = first;
+    tile->end = end = first + KEY_TILE < end ? first + KEY_TILE : end;
+    tile->n_vectors = 0;
+    const cached **value = tile->values;
+    for (int64_t key = first - first % a->block; key < end; key += a->block) {
+        const cached *keys = keys_of(a, group->table[key / a->block], group->head);
+        const cached *values = values_of(a, group->table[key / a->block], group->head);
+        for (int64_t slot = 0; slot < a->block; slot += LANES)
+            if (key + slot < end && key + slot + LANES > first) {
+                int64_t place = key + slot - first;
+                load_scales(a, keys, slot, key_scales + place, value_scales + place);
+                tile->vectors[tile->n_vectors++] = (struct key_vec){keys + slot * PAIR, place};
+            }
+        const int64_t skipped = key < first ? first - key : 0;
+        const int64_t stop = end - key < a->block ? end - key : a->block;
+        for (int64_t slot = skipped; slot < stop; slot++) *value++ = values + slot * row;
     }
+    for (int u = 0; u < SPARE; u++)
+        tile->vectors[tile->n_vectors + u] = (struct key_vec){tile->vectors[0].keys, KEY_TILE};
+    for (int i = 0; i < UNIT; i++) value[i] = nothing;
 }
-#endif
 
 /* The output of `count` queries that share their keys, by an online softmax: the largest score so
    far is subtracted from all, and what was summed with a smaller one is scaled down. */
 static inline __attribute__((always_inline)) void
 attend(const struct attention *a, const struct queries *group, const int count, int *set) {
     const int64_t row = padded(a->head_dim);
-#if BY_TILES
-    const int64_t panels = (row + PANEL - 1) / PANEL * PANEL;
-    const int few = count <= FEW_QUERIES;
-    _Alignas(64) uint32_t values[KEY_TILE / 2 * MAX_HEAD_DIM];
-    real few_queries[FEW_QUERIES][ROOM], few_weights[1][KEY_TILE + UNIT];
-#else
-    (void)set;
-#endif
+    const int by_tiles = BY_TILES && count > FEW_QUERIES, each = BY_TILES ? 1 : count;
     _Alignas(64) factor query[MAX_QUERIES][ROOM];
     _Alignas(64) real result[MAX_QUERIES][ROOM], weighed[MAX_QUERIES][ROOM];
     _Alignas(64) scores_of scores[MAX_QUERIES], key_scales, value_scales;
     _Alignas(64) weights_of weights[MAX_QUERIES];
     real max[MAX_QUERIES], sum[MAX_QUERIES];
     int64_t end = 0; /* of the keys that some query sees */
+    struct tile tile;
     for (int i = 0; i < count; i++) {
-        for (int64_t d = 0; d < row; d += LANES)
-            store_operand(
-                query[i] + d,
-                load_partial(group->q[i] + d, a->head_dim - d, 0) * (real)a->scale, LANES);
-#if BY_TILES
-        for (int64_t d = row; d % UNIT; d++) query[i][d] = 0;
-        for (int64_t d = 0; few && d < row; d += LANES)
-            *(vec *)(few_queries[i] + d) = (vec)(load_low(query[i] + d) << 16);
-#endif
+        for (int64_t d = 0; d < row; d += LANES) {
+            vec q = load_partial(group->q[i] + d, a->head_dim - d, 0);
+            store_operand(query[i] + d, q * (real)a->scale, LANES);
+        }
+        for (int64_t d = row; BY_TILES && d % UNIT; d++) query[i][d] = 0;
         memset(result[i], 0, sizeof(real) * row);
         max[i] = -INFINITY;
         sum[i] = 0;
         if (group->positions[i] >= end) end = group->positions[i] + 1;
     }
     for (int64_t first = 0; first < end; first += KEY_TILE) {
-        struct tile tile;
-        tile.first = first;
-        tile.end = first + KEY_TILE < end ? first + KEY_TILE : end;
-        struct key_vec vectors[KEY_TILE + 1 + SPARE];
-        int n_vectors = 0;
-        int64_t key = first - first % a->block;
-        for (int64_t b = 0; key < tile.end; b++, key += a->block) {
-            tile.blocks[b] = keys_of(a, group->table[key / a->block], group->head);
-            for (int64_t slot = 0; slot < a->block; slot += LANES)
-                if (key + slot < tile.end && key + slot + LANES > first) {
-                    int64_t place = key + slot - first;
-                    load_scales(a, tile.blocks[b], slot, key_scales + PAD + place,
-                                value_scales + PAD + place);
-                    vectors[n_vectors++] = (struct key_vec){tile.blocks[b] + slot * PAIR, place};
-                }
-        }
-        for (int u = 0; u < SPARE; u++)
-            vectors[n_vectors + u] = (struct key_vec){tile.blocks[0], KEY_TILE};
-#if BY_TILES
-        for (int i = 0; few && i < count; i++)
-            score_vectors(a, vectors, n_vectors, few_queries + i, scores + i, 1);
-        for (int i = 0; !few && i < count; i += TILE_ROWS) {
-            use_tiles(set, count - i);
-            score_tiles(a, vectors, n_vectors, query + i, scores + i);
-        }
-        memory_is_written();
-#else
-        score_vectors(a, vectors, n_vectors, query, scores, count);
-#endif
+        find_tile(a, group, first, end, &tile, key_scales + PAD, value_scales + PAD);
+        if (by_tiles) score_tiles(a, &tile, query, scores, count, set);
+        for (int i = 0; !by_tiles && i < count; i += each)
+            score_vectors(a, &tile, query + i, scores + i, each);
         /* Softmax of this tile. Keys that a query does not see get weight 0. */
         real decay[MAX_QUERIES];
         for (int i = 0; i < count; i++) {
@@ -411,23 +389,9 @@ attend(const struct attention *a, const struct queries *group, const int count, 
             /* Not left to the compiler, which fuses it for some numbers of queries only. */
             sum[i] = (real)fma(sum[i], decay[i], hsum(total));
         }
-        /* Values. Those past `end` may be anything, even NaN: not read. */
-#if BY_TILES
-        for (int i = 0; few && i < count; i++) {
-            for (int64_t t = 0; t < tile.end - first; t += LANES)
-                *(vec *)(few_weights[0] + t) = (vec)(load_low(weights[i] + t) << 16);
-            weigh_vectors(a, &tile, few_weights, weighed + i, 1);
-        }
-        if (!few) pair_values(a, &tile, panels, values);
-        memory_is_written();
-        for (int i = 0; !few && i < count; i += TILE_ROWS) {
-            use_tiles(set, count - i);
-            weigh_tiles(values, panels, tile.end - first, weights + i, weighed + i);
-        }
-        memory_is_written();
-#else
-        weigh_vectors(a, &tile, weights, weighed, count);
-#endif
+        if (by_tiles) weigh_tiles(a, &tile, weights, weighed, count, set);
+        for (int i = 0; !by_tiles && i < count; i += each)
+            weigh_vectors(a, &tile, weights + i, weighed + i, each);
         for (int i = 0; i < count; i++)
             for (int64_t d = 0; d < row; d += LANES) {
                 vec *r = (vec *)(result[i] + d);

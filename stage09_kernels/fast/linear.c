@@ -8,7 +8,7 @@
    The names are those of BLIS: MR rows and NR vectors of outputs are a register tile, KC inputs and
    MC rows a block that stays in the processor's cache. With weights in bfloat16, x is bfloat16 too,
    and a step takes two inputs, whose weights lie in pairs. Without an instruction for pairs each
-   panel widens its block of x, for many rows that of its weights too, and computes in float32. */
+   panel widens its block of x, and computes in float32. */
 
 #include "pool.h"
 #include "tiles.h"
@@ -35,13 +35,12 @@
 #define FORWARDS (NR >= VECTORS) /* a tile is as wide as a panel, so it reads without gaps */
 
 #if WEIGHT == 2 && !defined(__AVX512BF16__)
-#define WIDEN 1
+#define WIDEN 1 /* gain with AVX2: 1.1x, from 12 rows on 1.2x */
 #else
 #define WIDEN 0
 #endif
 #define HALVES (WIDEN ? 2 : 1) /* of a step, one after another */
-#define WIDE_STEPS 64 /* widened at a time: 32 KiB of weights */
-#define WIDE_ROWS 48 /* that make up for widening the weights too; gain with AVX2: 1.1x */
+#define WIDE_STEPS 64 /* widened at a time */
 
 typedef real sums_of[PANEL]; /* of one row */
 
@@ -57,17 +56,16 @@ static inline weight_vec load_weights(const weight *w, int half) {
     return *(const weight_vec *)w;
 }
 
-/* Add `steps` steps to the sums of `rows` rows. x and `panel` begin with the first of them, and
-   `widened`, unless it is NULL, has their weights in float32. The steps follow each other in
-   memory, and for few rows the processor fetches them by itself in time. Many rows leave memory
-   idle while they use a block, so each step of a full tile prefetches a line of the next block,
-   `next` weights on. A tile narrower than a panel reads a block in rounds, with gaps, and the
+/* Add `steps` steps to the sums of `rows` rows. x and `panel` begin with the first of them. The
+   steps follow each other in memory, and for few rows the processor fetches them by itself in time.
+   Many rows leave memory idle while they use a block, so each step of a full tile prefetches a line
+   of the next block, `next` weights on. A tile narrower than a panel reads a block in rounds, with gaps, and the
    processor fetches less by itself. So one row takes more vectors (gain with AVX2: 1.9x), and the
    rounds of more rows prefetch the next block line after line, not in the order in which they read
    (1.05x to 1.3x with 2 to 16 rows; bfloat16 1.1x to 1.6x with 2 to 6, and the same with more). */
 static inline __attribute__((always_inline)) void
-madd_rows(const weight_factor *x, int64_t stride, const weight *panel, const real *widened,
-          int64_t steps, int64_t next, sums_of *sums, const int rows) {
+madd_rows(const weight_factor *x, int64_t stride, const weight *panel, int64_t steps, int64_t next,
+          sums_of *sums, const int rows) {
     const int most = rows == 1 ? 4 * NR : NR, wide = most < VECTORS ? most : VECTORS;
     const int size = wide * LANES * K_STEP; /* weights that a tile reads of a step */
     for (int first = 0; first < VECTORS; first += wide) {
@@ -76,14 +74,11 @@ madd_rows(const weight_factor *x, int64_t stride, const weight *panel, const rea
             for (int j = 0; j < wide; j++) tile[i][j] = *(vec *)(sums[i] + (first + j) * LANES);
         for (int64_t k = 0; k < steps; k++) {
             const weight *line = panel + k * STEP + first * LANES * K_STEP;
-            if (!widened && (FORWARDS ? rows == MR : rows > 1))
+            if (FORWARDS ? rows == MR : rows > 1)
                 __builtin_prefetch(panel + next + (first / wide * steps + k) * size);
             for (int half = 0; half < HALVES; half++) {
-                const int64_t place = (k * HALVES + half) * PANEL + first * LANES;
                 weight_vec w[VECTORS];
-                for (int j = 0; j < wide; j++)
-                    w[j] = widened ? *(const weight_vec *)(widened + place + j * LANES)
-                                   : load_weights(line + j * LANES * K_STEP, half);
+                for (int j = 0; j < wide; j++) w[j] = load_weights(line + j * LANES * K_STEP, half);
                 for (int i = 0; i < rows; i++)
                     for (int j = 0; j < wide; j++)
                         tile[i][j] = madd(tile[i][j], w[j], x[i * stride + k * HALVES + half]);
@@ -95,46 +90,21 @@ madd_rows(const weight_factor *x, int64_t stride, const weight *panel, const rea
 }
 
 /* The same for `count` rows. */
-static inline __attribute__((always_inline)) void
-madd_block(const weight_factor *x, int64_t stride, const weight *panel, const real *widened,
-           int64_t steps, int64_t prefetch, sums_of *sums, int64_t count) {
+static void madd_block(const weight_factor *x, int64_t stride, const weight *panel, int64_t steps,
+                       int64_t prefetch, sums_of *sums, int64_t count) {
     for (int64_t i = 0; i < count; i += MR, x += MR * stride, sums += MR) {
         int64_t next = FORWARDS ? steps * STEP + i / MR % 4 * LINE : i < 4 * MR ? steps * STEP : 0;
         if (!prefetch) next = 0;
         switch (count - i < MR ? count - i : MR) { /* constants keep the sums in registers */
-            case 1: madd_rows(x, stride, panel, widened, steps, next, sums, 1); break;
-            case 2: madd_rows(x, stride, panel, widened, steps, next, sums, 2); break;
-            case 3: madd_rows(x, stride, panel, widened, steps, next, sums, 3); break;
-            case 4: madd_rows(x, stride, panel, widened, steps, next, sums, 4); break;
-            case 5: madd_rows(x, stride, panel, widened, steps, next, sums, 5); break;
-            default: madd_rows(x, stride, panel, widened, steps, next, sums, MR);
+            case 1: madd_rows(x, stride, panel, steps, next, sums, 1); break;
+            case 2: madd_rows(x, stride, panel, steps, next, sums, 2); break;
+            case 3: madd_rows(x, stride, panel, steps, next, sums, 3); break;
+            case 4: madd_rows(x, stride, panel, steps, next, sums, 4); break;
+            case 5: madd_rows(x, stride, panel, steps, next, sums, 5); break;
+            default: madd_rows(x, stride, panel, steps, next, sums, MR);
         }
     }
 }
-
-#if WIDEN
-/* The same where x (count, x_stride) is in bfloat16. Gain with AVX2: 1.1x, from 12 rows on 1.3x. */
-static void widen_block(const operand *x, int64_t x_stride, const weight *panel, int64_t steps,
-                        int64_t prefetch, sums_of *sums, int64_t count) {
-    real wide_x[MC * WIDE_STEPS * 2], wide_panel[WIDE_STEPS * STEP];
-    for (int64_t i = 0; i < count; i++)
-        for (int64_t k = 0; k < steps * 2; k++) {
-            uint32_t bits = (uint32_t)x[i * x_stride + k] << 16;
-            memcpy(wide_x + i * steps * 2 + k, &bits, sizeof(bits));
-        }
-    if (count < WIDE_ROWS) {
-        madd_block(wide_x, steps * 2, panel, NULL, steps, prefetch, sums, count);
-        return;
-    }
-    for (int64_t k = 0; k < steps * 2; k++)
-        for (int j = 0; j < PANEL; j += LANES) {
-            const weight *w = panel + k / 2 * STEP + j * 2;
-            if (LINEAR_PREFETCH && k % 2 && j % LINE == 0) __builtin_prefetch(w + steps * STEP);
-            *(vec *)(wide_panel + k * PANEL + j) = load_weights(w, k % 2);
-        }
-    madd_block(wide_x, steps * 2, panel, wide_panel, steps, 0, sums, count);
-}
-#endif
 
 /* Store a row of a panel whose sums are complete, with GELU, gate or residual applied. */
 static void epilogue(const struct operation *o, int64_t panel, int64_t row, real *sums) {
@@ -204,11 +174,17 @@ static void linear(int64_t first, int64_t last, void *context) { /* panels */
             for (int64_t k = 0, end; k < steps; k = end) {
                 end = k + block < steps ? k + block : steps;
                 const operand *x = l->x + row * l->x_stride + k * K_STEP;
+                int64_t stride = l->x_stride / K_STEP;
 #if WIDEN
-                widen_block(x, l->x_stride, w + k * STEP, end - k, prefetch, sums, count);
+                real numbers[MC * WIDE_STEPS * 2];
+                stride = (end - k) * 2;
+                for (int64_t i = 0; i < count; i++)
+                    for (int64_t n = 0; n < stride; n++)
+                        numbers[i * stride + n] = load(x + i * l->x_stride, n, WEIGHT);
+                madd_block(numbers, stride, w + k * STEP, end - k, prefetch, sums, count);
 #else
-                madd_block((const weight_factor *)x, l->x_stride / K_STEP, w + k * STEP, NULL,
-                           end - k, prefetch, sums, count);
+                madd_block((const weight_factor *)x, stride, w + k * STEP, end - k, prefetch, sums,
+                           count);
 #endif
             }
             for (int64_t i = 0; i < count; i++) epilogue(o, panel, row + i, sums[i]);

@@ -35,20 +35,8 @@ static inline vec blend(mask where, vec yes, vec no) {
     return (vec)((where & (mask)yes) | (~where & (mask)no));
 }
 
-/* a > b ? a : b, and a < b ? a : b, number by number. For AVX-512, gcc compiles
-   `blend` to four instructions where one is enough. */
-static inline vec vmax(vec a, vec b) {
-#if BYTES == 64 && REAL == 4
-    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
-#endif
-    return blend(a > b, a, b);
-}
-static inline vec vmin(vec a, vec b) {
-#if BYTES == 64 && REAL == 4
-    return (vec)_mm512_min_ps((__m512)a, (__m512)b);
-#endif
-    return blend(a < b, a, b);
-}
+static inline vec vmax(vec a, vec b) { return blend(a > b, a, b); }
+static inline vec vmin(vec a, vec b) { return blend(a < b, a, b); }
 
 static inline real hsum(vec x) { /* in halves */
 #if BYTES == 64 && REAL == 4
@@ -85,11 +73,6 @@ static inline void store_real(real *p, vec x, int64_t left) {
 /* Store the numbers of x where `which` is set, without gaps; returns how many. There must be
    room for all of x. */
 static inline int64_t compress(real *p, vec x, mask which) {
-#if BYTES == 64 && REAL == 4
-    __mmask16 bits = _mm512_test_epi32_mask((__m512i)which, (__m512i)which);
-    _mm512_storeu_ps(p, _mm512_maskz_compress_ps(bits, (__m512)x));
-    return __builtin_popcount(bits);
-#endif
     int64_t stored = 0;
     for (int t = 0; t < LANES; t++) p[stored] = x[t], stored -= which[t];
     return stored;
@@ -186,10 +169,6 @@ static inline vec vexp(vec x) {
     y = y * r + 5.0000001201e-1f;
     y = y * r * r + r + 1.0f;
     y *= (vec)(((mask)turns + 127) << 23); /* 2^n */
-#if BYTES == 64
-    __mmask16 low = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87), _CMP_LT_OQ);
-    return (vec)_mm512_maskz_mov_ps(~low, (__m512)y);
-#endif
     return (vec)((mask)y & ~(x < -87.0f));
 #endif
 }
