@@ -5,16 +5,7 @@
 that they read.
 """
 
-from importlib import import_module
-from typing import Any
-
 import shared  # noqa: F401  before PyTorch: it chooses how OpenMP's threads wait
 
 QUESTION: str = "What is left on the table when every operator comes from a library?"
 FIRST_FILE: str = "naive.c"
-
-
-def __getattr__(name: str) -> Any:  # PyTorch takes seconds to import: only for those who ask
-    if name in ("LLM", "SamplingParams"):
-        return getattr(import_module(f"{__name__}.llm"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,8 +12,8 @@ from shared import catalog, models
 from shared.peers import transformers_batch
 from shared.tokenizer import load_tokenizer
 from stage01_forward.attention import Recompute
+from stage01_forward.params import SamplingParams
 from stage05_paged.engine import make
-from stage09_kernels import SamplingParams
 
 NAME = "smollm2"
 PROMPTS = ("The capital of France is", "def fibonacci(n):", "In 1969,", "Water boils at")
