@@ -16,7 +16,6 @@ import ctypes
 import hashlib
 import logging
 import math
-import mmap
 import os
 import re
 import shlex
@@ -29,6 +28,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,6 +53,7 @@ LEVELS = {  # by level: flags that turn its instructions on, and what the proces
     "plain": ("", ()),
 }
 SECONDS = 120  # to compile one file
+LINE = 64  # bytes of a cache line
 
 if sys.platform != "win32":  # a forked child lacks the pool's threads, and would wait
     os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
@@ -154,30 +155,14 @@ def _version(compiler: tuple[str, ...]) -> str:
     return shown.stdout
 
 
-def large_pages(tensor: Tensor) -> Tensor:
-    """A contiguous copy of `tensor`, in pages of 2 MiB where Linux has them: a processor looks up
-    the address of each page that it reads, and most pages have only 4 KiB."""
-    copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    _request_large_pages(copy)
-    return copy.copy_(tensor)
-
-
 def blank(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros in large pages, which the system clears when they are first written: to clear a cache
-    of gigabytes at once would take most of the time of a start."""
+    """Zeros that begin with a cache line. The system clears their pages when they are first
+    written: to clear a cache of gigabytes at once would take most of the time of a start. And NumPy
+    asks Linux for pages of 2 MiB: a processor looks up the address of each page that it reads."""
     size = math.prod(shape) * dtype.itemsize
-    unix = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
-    tensor = torch.frombuffer(mmap.mmap(-1, size, **unix), dtype=dtype).view(*shape)
-    _request_large_pages(tensor)
-    return tensor
-
-
-def _request_large_pages(tensor: Tensor) -> None:
-    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = tensor.data_ptr() + tensor.nbytes - start
-    if sys.platform == "linux" and size > 0:  # only a hint: without it the pages are small
-        place = ctypes.c_void_p(start), ctypes.c_size_t(size)
-        ctypes.CDLL(None).madvise(*place, mmap.MADV_HUGEPAGE)
+    memory = torch.from_numpy(np.zeros(size + LINE, np.uint8))
+    start = -memory.data_ptr() % LINE
+    return memory[start : start + size].view(dtype).view(*shape)
 
 
 def call(kernel: Any, *arguments: Any) -> None:

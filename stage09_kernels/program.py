@@ -28,6 +28,7 @@ from stage08_llama.rope import rotation
 from . import library
 from .backend import NoKernels
 from .cache import KernelAttention, KernelCache
+from .library import LINE
 from .operations import (
     ALL_ROWS,
     ATTEND,
@@ -51,7 +52,6 @@ from .operations import (
 
 Place = tuple[str, int]  # a buffer, and a column of it
 Embedding = tuple[nn.Module, nn.Embedding | None]  # tables: of tokens, of positions
-LINE = 64  # bytes of a cache line
 FEW_POSITIONS = 512  # for which rotations are computed at once
 
 
@@ -157,7 +157,7 @@ class Program:
     # ---- building
 
     def keep(self, tensor: Tensor) -> int:
-        self.kept.append(library.large_pages(tensor))
+        self.kept.append(library.blank(tensor.shape, tensor.dtype).copy_(tensor))
         return self.kept[-1].data_ptr()
 
     def vector(self, tensor: Tensor | None) -> int | None:
@@ -309,8 +309,7 @@ class Program:
             dtype = self.dtype if name in self.operands else self.real
             line = LINE // dtype.itemsize
             width = (-(-width // line) | 1) * line  # odd, so that rows differ in their place in it
-            zeros = torch.zeros((), dtype=dtype).expand(self.room, width)
-            self.buffers[name] = library.large_pages(zeros)
+            self.buffers[name] = library.blank((self.room, width), dtype)
         for operation, places in zip(self.array, self.places, strict=True):
             body = getattr(operation.of, BODIES[operation.kind])
             for name, (buffer, column) in places.items():

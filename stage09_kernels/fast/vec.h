@@ -73,6 +73,11 @@ static inline void store_real(real *p, vec x, int64_t left) {
 /* Store the numbers of x where `which` is set, without gaps; returns how many. There must be
    room for all of x. */
 static inline int64_t compress(real *p, vec x, mask which) {
+#if BYTES == 64 && REAL == 4
+    __mmask16 bits = _mm512_test_epi32_mask((__m512i)which, (__m512i)which);
+    _mm512_storeu_ps(p, _mm512_maskz_compress_ps(bits, (__m512)x));
+    return __builtin_popcount(bits);
+#endif
     int64_t stored = 0;
     for (int t = 0; t < LANES; t++) p[stored] = x[t], stored -= which[t];
     return stored;
