@@ -140,16 +140,9 @@ class PackedAttention:
         values[self.slots, :, self.positions] = v.to(keys.dtype)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in self.groups:
-            queries = (
-                q[group.rows].unflatten(0, (-1, group.new)).transpose(1, 2)
-            )  # (B, heads, T, D)
-            mixed = attention(
-                queries,
-                keys[group.slots, :, : group.end],
-                values[group.slots, :, : group.end],
-                group.mask,
-                group.causal,
-            )  # (B, heads, T, D)
+            queries = q[group.rows].unflatten(0, (-1, group.new)).transpose(1, 2)
+            read = (kv[group.slots, :, : group.end] for kv in (keys, values))  # in place
+            mixed = attention(queries, *read, group.mask, group.causal)  # (B, heads, T, D)
             out[group.rows] = mixed.transpose(1, 2).flatten(0, 1)
         return out
 

@@ -55,15 +55,9 @@ def online(q: Tensor, key: Tensor, value: Tensor, seen: Tensor, state: State) ->
 
 
 def attend(
-    q: Tensor,
-    query_at: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Sequence[int],
-    block: int,
-    first: int,
-    last: int,
-) -> State:
+    q: Tensor, query_at: Tensor, keys: Tensor, values: Tensor, table: Sequence[int], block: int,
+    first: int, last: int,
+) -> State:  # fmt: skip
     """The state of queries q (M, D) at the positions `query_at` (M,), each of which sees those up
     to its own, after the keys at positions from `first` to `last`. To decode, a program takes PIECE
     of them for one new token; to prefill, all of them for a tile of tokens."""
