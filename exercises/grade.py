@@ -95,9 +95,8 @@ def grade(hand_ins: list[str], stages: list[str], out: str, jobs: int, unconfine
     places = [path for name in hand_ins for path in find(Path(name))]
     folder, judge = Path(out), Judge("" if unconfined else running.container())
     folder.mkdir(parents=True, exist_ok=True)
-    rows = thread_map(
-        partial(graded, judge, chosen, folder), places, max_workers=jobs, disable=None
-    )
+    run = partial(graded, judge, chosen, folder)
+    rows = thread_map(run, places, max_workers=jobs, disable=None)
     with (folder / "grades.csv").open("w", newline="", encoding="utf-8") as file:
         head = ["name", "points", *(task.name for task in chosen)]
         csv.writer(file).writerows([head, *sorted(rows)])
@@ -182,17 +181,15 @@ def prove(stages: list[str], jobs: int) -> int:
 
 def to_prove(stage: str) -> Iterator[Job]:
     """The jobs of a stage. Raises UserError for an edit that does not fit its file."""
-    known = {task.number: task for task in tasks.read(stage)}
-    file, tests = known["1"].file, [test for task in known.values() for test in task.tests]
+    known = tasks.read(stage)
+    file, tests = known[0].file, [test for task in known for test in task.tests]
     yield f"{stage}: the reference", file, tasks.source(file), tests, False
-    for task in known.values():
+    for task in known:
         empty = task.emptied(tasks.source(task.file))
         yield f"{task.name}: emptied", task.file, empty, task.tests, True
     for edit in tasks.edits(stage):
-        of = known.get(edit.task)
-        source = edit.applied(tasks.source(edit.file), of)
-        tests = edit.tests or (of.tests if of else [])
-        yield f"{edit.file}: {edit.what}", edit.file, source, tests, edit.kind != "right"
+        source = edit.applied(tasks.source(edit.file))
+        yield f"{edit.file}: {edit.what}", edit.file, source, edit.tests, edit.kind != "right"
 
 
 def proved(job: Job) -> str:

@@ -122,8 +122,8 @@ class Reporter:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            lines = [line for line in str(report.longrepr).splitlines() if line.startswith("E ")]
-            self._write(report.nodeid, "failed", lines[-1][1:].strip())
+            why = str(report.longrepr).rpartition("\nE ")[2].partition("\n")[0]
+            self._write(report.nodeid, "failed", why.strip())
 
     def _write(self, *line: str) -> None:
         print(json.dumps(line), file=self.results, flush=True)

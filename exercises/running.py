@@ -84,9 +84,8 @@ def container() -> str:
             if subprocess.run(test.split(), capture_output=True).returncode == 0:
                 return command
     raise UserError(
-        "Nothing here can contain a hand-in: install bubblewrap (Linux), or build the image "
-        "'staircase' of Docker or Podman as exercises/INSTRUCTORS.md says. --unconfined runs code "
-        "that you trust without."
+        "Nothing here can contain a hand-in: install bubblewrap (Linux), or build the image that "
+        "exercises/INSTRUCTORS.md describes. --unconfined runs code that you trust without."
     )
 
 
@@ -120,7 +119,7 @@ def contained(
 def start(command: list[str], cwd: Path, seconds: float, shown: bool = False) -> Run:
     """Start what runs inside.py, and read its lines when it ends or exceeds a limit. shown: what it
     prints goes to the terminal."""
-    started, run = time.monotonic(), Run()
+    run = Run()
     with tempfile.TemporaryFile() as results:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": results}
         pipes["stderr"] = None if shown else subprocess.DEVNULL
@@ -128,9 +127,7 @@ def start(command: list[str], cwd: Path, seconds: float, shown: bool = False) ->
         try:
             while process.poll() is None and not run.ended:
                 time.sleep(0.05)
-                run.ended = _exceeded(process)
-                if time.monotonic() - started > seconds:
-                    run.ended = f"it took more than {seconds:.0f} s: an endless loop?"
+                run.ended = _exceeded(process, seconds)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -140,14 +137,16 @@ def start(command: list[str], cwd: Path, seconds: float, shown: bool = False) ->
             with suppress(ValueError, TypeError):  # not from inside.py
                 test, outcome, why = json.loads(line)
                 run.outcomes[str(test)], run.reasons[str(test)] = str(outcome), str(why)
-    run.seconds = time.monotonic() - started
+    run.seconds = time.time() - process.create_time()
     if not run.ended and process.returncode not in range(6):  # pytest's own
         run.ended = f"its process ended with status {process.returncode} before its tests did"
     return run
 
 
-def _exceeded(process: psutil.Process) -> str:
+def _exceeded(process: psutil.Process, seconds: float) -> str:
     """Which limit this process and its descendants exceed; "" if none."""
+    if time.time() - process.create_time() > seconds:
+        return f"it took more than {seconds:.0f} s: an endless loop?"
     with suppress(psutil.Error):  # some have just ended
         family = [process, *process.children(recursive=True)]
         if len(family) > PROCESSES:

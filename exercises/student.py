@@ -50,10 +50,8 @@ def need_clean(file: str, what: str) -> None:
     if git("branch", "--show-current") in ("", "main", "master"):
         raise UserError("Make a branch of your own first: `git switch -c mine`.")
     if git("status", "--porcelain", "--", file):
-        raise UserError(
-            f"{file} has changes that are not committed, and {what} would mix with them: keep them "
-            f"with `git commit -m 'my work' {file}`, or drop them with `git restore {file}`."
-        )
+        way_out = f"`git commit -m 'my work' {file}` keeps them, `git restore {file}` drops them."
+        raise UserError(f"{file} has changes that are not committed, beside {what}: {way_out}")
 
 
 def chosen(words: Sequence[str]) -> Task:
@@ -76,8 +74,7 @@ def start(words: list[str]) -> None:
     """Empty the functions of one task in the working tree, on your own branch."""
     task = chosen(words)
     need_clean(task.file, "an emptied task")
-    source = task.emptied(tasks.source(task.file))
-    (paths.ROOT / task.file).write_text(source, encoding="utf-8")
+    (paths.ROOT / task.file).write_text(task.emptied(tasks.source(task.file)), "utf-8")
     note("task", f"{task.stage} {task.number}")
     note(f"{task.name}.result", "started")
     print(f"{task}\n\nEmpty now, in {task.file}: {', '.join(task.functions)}. Write them, then run")
@@ -176,25 +173,19 @@ def plant(exhibit: Edit, number: int) -> None:
     try:
         planted = exhibit.applied(tasks.source(exhibit.file))
     except UserError:
-        raise UserError(
-            f"Your {exhibit.file} is not the project's where this bug goes: plant it on a branch "
-            "without your work, `git switch -c museum main`."
-        ) from None
-    print(f"Exhibit {number}: {exhibit.fields['title'][0]}\n")
+        way_out = "plant it on a branch without your work, `git switch -c museum main`."
+        raise UserError(f"This bug does not fit your {exhibit.file}: {way_out}") from None
     shows = "\n".join(exhibit.fields["shows"])
-    print(textwrap.indent(shows, "    ") + "\n")
+    print(f"Exhibit {number}: {exhibit.fields['title'][0]}\n\n{textwrap.indent(shows, '    ')}\n")
     print("running it before and after: this loads the stage twice", flush=True)
     before = symptom(shows)
     note("planted", f"{number} {git('rev-parse', 'HEAD')}")
-    (paths.ROOT / exhibit.file).write_text(planted, encoding="utf-8")
+    (paths.ROOT / exhibit.file).write_text(planted, "utf-8")
     table = Table("before", "with the bug")
     table.add_row(Text(before), Text(symptom(shows)))
     Console().print(table)
-    print(
-        f"\nThe bug is somewhere in {exhibit.file.partition('/')[0]}/, in your working tree (git "
-        "would show it: do not look).\nMend it, and then: python -m exercises museum check. There "
-        "are hint, reveal and clear."
-    )
+    print(f"\nThe bug is in {exhibit.file.partition('/')[0]}/; git would show it: do not look.")
+    print("Mend it, and then: python -m exercises museum check. There are hint, reveal and clear.")
 
 
 def symptom(shows: str) -> str:

@@ -1,12 +1,8 @@
 """The tasks and the edits of a stage, as its EXERCISES.md and edits/stageNN.txt state them.
 
-A task is a section `## Task 2: what a step writes and sees` with a TOML head in a fence: points,
-file (within the stage), functions (qualified names), tests (within the stage's tests/). Its text
-follows, then its hints, each in <details>.
-
 An edit replaces text of one file; some tests must notice. It is a planted fault, a wrong solution
 of a task, and, with a story, an exhibit of the museum. An edit that is `right` changes the shape of
-a solution and not what it does: the task's tests must pass. README.md states the format.
+a solution and not what it does: the task's tests must pass. README.md states both formats.
 """
 
 from __future__ import annotations
@@ -75,23 +71,22 @@ class Task:
 @dataclass(frozen=True)
 class Edit:
     """One entry. what: the mistake, or the shape of a right solution. tests: pytest ids, each of
-    which must fail; none: the task's. replacements: (old, new) texts; an `old` of "" stands for the
-    body of the task's first function. fields: the lines of each field."""
+    which must fail, or pass if the edit is right. replacements: (old, new) texts; an `old` of ""
+    stands for the body of the task's first function. fields: the lines of each field."""
 
     file: str
-    task: str  # its number, or ""
+    task: Task | None
     kind: str  # "", "fault", "museum" or "right"
     what: str
     tests: list[str]
     replacements: list[tuple[str, str]]
     fields: dict[str, list[str]]
 
-    def applied(self, source: str, task: Task | None = None) -> str:
-        """`source` with this edit. task: needed where a whole body is replaced. Raises UserError
-        unless a text to replace occurs exactly once."""
+    def applied(self, source: str) -> str:
+        """`source` with this edit. Raises UserError unless a text to replace occurs once."""
         for old, new in self.replacements:
-            if not old and task:
-                source = splice.with_body(self.file, source, task.functions[0], new)
+            if not old and self.task:
+                source = splice.with_body(self.file, source, self.task.functions[0], new)
             elif source.count(old) == 1:
                 source = source.replace(old, new)
             else:
@@ -137,7 +132,8 @@ def read(stage: str) -> list[Task]:
 def edits(stage: str) -> list[Edit]:
     """The edits of a stage. Raises UserError for an entry without a header or a replacement."""
     text = re.sub(r"\n {2,}", " ", source(f"exercises/edits/{stage[:7]}.txt"))
-    entries, path, parts = [], "", re.split(r"^(##?) (.*)\n", text + "\n", flags=re.M)[1:]
+    entries, path, known = [], "", {task.number: task for task in read(stage)}
+    parts = re.split(r"^(##?) (.*)\n", text + "\n", flags=re.M)[1:]
     for sign, header, lines in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
         head, pairs = _HEADER.fullmatch(header), _PAIR.findall(lines)
         if sign == "#":
@@ -150,8 +146,9 @@ def edits(stage: str) -> list[Edit]:
         fields = defaultdict[str, list[str]](list)
         for key, line in _FIELD.findall(lines):
             fields[key].append(line)
-        tests = [_test_id(stage, test) for test in fields.pop("caught by", [])]
-        entries.append(Edit(path, head[1] or "", head[2], head[3], tests, code, fields))
+        task, caught = known.get(head[1]), fields.pop("caught by", [])
+        tests = [_test_id(stage, test) for test in caught] or (task.tests if task else [])
+        entries.append(Edit(path, task, head[2], head[3], tests, code, fields))
     return entries
 
 

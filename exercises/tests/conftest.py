@@ -31,33 +31,23 @@ def rows(count):
     return [[0] * count for _ in range(count)]
 '''
 EXERCISES = """# Exercises
-
 ## Task 1: sums
-
 ```toml
 points = 60
 file = "toy.py"
 functions = ["Sums.add", "Sums._half"]
 tests = ["test_toy.py::test_sums"]
 ```
-
 Add numbers.
-
-<details><summary>Hint 1</summary>
-
-What is kept?
-
-</details>
+<details><summary>Hint 1</summary>What is kept?</details>
 
 ## Task 2: rows
-
 ```toml
 points = 40
 file = "toy.py"
 functions = ["rows"]
 tests = ["test_toy.py::test_rows"]
 ```
-
 Rows of zeros.
 """
 TESTS = """
@@ -76,7 +66,6 @@ def test_skipped():
     pass
 """
 EDITS = """# toy.py
-
 ## task 2 museum: a row has one number too many
 caught by: test_toy.py::test_rows
 - [0] * count
@@ -89,7 +78,6 @@ hint: Count.
 seen: nowhere
 > It was
 > long ago.
-
 ## task 2 right: a loop
 + made = []
 + while len(made) < count:

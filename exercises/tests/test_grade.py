@@ -41,23 +41,26 @@ def solved(body):
     return TOY.replace(LOOP, body).replace("[0] * count for", "[0 for _ in range(count)] for")
 
 
-def hand_in(project, folder, name, body, **others):
-    """A patch. others: texts of other files."""
+def hand_in(project, folder, name, body):
+    """A patch, which changes tests, too."""
+    for file in ("conftest.py", "stage01_toy/tests/test_toy.py"):
+        (project / file).write_text("raise SystemExit(0)\n")
     (project / "stage01_toy/toy.py").write_text(solved(body))
-    for file, other in others.items():
-        (project / file).write_text(other)
-    folder.mkdir(exist_ok=True)
     (folder / f"{name}.patch").write_text(git(project, "diff", "main"))
     git(project, "restore", ".")
 
 
-HOSTILE = {
+BODIES = {  # of the first task, and what is said of it
+    "right": ("sums = list()\n", ""),
+    "wrong": ("sums = [0]\n", "[0] is 0, not 2"),
+    "undone": (LOOP, "not done"),
     "loops": ("while True: pass\n", "endless loop"),
     "exits": ("import os; os._exit(0)\n", "before its tests did\nto read: it uses os"),
     "ends": ("raise SystemExit(0)\n", "SystemExit"),
     "skips": ("import pytest; pytest.skip()\n", "Skipped"),
     "forks": ("import os\n        while True: os.fork()\n", "more than"),
     "takes": ("x = bytes([1]) * 2**32\n", "more than"),
+    "fills": ("import tempfile; tempfile.TemporaryFile().truncate(2**30)\n", "File too large"),
     "passes": (
         "import _pytest.reports as r\n        old = r.TestReport.from_item_and_call\n"
         "        def new(item, call):\n            report = old(item, call)\n"
@@ -68,15 +71,13 @@ HOSTILE = {
 }
 
 
-def test_a_class(project, tmp_path):
+def test_a_class(project, tmp_path, monkeypatch):
     folder = tmp_path / "class"
-    for name, (body, _) in HOSTILE.items():
+    (folder / "empty").mkdir(parents=True)
+    for name, (body, _) in BODIES.items():
         hand_in(project, folder, name, body)
-    hand_in(project, folder, "right", "sums = list()\n")
-    tests = {"conftest.py": "raise SystemExit(0)\n", "stage01_toy/tests/test_toy.py": ""}
-    hand_in(project, folder, "wrong", "sums = [0]\n", **tests)
+    hand_in(project, folder, "typo", "sums = [\n")
     (folder / "nothing.patch").write_text("")
-    (folder / "empty").mkdir()
     (folder / "j.doe/work/stage01_toy").mkdir(parents=True)
     (folder / "j.doe/work/stage01_toy/toy.py").write_text(text := solved("sums = list()\n"))
     (folder / "linked").mkdir()
@@ -84,29 +85,18 @@ def test_a_class(project, tmp_path):
     for name, content in (("zipped", text), ("bomb", " " * 2**21)):
         with zipfile.ZipFile(folder / f"{name}.zip", "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("work/stage01_toy/toy.py", content)
-    hand_in(project, folder, "typo", "sums = [\n")
-    hand_in(project, folder, "undone", LOOP)
     results = graded(folder, tmp_path)
-    for name, (_, why) in HOSTILE.items():
+    for name, (_, why) in BODIES.items():
         points, output = results[name]
-        assert (points, why in output) == ([0, 40], True), (name, points, output)
-    assert results["wrong"][0] == [0, 40] and "[0] is 0, not 2" in results["wrong"][1]
-    assert results["right"][0] == results["j.doe"][0] == results["zipped"][0] == [60, 40]
-    for name in ("empty", "linked", "bomb"):
-        assert results[name][0] == [0, 0] and "is in the hand-in" in results[name][1]
-    assert results["nothing"][0] == [0, 0] and "does not fit" in results["nothing"][1]
-    assert results["typo"][0] == [0, 0] and "not Python" in results["typo"][1]
-    assert results["undone"][0] == [0, 40] and "not done" in results["undone"][1]
+        assert (points, why in output) == ([0 if why else 60, 40], True), (name, points, output)
+    assert results["j.doe"][0] == results["zipped"][0] == [60, 40]
+    nothing = dict.fromkeys(("empty", "linked", "bomb"), "is in the hand-in")
+    for name, why in (nothing | {"nothing": "does not fit", "typo": "not Python"}).items():
+        assert results[name][0] == [0, 0] and why in results[name][1]
     lines = (tmp_path / "out/grades.csv").read_text().splitlines()
     assert lines[0] == "name,points,stage01 task 1,stage01 task 2" and "right,100,60,40" in lines
-
-
-def test_what_was_graded_is_not_judged_again(project, tmp_path, monkeypatch):
-    folder = tmp_path / "class"
-    hand_in(project, folder, "right", "sums = list()\n")
-    assert graded(folder / "right.patch", tmp_path)["right"][0] == [60, 40]
     monkeypatch.setattr(grade.Judge, "judge", lambda *_: pytest.fail("judged again"))
-    assert graded(folder, tmp_path)["right"][0] == [60, 40]
+    assert graded(folder, tmp_path) == results
 
 
 def test_without_a_container_or_a_hand_in_nothing_runs(project, tmp_path, monkeypatch):
