@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +124,11 @@ def _hessians(
     """2 X^T X of the inputs of `layers`, by name, over the `passes` through their block."""
     sums = {name: torch.zeros((layer.in_features,) * 2) for name, layer in layers.items()}
 
-    def add(name: str) -> Any:
-        def hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            x = arguments[0].flatten(0, -2).float()
-            sums[name].addmm_(x.t(), x, alpha=2)
+    def add(name: str, _: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        x = arguments[0].flatten(0, -2).float()
+        sums[name].addmm_(x.t(), x, alpha=2)
 
-        return hook
-
-    hooks = [layer.register_forward_pre_hook(add(name)) for name, layer in layers.items()]
+    hooks = [layer.register_forward_pre_hook(partial(add, name)) for name, layer in layers.items()]
     for arguments in passes:
         block(*arguments)
     for hook in hooks:

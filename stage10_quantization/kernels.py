@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shared.paths import ROOT
 from stage09_kernels import library
 from stage09_kernels.cache import KernelCache
-from stage09_kernels.operations import PANEL, SILU_MUL, Linear
+from stage09_kernels.operations import PANEL, SILU_MUL, Linear, fields
 from stage09_kernels.program import LINE, interleave, side_by_side
 
 from .matrix import QuantizedMatrix
@@ -31,11 +31,7 @@ AT_A_TIME = 8  # panels that are laid out: what is made on the way takes some 10
 class Quantized(ctypes.Structure):
     """`struct quantized` of quantized.h."""
 
-    _fields_ = [
-        ("panels", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("row_bytes", "count", "group", "bits", "offset")),
-        *((name, ctypes.c_int64) for name in ("scale_bytes", "minimum", "floats")),
-    ]
+    _fields_ = fields("panels", "row_bytes count group bits offset scale_bytes minimum floats")
 
 
 def lay_out(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:

@@ -101,12 +101,21 @@ static inline int32_t reduce(words x, const int largest) {
     return y;
 }
 
-/* Round group g of a row of x. Without their sign, the bits of larger floats are larger whole
-   numbers, and infinity and NaN are the largest. */
-static void round_group(const struct linear *l, int64_t row, int64_t g) {
+/* Round group g of a row of x, or copy it if it stays floats. Without their sign, the bits of larger
+   floats are larger whole numbers, and infinity and NaN are the largest. */
+static void read_group(const struct linear *l, int64_t row, int64_t g) {
     const struct quantized *q = l->format;
     struct group *group = x_groups(l, row) + g;
-    int8_t *codes = x_codes(l, row) + g * steps_of(q) * 4;
+    const int64_t place = g * steps_of(q) * 4;
+    int8_t *codes = x_codes(l, row) + place;
+    if (q->floats) {
+        float *copy = (float *)x_codes(l, row) + place, total = 0;
+        for (int64_t k = 0; k < steps_of(q) * 4; k += F_LANES)
+            *(floats *)(copy + k) = load_x(l, row, g * q->group + k, q->group - k);
+        for (int64_t k = 0; k < q->group && q->minimum; k++) total += copy[k];
+        *group = (struct group){1, total, 0};
+        return;
+    }
     words top = {0}, sums = {0};
     for (int64_t k = 0; k < q->group; k += F_LANES) {
         words x = (words)load_x(l, row, g * q->group + k, q->group - k) & 0x7fffffff;
@@ -132,24 +141,11 @@ static void round_group(const struct linear *l, int64_t row, int64_t g) {
     group->total = (float)group->sum * group->scale;
 }
 
-/* Copy a group of x that is not rounded. */
-static void copy_group(const struct linear *l, int64_t row, int64_t g) {
-    const struct quantized *q = l->format;
-    struct group *group = x_groups(l, row) + g;
-    float *x = (float *)x_codes(l, row) + g * steps_of(q) * 4;
-    *group = (struct group){1, 0, 0};
-    for (int64_t k = 0; k < steps_of(q) * 4; k += F_LANES)
-        *(floats *)(x + k) = load_x(l, row, g * q->group + k, q->group - k);
-    for (int64_t k = 0; k < q->group && q->minimum; k++) group->total += x[k];
-}
-
-static void round_rows(int64_t first, int64_t last, void *context) {
+static void read_rows(int64_t first, int64_t last, void *context) {
     const struct linear *l = &((const struct operation *)context)->of.linear;
     const struct quantized *q = l->format;
     for (int64_t row = first; row < last; row++)
-        for (int64_t g = 0; g < q->count; g++)
-            if (q->floats) copy_group(l, row, g);
-            else round_group(l, row, g);
+        for (int64_t g = 0; g < q->count; g++) read_group(l, row, g);
 }
 
 /* ---- the product */
@@ -361,6 +357,6 @@ void add_product(struct loops *list, struct operation *o) {
     const int fits = q->count == 1 && q->bits == 8 && !q->floats && steps_of(q) % TILE_STEPS == 0;
     if (fits && rows_of(o) >= TILE_LEAST) multiply_panels = product_by_tiles;
 #endif
-    add_loop(list, rows_of(o), round_rows, o);
+    add_loop(list, rows_of(o), read_rows, o);
     add_loop(list, (o->of.linear.outputs + size - 1) / size, multiply_panels, o);
 }

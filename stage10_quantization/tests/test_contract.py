@@ -30,7 +30,7 @@ from stage08_llama.tests.test_contract import GROUPED
 from stage09_kernels import library
 from stage09_kernels.tests import test_contract as kernels
 from stage10_quantization.cache import Int8KernelCache, quantize
-from stage10_quantization.convert import FORMATS, Quantize
+from stage10_quantization.convert import FORMATS, INT4, Format, Quantize
 
 # Widths that groups of 32 divide, and an epsilon that no other test has.
 GPT2 = Config(101, 64, 64, 2, 2, name="wide", layer_norm_epsilon=3e-5)
@@ -55,17 +55,28 @@ class Rounded:
         return self.whole.attend(layer, q, k, v)
 
 
+class Mixed(Quantize):
+    """Values have groups of their own, so that a product becomes several."""
+
+    def matrix(self, name: str, plain: Any) -> Any:
+        self.format = Format(8, 16) if "v_proj" in name else INT4
+        return super().matrix(name, plain)
+
+
 PAIRS = [  # the layers of both families are the same
-    pytest.param(config, (weights, activations), id=f"{name}-{weights}-{activations}")
+    pytest.param(config, Quantize(weights, activations), id=f"{name}-{weights}-{activations}")
     for name, config, activations in (("gpt2", GPT2, "int8"), ("llama", LLAMA, "float"))
     for weights in FORMATS
-]
+] + [pytest.param(LLAMA, Mixed("int4"), id="mixed")]
 
 
 @pytest.mark.parametrize("config, conversion", PAIRS)
-def test_every_engine_has_the_tokens_of_the_slow_one(config, conversion):
+def test_every_engine_has_the_tokens_of_the_slow_one(config, conversion, monkeypatch):
+    """A released model, its table too, keeps no matrix."""
+    monkeypatch.setattr("stage10_quantization.kernels.AT_A_TIME", 1)  # panels
+    monkeypatch.setattr(RMSNorm, "forward", wide_norm)  # so that x is rounded alike
     checkpoint = random_checkpoint(config, spread=24)
-    checkpoint.conversion = Quantize(*conversion)
+    checkpoint.conversion = conversion
     model = load_model(checkpoint, dtype=torch.float64)
     slow = naive.Engine(model)
     prompts = [random_prompt(length, config, "quantized") for length in (3, 17, 30)]
@@ -74,6 +85,10 @@ def test_every_engine_has_the_tokens_of_the_slow_one(config, conversion):
     assert len({*want[0], *want[1], *want[2]}) > 10
     for name, make in testing.engines().items():
         assert [o.token_ids for o in make(model).generate(prompts, params)] == want, name
+    if library.compiler() and conversion.activations == "int8":
+        released = testing.engines()["stage09_kernels"](model, release=True)
+        assert [o.token_ids for o in released.generate(prompts, params)] == want
+        assert all(m.matrix.codes.is_meta for m in model.modules() if hasattr(m, "matrix"))
 
 
 # ---- keys and values in int8: the contract of engines, of stage 05 -------------------------------

@@ -10,27 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.checkpoint import Checkpoint, random_tensors
-from shared.config import Config
-from shared.models import load_model
-from shared.testing import wide_norm
-from stage04_continuous.runner import Runner
-from stage05_paged.cache import PagedCache
-from stage08_llama.config import LlamaConfig
-from stage08_llama.model import RMSNorm
 from stage09_kernels import library
 from stage09_kernels.cache import FAST, NAIVE, KernelCache
 from stage09_kernels.operations import LINEAR, PLAIN, Operation, Pass
-from stage09_kernels.runner import KernelRunner
-from stage10_quantization import kernels
-from stage10_quantization.convert import INT4, Format, Quantize
 from stage10_quantization.kernels import product_of
 from stage10_quantization.layers import QuantizedLinear, QuantizedMatrix, multiply
 
 LEVELS = library.levels()
 READ_ROW = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
 EMULATED = "emulated"  # the loops over tiles, on any processor
-F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+F32, BF16 = torch.float32, torch.bfloat16
 EACH = [  # source and level; levels but the first are compiled for this test alone
     pytest.param(source, level, marks=() if level == LEVELS[0] else pytest.mark.slow)
     for source in (NAIVE, FAST)
@@ -143,44 +132,3 @@ def test_inputs_that_are_not_rounded(level):
             assert torch.equal(naive, fast), (groups, group, outputs, rows)
             size = x.float().abs() @ matrix.dequantized().abs().t()
             assert ((fast - layer(x.float())).abs() <= 1e-5 * (1 + size)).all()
-
-
-class Mixed(Quantize):
-    """Values have groups of their own, so that a product becomes several."""
-
-    def layer(self, name: str, plain: Any) -> QuantizedLinear:
-        self.format = Format(8, 16) if "v_proj" in name else INT4
-        return super().layer(name, plain)
-
-
-MODELS: dict[str, tuple[Any, Quantize]] = {
-    "groups": (Config(211, 64, 64, 2, 2), Quantize("int4")),
-    "mixed": (LlamaConfig(211, 64, 64, 2, 4, 2, n_inner=96), Mixed("int4")),
-}
-STEPS = (  # two prompts; a chunk that wants no logits; decode steps, in another order
-    (list(range(3, 45)), [([4, 1, 5], 0, 37), ([2], 0, 5)], [36, 41]),
-    (list(range(50, 59)), [([4, 1, 5], 37, 8), ([2], 5, 1)], [8]),
-    ([7, 8], [([2], 6, 1), ([4, 1, 5], 45, 1)], [0, 1]),
-)
-
-
-@pytest.mark.parametrize("release", [False, True])
-@pytest.mark.parametrize("source", [NAIVE, FAST])
-@pytest.mark.parametrize("name", MODELS)
-def test_whole_models_are_those_of_the_slow_layers(name, source, release, monkeypatch):
-    """In float64, where norms and attention agree so far that x is rounded alike. Panels are laid
-    out one at a time; a released model, its table too, keeps no matrix."""
-    monkeypatch.setattr(kernels, "AT_A_TIME", 1)
-    monkeypatch.setattr(RMSNorm, "forward", wide_norm)  # which computes in float32 otherwise
-    config, conversion = MODELS[name]
-    tensors = random_tensors(config)
-    for tensor in tensors.values():  # of norms: so that no x is in the middle between two codes
-        tensor += torch.rand_like(tensor) / 8
-    model = load_model(Checkpoint(config, tensors, conversion=conversion), dtype=F64)
-    slow = Runner(model, PagedCache(config, 6, dtype=F64))
-    outputs = [slow.run(*inputs).clone() for inputs in STEPS]
-    fast: Any = KernelRunner(model, KernelCache(config, 6, dtype=F64, source=source), release)
-    codes = [m.matrix.codes for m in model.modules() if hasattr(m, "matrix")]
-    assert all(part.is_meta == release for part in codes)
-    for inputs, want in zip(STEPS, outputs, strict=True):
-        assert (fast.run(*inputs) - want).abs().max() < 1e-12 * want.abs().max()
