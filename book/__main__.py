@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 ROOT, DOCS = HERE.parent, HERE / "docs"
 LINK = re.compile(r"(\]\(<?)([^)\s>#]+)")
 LANGUAGES = {".py": "python", ".c": "c", ".h": "c", ".txt": "text", ".yaml": "yaml", ".yml": "yaml"}
-WIDGETS = {  # the picture of a lesson that a widget replaces, in a browser with JavaScript
+WIDGETS = {  # the picture that a widget stands below, in a browser with JavaScript
     "stage02_roofline": "roofline",
     "stage05_tables": "blocks",
     "stage04_static_continuous": "scheduler",

@@ -1,4 +1,4 @@
-// Puts each widget into its place; the still picture goes when the widget stands. What widgets share.
+// Puts each widget below its picture, which the text explains. What widgets share.
 "use strict";
 
 window.widgets = Object.assign(window.widgets || {}, {
@@ -18,6 +18,6 @@ document.addEventListener("DOMContentLoaded", () => {
     if (!draw) continue;
     const live = window.widgets.make("div", { className: "live" });
     draw(live);
-    place.replaceChildren(live);
+    place.append(live);
   }
 });
