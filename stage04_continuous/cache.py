@@ -141,8 +141,8 @@ class PackedAttention:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in self.groups:
             queries = q[group.rows].unflatten(0, (-1, group.new)).transpose(1, 2)
-            read = (kv[group.slots, :, : group.end] for kv in (keys, values))  # in place
-            mixed = attention(queries, *read, group.mask, group.causal)  # (B, heads, T, D)
+            read = (group.slots, slice(None), slice(group.end))  # in place
+            mixed = attention(queries, keys[read], values[read], group.mask, group.causal)
             out[group.rows] = mixed.transpose(1, 2).flatten(0, 1)
         return out
 
