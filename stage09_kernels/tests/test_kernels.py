@@ -1,4 +1,4 @@
-"""Attention in place against PyTorch in float64: every shape, dtype and level of instructions."""
+"""What attention in place does not depend on, and what it refuses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from shared.testing import python
 from stage05_paged.cache import PagedCache
 from stage08_llama.config import LlamaConfig
 from stage09_kernels.cache import KernelCache
-from stage09_kernels.tests.test_naive import EmulatedCache
+from stage09_kernels.tests.test_naive import TOLERANCE, EmulatedCache
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}
 BLOCKS = 220
 
 
@@ -27,23 +26,6 @@ def caches(heads, kv_heads, width, block, dtype, blocks=BLOCKS, kind=KernelCache
     return PagedCache(config, blocks, block, dtype=torch.float64), kernel
 
 
-def passes(block, lengths, blocks=BLOCKS):
-    """Passes that write sequences of `lengths` in up to 3 pieces, into blocks in any order."""
-    free = torch.randperm(blocks).tolist()
-    tables = [[free.pop() for _ in range(-(-length // block))] for length in lengths]
-    done = [0] * len(lengths)
-    for cut in range(3):
-        shares = []
-        for row, length in enumerate(lengths):
-            left = length - done[row]
-            count = (-(-left // 3), left - 1, left)[cut]  # a prompt, a chunk, a decode step
-            if count > 0:
-                shares.append((tables[row], done[row], count))
-                done[row] += count
-        if shares:
-            yield shares
-
-
 def compare(output, paged, layer, *inputs, tolerances=TOLERANCE):
     """`output` with what stage 05 computes in float64 for the same pass."""
     assert output.dtype == inputs[0].dtype
@@ -51,32 +33,6 @@ def compare(output, paged, layer, *inputs, tolerances=TOLERANCE):
     wanted[paged.order] = paged.attend(layer, *(x.cpu().double()[paged.order] for x in inputs))
     tolerance = tolerances[output.dtype]
     torch.testing.assert_close(output.cpu().double(), wanted, atol=tolerance, rtol=tolerance)
-
-
-def agree(heads, kv_heads, width, block, dtype, lengths, **options):
-    torch.manual_seed(0)
-    oracle, kernel = caches(heads, kv_heads, width, block, dtype, **options)
-    for shares in passes(block, lengths):
-        total = sum(count for _, _, count in shares)
-        shape = [(total, count, width) for count in (heads, kv_heads, kv_heads)]
-        inputs = [torch.randn(size, dtype=torch.float64).to(dtype) for size in shape]
-        for layer in (0, 1):
-            output = kernel.extend(shares).attend(layer, *inputs)
-            compare(output, oracle.extend(shares), layer, *inputs)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("block", [1, 7, 16, 32])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "width"),
-    [
-        *((3, 3, 16), (4, 1, 32), (6, 2, 40), (12, 12, 64), (9, 3, 80)),
-        *((8, 8, 128), (2, 1, 256), (3, 3, 17)),
-    ],
-)
-def test_attention_reads_blocks_in_place(heads, kv_heads, width, block, dtype):
-    borders = [1, 2, block - 1, block, block + 1, 3 * block + 1, 61]
-    agree(heads, kv_heads, width, block, dtype, borders if block > 2 else [1, 5, 60, 33])
 
 
 def in_all_ways(make_cache, kv_heads, dtype=torch.float32):
@@ -188,16 +144,16 @@ def test_subnormal_numbers_are_stored_as_they_are(dtype):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_process_does_not_wait_for_threads_that_it_has_not():
     program = """
-import os, signal, warnings, torch
-from stage09_kernels.tests.test_kernels import agree
+import os, signal, warnings
+from stage09_kernels.tests.test_naive import F64, KernelCache, attentions
 warnings.simplefilter("ignore")
-torch.set_num_threads(2)
-agree(3, 3, 32, 16, torch.float64, [50, 9, 120])
+case = 32, 1, 16, [50, 9, 120]
+(output, _), _ = attentions((*case, 2), KernelCache, F64, F64)
 child = os.fork()
 if not child:
     signal.alarm(30)
-    agree(3, 3, 32, 16, torch.float64, [50, 9, 120])
-    os._exit(7)
+    (again, _), _ = attentions((*case, 1), KernelCache, F64, F64)
+    os._exit(7 * output.equal(again))
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     done = python("-c", program)

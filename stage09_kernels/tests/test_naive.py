@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from shared.checkpoint import Checkpoint, random_tensors
 from shared.config import Config
 from shared.models import load_model
+from stage05_paged.cache import PagedCache
 from stage08_llama.config import LlamaConfig
 from stage09_kernels import library
 from stage09_kernels.cache import FAST, NAIVE, KernelCache
@@ -45,6 +46,7 @@ SOURCES = (NAIVE, FAST)
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 TYPES = ((F32, F32), (BF16, BF16), (F64, F64), (F32, BF16))  # of weights, and of the cache
 RARE = 0.05
+TOLERANCE = {F64: 1e-12, F32: 3e-6, BF16: 2e-2}  # to attention in float64
 PAIRS = "avx512_bf16"  # its instruction adds two products at once
 
 
@@ -124,59 +126,77 @@ def cases():
         yield width, group, block, lengths, number % 4 + 1
 
 
-def three_passes(tables, case):
-    """The shares of three passes over the sequences of `case`, and the rows of their tokens."""
-    lengths = case[3]
-    cuts = [(0, length * 2 // 3, length - 1, length) for length in lengths]
+def passes(block, lengths, blocks):
+    """The shares of passes that write sequences of `lengths` in up to 3 pieces, into blocks in any
+    order."""
+    free = torch.randperm(blocks).tolist()
+    tables = [[free.pop() for _ in range(-(-length // block))] for length in lengths]
+    done = [0] * len(lengths)
     for cut in range(3):
-        shares, first = [], 0
-        rows: list[int] = []
-        for table, length, ends in zip(tables, lengths, cuts, strict=True):
-            start, end = ends[cut], ends[cut + 1]
-            if end > start:
-                shares.append((table.tolist(), start, end - start))
-                rows += range(first + start, first + end)
-            first += length
+        shares = []
+        for row, length in enumerate(lengths):
+            left = length - done[row]
+            count = (-(-left // 3), left - 1, left)[cut]  # a prompt, a chunk, a decode step
+            if count > 0:
+                shares.append((tables[row], done[row], count))
+                done[row] += count
         if shares:
-            yield shares, rows
+            yield shares
 
 
-def attentions(case, make_cache, weights, real):
-    """The outputs of three passes over `case`, and the cache: by the naive kernels, then by the
-    fast ones. make_cache: takes a config, blocks, their size, and `source`."""
+def attentions(case, make_cache, weights, real, sources=SOURCES):
+    """The outputs of `passes` over `case`, and the cache: by the naive kernels, then by the fast
+    ones. make_cache: takes a config, blocks, their size, and `source`."""
     width, group, block, lengths, count = case
     torch.set_num_threads(count)
     torch.manual_seed(width)
     heads = 1 if max(lengths) > 200 else 1 + width % 2
     every = heads * group
     config = LlamaConfig(11, 4096, width * every, 1, every, heads, width)
-    needed = [-(-length // block) for length in lengths]
-    blocks = sum(needed) + 3
-    tables = torch.randperm(blocks)[: sum(needed)].split(needed)
-    inputs = [torch.randn(sum(lengths), n, width, dtype=real) for n in (every, heads, heads)]
-    for source in SOURCES:
+    blocks = sum(-(-length // block) for length in lengths) + 3
+    inputs = []
+    for shares in passes(block, lengths, blocks):
+        total = sum(count for _, _, count in shares)
+        shapes = [(total, n, width) for n in (every, heads, heads)]
+        several = (torch.randn(shape, dtype=F64).to(real).to(weights).to(real) for shape in shapes)
+        inputs.append((shares, [x.to(BF16) if weights == BF16 else x for x in several]))
+    for source in sources:
         cache = make_cache(config, blocks, block, source=source)
-        cache.memory.poison(range(blocks))  # NaN
+        if source:
+            cache.memory.poison(range(blocks))  # NaN, which stage 05 reads
         parts = []
-        for shares, rows in three_passes(tables, case):
-            several = (x[rows].to(weights).to(real) for x in inputs)
-            q, k, v = (x.to(BF16) if weights == BF16 else x for x in several)
-            parts.append(cache.extend(shares).attend(0, q, k, v))
+        for shares, qkv in inputs:
+            attention = cache.extend(shares)
+            rows = (x[attention.order] for x in qkv)
+            output = attention.attend(0, *(rows if source else (x.double() for x in rows)))
+            parts.append(torch.empty_like(output))
+            parts[-1][attention.order] = output
         yield torch.cat(parts), cache
+
+
+class Exact(PagedCache):
+    """Stage 05's cache in float64."""
+
+    def __init__(self, config, blocks, block, source):
+        super().__init__(config, blocks, block, dtype=F64)
 
 
 @every_level
 def test_attention_of_every_shape(level, weights, cached):
-    make_cache = partial(cache_at(level), dtype=cached)
+    """The naive kernels are compared with stage 05's attention in float64."""
+    make_cache, real = partial(cache_at(level), dtype=cached), real_of(cached)
     for case in cases():
-        (naive, one), (fast, other) = attentions(case, make_cache, weights, real_of(cached))
+        (naive, one), (fast, other) = attentions(case, make_cache, weights, real)
         assert torch.equal(bits(one.kv), bits(other.kv)), case
         bound = 4.5 * (8 + max(case[3]) ** 0.5)  # 4.5: a large value
         if BF16 not in (weights, cached):
-            near(naive, fast, F64 if cached == F64 else F32, bound)
+            near(naive, fast, real, bound)
         else:  # after one tile, weights are rounded relative to another maximum
             long = max(case[3]) > 256
             near(naive, fast, F32, bound, 1.0 if long else RARE, 4.5 / (64 if long else 128))
+        ((exact, _),) = attentions(case, Exact, weights, real, [""])
+        tolerance = TOLERANCE[BF16 if BF16 in (weights, cached) else real]
+        torch.testing.assert_close(naive.double(), exact, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.skipif("amx" not in LEVELS, reason="no AMX here")
