@@ -73,7 +73,16 @@ class KernelCache:
         source: Path | None = None,
         real: torch.dtype | None = None,
     ) -> None:
-        check(config, real or dtype, device)
+        if torch.device(device).type != "cpu":
+            raise NoKernels(f"The kernels run on the CPU, not on {device}.")
+        if (real or dtype) not in DTYPES:
+            name = str(real or dtype).removeprefix("torch.")
+            raise NoKernels(f"The kernels do not support {name}: choose float32 or bfloat16.")
+        if config.head_dim > MAX_HEAD_DIM:
+            raise NoKernels(
+                f"The kernels support heads of at most {MAX_HEAD_DIM} channels, and {config.name} "
+                f"has {config.head_dim}."
+            )
         self.blocks, self.block_size, self.dtype = blocks, block_size, dtype
         self.level, self.source = level, source or self.fast or FAST
         self.heads, self.width = config.n_kv_head, config.head_dim
@@ -120,22 +129,6 @@ class KernelCache:
         """
         check_places(shares, self.block_size)
         return KernelAttention(self, shares)
-
-
-def check(config: Config, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-    """Raise NoKernels for a device, dtype or head size that the kernels do not support."""
-    if torch.device(device).type != "cpu":
-        raise NoKernels(f"The kernels run on the CPU, not on {device}.")
-    if dtype not in DTYPES:
-        raise NoKernels(
-            f"The kernels do not support {str(dtype).removeprefix('torch.')}: choose float32 or "
-            "bfloat16."
-        )
-    if config.head_dim > MAX_HEAD_DIM:
-        raise NoKernels(
-            f"The kernels support heads of at most {MAX_HEAD_DIM} channels, and {config.name} has "
-            f"{config.head_dim}."
-        )
 
 
 class Tables:

@@ -52,7 +52,6 @@ from .operations import (
 
 Place = tuple[str, int]  # a buffer, and a column of it
 Embedding = tuple[nn.Module, nn.Embedding | None]  # tables: of tokens, of positions
-FEW_POSITIONS = 512  # for which rotations are computed at once
 
 
 def pack(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -321,14 +320,6 @@ class Program:
             if operation.kind == LINEAR:
                 body.scratch = self.scratch.data_ptr()
 
-    def _make_turns(self, count: int) -> None:
-        """Compute the rotations of at least `count` positions, for all later passes."""
-        if self.turns and count <= len(self.turns[0]):
-            return
-        places = torch.arange(max(2 * count, FEW_POSITIONS))
-        turns = rotation(places, self.model.frequencies)
-        self.turns = [turn.to(self.real).contiguous() for turn in turns]
-
     def run(self, ids: Sequence[int], attention: KernelAttention, rows: Sequence[int]) -> Tensor:
         """Logits (R, V) of `rows` (R,) of a pass over the tokens `ids` (N,). Raises IndexError for
         a token or a position that the model does not have."""
@@ -336,7 +327,7 @@ class Program:
         if min(ids) < 0 or max(ids) >= self.config.vocab_size:
             raise IndexError(f"a token outside the vocabulary of {self.config.vocab_size}")
         table, positions = self.embedding
-        if positions is not None and attention.end > self.config.n_positions:
+        if attention.end > self.config.n_positions:
             raise IndexError(f"a position outside the {self.config.n_positions} of the model")
         self._make_room(max(count, len(rows)))
         this_pass = attention.wanting(rows)
@@ -348,8 +339,7 @@ class Program:
             if positions is not None:
                 hidden = hidden + positions(attention.positions)
             self.buffers["stream"][:count, : hidden.shape[1]] = hidden
-        if not isinstance(self.model, GPT2):
-            self._make_turns(attention.end)
+        if self.turns:
             this_pass.cosines, this_pass.sines = (turn.data_ptr() for turn in self.turns)
         library.call(self.library.step, self.array, len(self.array), ctypes.byref(this_pass))
         return self.buffers["logits"][: len(rows), : self.config.vocab_size]
@@ -375,6 +365,8 @@ def _llama(p: Program, model: Any) -> Embedding:
     config = p.config
     normed = p.buffer("normed", config.n_embd)
     heads, width = config.n_head, config.head_dim
+    turns = rotation(torch.arange(config.n_positions), model.frequencies)
+    p.turns = [turn.to(p.real).contiguous() for turn in turns]
     for number, layer in enumerate(model.layers):
         attn = layer.self_attn
         p.norm(layer.input_layernorm, p.stream, normed)

@@ -464,7 +464,9 @@ static void attend_items(int64_t first, int64_t last, void *context) {
             done += count;
         }
     }
-    release_tiles(set);
+#if BY_TILES
+    if (set) tile_release();
+#endif
 #if BY_TILES && defined(__SSE2__)
     _mm_setcsr(mode);
 #endif

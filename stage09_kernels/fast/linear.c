@@ -59,10 +59,11 @@ static inline weight_vec load_weights(const weight *w, int half) {
 /* Add `steps` steps to the sums of `rows` rows. x and `panel` begin with the first of them. The
    steps follow each other in memory, and for few rows the processor fetches them by itself in time.
    Many rows leave memory idle while they use a block, so each step of a full tile prefetches a line
-   of the next block, `next` weights on. A tile narrower than a panel reads a block in rounds, with gaps, and the
-   processor fetches less by itself. So one row takes more vectors (gain with AVX2: 1.9x), and the
-   rounds of more rows prefetch the next block line after line, not in the order in which they read
-   (1.05x to 1.3x with 2 to 16 rows; bfloat16 1.1x to 1.6x with 2 to 6, and the same with more). */
+   of the next block, `next` weights on. A tile narrower than a panel reads a block in rounds, with
+   gaps, and the processor fetches less by itself. So one row takes more vectors (gain with AVX2:
+   1.9x), and the rounds of more rows prefetch the next block line after line, not in the order in
+   which they read (1.05x to 1.3x with 2 to 16 rows; bfloat16 1.1x to 1.6x with 2 to 6, and the same
+   with more). */
 static inline __attribute__((always_inline)) void
 madd_rows(const weight_factor *x, int64_t stride, const weight *panel, int64_t steps, int64_t next,
           sums_of *sums, const int rows) {

@@ -83,10 +83,10 @@ static inline void tile_madd_codes(int sums, int x, int w) { /* signed x, unsign
 }
 #endif
 
+#if TILES
 /* Tiles of x and sums with `rows` rows, at most 16, if they do not have them; those of weights have
    16. `set`: the rows they have; 0: there are no tiles yet. */
 static inline void use_tiles(int *set, int64_t rows) {
-#if TILES
     struct tile_shape shape = {.palette = 1};
     if (rows > TILE_ROWS) rows = TILE_ROWS;
     if (*set == rows) return;
@@ -96,16 +96,8 @@ static inline void use_tiles(int *set, int64_t rows) {
     }
     tile_configure(&shape);
     *set = (int)rows;
-#endif
 }
 
-static inline void release_tiles(int set) {
-#if TILES
-    if (set) tile_release();
-#endif
-}
-
-#if TILES
 #define TILE_MC 512 /* rows at a time: their x stays in L2 */
 /* Few rows read a panel at once, from memory: 16 rows a whole one. 17 to 64 rows take 4 tiles of
    inputs at a time, more rows 6, 24 KiB that stay in L1. The rows after the first 16 prefetch the
@@ -195,6 +187,6 @@ multiply_tiles(const struct operation *o, int64_t first, int64_t last, const str
                 }
             }
     }
-    release_tiles(set);
+    tile_release();
 }
 #endif
