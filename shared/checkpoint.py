@@ -178,6 +178,9 @@ def _checked(opened: Checkpoint, source: Path) -> dict[str, torch.Tensor]:
             for name, shape in shapes.items()
             if name in tensors and tensors[name].shape != shape
         ],
+        "not of a floating-point type": [
+            name for name in shapes if name in tensors and not tensors[name].is_floating_point()
+        ],
     }
     if any(problems.values()):
         listed = "; ".join(f"{what} {_some(names)}" for what, names in problems.items() if names)

@@ -136,10 +136,8 @@ def address(text: str) -> str:
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """The options of a model and of the machine that runs it."""
-    option, format = (
-        parser.add_argument_group("model and machine").add_argument,
-        catalog.quantized(),
-    )
+    option = parser.add_argument_group("model and machine").add_argument
+    format = catalog.quantized()
     about = f"stories or stories-chat (embedded), a folder, {format.KIND}, "
     about += f"{', '.join(format.NAMES)}, or a name on the hub"
     option("--model", type=catalog.checked, default="stories", metavar="NAME", help=about)

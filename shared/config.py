@@ -16,6 +16,7 @@ from .files import read_json
 if TYPE_CHECKING:
     import torch
 
+MOST_LAYERS, MOST_SIZE = 2**12, 2**24
 SCALE_BYTES = 2  # of a cached key or value in whole numbers
 # Options that change the arithmetic, with the values that our model implements, the default first.
 FIXED_OPTIONS: dict[str, tuple[Any, ...]] = {
@@ -122,9 +123,13 @@ class Config:
 
 
 def check_size(size: object, field: str, source: str) -> int:
-    """The size in `field` of a config.json. Raises UserError if it is absent or none."""
-    if type(size) is not int or size < 1:
-        raise UserError(f"{field} in {source} must be a whole number above 0, not {size!r:.40}.")
+    """The size in `field` of a config.json. Raises UserError if no model has it: a billion layers
+    would take all memory before any weight is read."""
+    most = MOST_LAYERS if "layer" in field else MOST_SIZE
+    if type(size) is not int or not 1 <= size <= most:
+        raise UserError(
+            f"{field} in {source} must be a whole number from 1 to {most}, not {size!r:.40}."
+        )
     return size
 
 
@@ -142,14 +147,15 @@ def read_config(folder: str | Path, name: str | None = None) -> Config:
     path, generation = Path(folder) / "config.json", Path(folder) / "generation_config.json"
     fields = read_json(path)
     fields.pop("quantization_config", None)  # which registry.QUANTIZED reads
-    kind = fields.get("model_type", "gpt2")
+    kind = str(fields.get("model_type", "gpt2"))
     if kind not in registry.CONFIGS:
         raise UserError(
             f"{path} sets model_type to {kind!r}; only {', '.join(registry.CONFIGS)} work: choose "
             "another model."
         )
     ends = read_json(generation).get("eos_token_id") if generation.exists() else None
-    fields |= {} if ends is None else {"eos_token_id": ends}
+    if ends is not None:
+        fields["eos_token_id"] = ends
     reader: Reader = registry.load(registry.CONFIGS[kind])
     return reader(fields, name or Path(folder).resolve().name, str(path))
 

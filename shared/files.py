@@ -14,7 +14,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")  # PowerShell puts a byte order mark first
     except FileNotFoundError:
-        raise UserError(f"{path} is missing: check its name, and its folder.") from None
+        raise UserError(f"{path} is missing: check its name, or give a complete folder.") from None
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a name with a null character
         raise UserError(f"{path} cannot be read ({error}): copy or download it again.") from None
 
@@ -24,7 +24,7 @@ def read_json(path: Path) -> dict[str, Any]:
     object."""
     try:
         content = json.loads(read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error}): copy or download it again.") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} is not a JSON object: copy or download it again.")

@@ -104,7 +104,13 @@ class Tokenizer(AnyTokenizer):
         return cls(ranks, special, special.get(eos))
 
     def encode(self, text: str) -> list[int]:
-        return self._encoding.encode(well_formed(text), disallowed_special=())
+        """Raises UserError if a run of white space is too long for tiktoken: about a million."""
+        try:
+            return self._encoding.encode(well_formed(text), disallowed_special=())
+        except ValueError:
+            raise UserError(
+                "The text cannot be cut into tokens: shorten its longest run of white space."
+            ) from None
 
 
 class JsonTokenizer(AnyTokenizer):

@@ -97,9 +97,11 @@ MATRIX = "h.0.attn.c_attn.weight"
 FAULTS: list[tuple[Any, str]] = [  # a change of the tensors, or files, of which None is removed
     (lambda ts: ts | {"extra": torch.zeros(2)}, "unexpected extra"),
     (lambda ts: ts | {f"transformer.{MATRIX}": torch.zeros(72, 24)}, f"misshapen {MATRIX}"),
+    (lambda ts: {name: ts[name].char() for name in ts}, "not of a floating-point type wte.weight"),
     (lambda ts: ts | {"lm_head.weight": torch.zeros(101, 24)}, "differs from wte.weight"),
     ({"config.json": None}, "config.json is missing"),
     ({"config.json": b"\x80\x04"}, "config.json cannot be read"),
+    ({"config.json": b"[" * 100_000}, "config.json is not JSON"),
     ({WEIGHTS: None, "pytorch_model.bin": b""}, "pytorch_model.bin: other formats may run code"),
     ({WEIGHTS: b"version https://git-lfs.github.com"}, "truncated, corrupt or not safetensors"),
     (
@@ -151,6 +153,6 @@ def test_configs_that_are_refused():
     assert Config.from_dict(SIZES | {"eos_token_id": [7, 50256]}).eos_ids == (7,)
     for field, value in (
         *(("n_embd", "24"), ("n_head", 5), ("activation_function", "relu")),
-        *(("n_layer", None), ("n_positions", 0)),
+        *(("n_layer", 10**9), ("vocab_size", 2**25), ("n_positions", 0)),
     ):
         assert field in refusal(lambda: Config.from_dict(SIZES | {field: value}))  # noqa: B023

@@ -226,6 +226,11 @@ def test_the_end_of_text_that_the_folder_names(folder, entry):
     assert tokenizer.decode([tokenizer.vocab_size - 1]) == "<stop>"
 
 
+def test_more_white_space_than_tiktoken_cuts_is_one_sentence():
+    with pytest.raises(UserError, match="shorten its longest run of white space"):
+        load_tokenizer(STORIES).encode(" " * 1_000_000 + "a")
+
+
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
