@@ -58,7 +58,7 @@ class Judge:
         reference = tasks.source(task.file)
         try:
             source, notes = task.taken(submitted, reference)
-        except Refused as error:
+        except (Refused, RecursionError) as error:
             return str(error), []
         if unusual := {*re.findall(UNUSUAL, submitted)} - {*re.findall(UNUSUAL, reference)}:
             notes.append(f"to read: it uses {', '.join(sorted(unusual))}")

@@ -73,7 +73,8 @@ def here(tests: list[str]) -> Run:
     run = start([sys.executable, "-c", INSIDE, "{}", *tests], paths.ROOT, 300.0, shown=True)
     for test, why in run.failures.items():
         print(f"  {test.rpartition('::')[2]}: {why}")
-    print(end=f"  {run.ended}\n" if run.ended else "")
+    if run.ended:
+        print(f"  {run.ended}")
     return run
 
 

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator
 from shared.errors import UserError
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Import = ast.Import | ast.ImportFrom
 
 
 class Refused(UserError):
@@ -113,14 +114,16 @@ def _add_new(
     classes = {node.name: node for node in ours.body if isinstance(node, ast.ClassDef)}
     names = {name for node in ours.body for name in _bound(node)}
     known = {ast.dump(node) for node in ours.body}
+    # New imports go behind the first, which may be of __future__: methods' decorators use them.
+    start = next((at for at, node in enumerate(ours.body, 1) if isinstance(node, Import)), 1)
     for node in theirs.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):  # what is new of it
+        if isinstance(node, Import):  # what is new of it
             node.names = [alias for alias in node.names if not _bound(alias) & names]
         bound = _bound(node)
         if isinstance(node, ast.ClassDef) and node.name in classes:
             yield from _add_new(classes[node.name], node, judged, f"{prefix}{node.name}.")
         elif bound and not bound & names:
-            ours.body.append(node)
+            ours.body.insert(start if isinstance(node, Import) else len(ours.body), node)
         elif bound and ast.dump(node) not in known:
             name = prefix + ", ".join(sorted(bound))
             if name not in judged:

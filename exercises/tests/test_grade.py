@@ -77,6 +77,7 @@ def test_a_class(project, tmp_path, monkeypatch):
     for name, (body, _) in BODIES.items():
         hand_in(project, folder, name, body)
     hand_in(project, folder, "typo", "sums = [\n")
+    hand_in(project, folder, "nested", f"sums = [{'1 + ' * 2000}1]\n")
     (folder / "nothing.patch").write_text("")
     (folder / "j.doe/work/stage01_toy").mkdir(parents=True)
     (folder / "j.doe/work/stage01_toy/toy.py").write_text(text := solved("sums = list()\n"))
@@ -91,7 +92,8 @@ def test_a_class(project, tmp_path, monkeypatch):
         assert (points, why in output) == ([0 if why else 60, 40], True), (name, points, output)
     assert results["j.doe"][0] == results["zipped"][0] == [60, 40]
     nothing = dict.fromkeys(("empty", "linked", "bomb"), "is in the hand-in")
-    for name, why in (nothing | {"nothing": "does not fit", "typo": "not Python"}).items():
+    nothing |= {"nothing": "does not fit", "typo": "not Python", "nested": "recursion depth"}
+    for name, why in nothing.items():
         assert results[name][0] == [0, 0] and why in results[name][1]
     lines = (tmp_path / "out/grades.csv").read_text().splitlines()
     assert lines[0] == "name,points,stage01 task 1,stage01 task 2" and "right,100,60,40" in lines
