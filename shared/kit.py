@@ -258,8 +258,9 @@ def turns(
             seconds, result = measure.timed(ways[name])
             # Outputs of models are mappings, too.
             fields = {"seconds": seconds} | (result if type(result) is dict else {})
-            for key, value in fields.items() if number >= 0 else ():
-                values.setdefault(key, {}).setdefault(name, []).append(value)
+            if number >= 0:
+                for key, value in fields.items():
+                    values.setdefault(key, {}).setdefault(name, []).append(value)
     return values
 
 

@@ -124,7 +124,8 @@ class Show:
     def arrive(self, text: str, limit: int) -> None:
         """Pass a prompt to the engine; every third one is urgent."""
         self.arrived += 1
-        number, priority = len(self.outputs) + 1, min(1, self.arrived % 3)  # 0 is urgent
+        number = len(self.outputs) + 1
+        priority = 0 if self.arrived % 3 == 0 else 1  # 0 is urgent
         params = replace(self.sampling, max_tokens=min(limit, self.sampling.max_tokens))
         try:
             ids = self.loaded.tokenizer.encode(text)

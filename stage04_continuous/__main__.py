@@ -40,7 +40,8 @@ PROMPTS = (
 def make_parser() -> cli.Parser:
     examples = "--max-num-seqs 2 --max-chunk 8", "--prompts prompts.txt --every 1"
     parser = cli.generation_parser("stage04_continuous", ABOUT, *examples)
-    group, most = live.add_options(parser, "slot", tuple(POLICIES)), cli.whole_number(1, MOST_SLOTS)
+    group = live.add_options(parser, "slot", tuple(POLICIES))
+    most = cli.whole_number(1, MOST_SLOTS)
     about = "answers generated at a time; each takes memory for a whole context; "
     about += f"default: {SLOTS}, and 1 for one prompt"
     group.add_argument("--max-num-seqs", type=most, metavar="N", help=about)

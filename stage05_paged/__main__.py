@@ -79,15 +79,16 @@ def make_parser() -> cli.Parser:
     about = "answers to each prompt, which is computed once and shared; the same answers as for "
     about += "N equal prompts; needs a --temperature above 0"
     option("--samples", type=whole(1, MOST_SAMPLES), default=1, metavar="N", help=about)
-    about, most = "most answers generated at a time, if memory allows", whole(1, MOST_SEQUENCES)
+    about = "most answers generated at a time, if memory allows"
+    most = whole(1, MOST_SEQUENCES)
     option("--max-num-seqs", type=most, metavar="N", default=SEQUENCES, help=about)
     option = parser.add_argument_group("memory").add_argument
     about = "memory for keys and values: 512MiB, 2GB, or 25%% for a share of the free memory; "
     about += "default: enough for --max-num-seqs whole contexts, but at most half of the free "
     about += f"memory, and only {SHOWN} tokens for the built-in prompts"
     option("--kv-memory", type=memory, metavar="SIZE", help=about)
-    about, most = "tokens in a block", whole(1, cli.MOST_TOKENS)
-    option("--block-size", type=most, default=16, metavar="N", help=about)
+    most = whole(1, cli.MOST_TOKENS)
+    option("--block-size", type=most, default=16, metavar="N", help="tokens in a block")
     about = "CPU memory to which preempted prompts move, in the units of --kv-memory; default: "
     about += "none, and what they had is computed again"
     option("--swap-memory", type=memory, metavar="SIZE", help=about)
