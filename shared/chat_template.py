@@ -102,7 +102,7 @@ class FolderTemplate:
             for token in self._control:
                 value = value.replace(token, token[:1] + MARK + token[1:])
         elif isinstance(value, Mapping):
-            value = {str(key): self._cut(inner) for key, inner in value.items()}
+            value = {self._cut(str(key)): self._cut(inner) for key, inner in value.items()}
         elif isinstance(value, (list, tuple)):
             value = [self._cut(inner) for inner in value]
         return value

@@ -212,7 +212,7 @@ def read_prompt(options: argparse.Namespace, default: Any = "Once upon a time") 
     if options.prompt is not None:
         return options.prompt
     # bytes: the text layer of some systems is not UTF-8
-    data = b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
+    data = b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read()
     return data.decode("utf-8-sig", "replace").removesuffix("\n").removesuffix("\r") or default
 
 
@@ -341,7 +341,7 @@ def run(main: Callable[[list[str] | None], int | None], argv: list[str] | None =
             stream.reconfigure(encoding="utf-8", errors="replace")
     try:
         status = main(argv) or 0
-        sys.stdout.flush()
+        print(end="", flush=True)  # unlike sys.stdout.flush, also where that is closed
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         status = EXIT_ERROR

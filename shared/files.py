@@ -16,7 +16,7 @@ def read_text(path: Path) -> str:
     except FileNotFoundError:
         raise UserError(f"{path} is missing: check its name, or give a complete folder.") from None
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a name with a null character
-        raise UserError(f"{path} cannot be read ({error}): copy or download it again.") from None
+        raise UserError(f"{path} cannot be read ({error}): copy it again, as UTF-8.") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

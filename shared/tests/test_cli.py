@@ -88,6 +88,8 @@ def test_prompts_come_from_the_argument_standard_input_or_a_file(monkeypatch, tm
         *((b"", None, None), (b"not read", "an argument\n", "an argument\n")),
     ):
         assert read(data, argument) == expected
+    monkeypatch.setattr(sys, "stdin", None)  # closed
+    assert cli.read_prompt(argparse.Namespace(prompt=None), "default") == "default"
     (file := tmp_path / "prompts").write_bytes("\ufeffone\r\n\n two \x0c\u2028x\n\n".encode())
     assert read(b"", None, file) == ["one", "", " two \x0c\u2028x", ""]  # only \n ends a line
     pytest.raises(UserError, read, b"", "hello", file).match("both a prompt and --prompts")
