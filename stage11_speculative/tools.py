@@ -68,13 +68,17 @@ def answer(functions: Mapping[str, Schema], content: str | None, several: bool) 
 def blame(
     error: UserError, functions: Mapping[str, Schema], compiles: Callable[[str], object]
 ) -> UserError:
-    """Name the tool that `error` is about. compiles: raises UserError for a grammar that cannot be
-    enforced."""
+    """Name the tool, and the property if one is at fault, that `error` is about. compiles: raises
+    UserError for a grammar that cannot be enforced."""
     for name, schema in functions.items():
-        try:
-            compiles(grammar.start(grammar.of_schema(schema)))
-        except UserError as cause:
-            return UserError(f"Tool {name!r}: {cause}")
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        properties = (schema.get("properties") or {}).items()
+        parts = [(f", property {key!r}", part) for key, part in properties if type(part) is dict]
+        for where, part in [*parts, ("", schema)]:
+            try:
+                compiles(grammar.start(grammar.of_schema(shared | part)))
+            except UserError as cause:
+                return UserError(f"Tool {name!r}{where}: {cause}")
     return error
 
 

@@ -14,7 +14,7 @@ BUDGET = {  # lines of source, of tests
     "book": (400, 0),
     "exercises": (1_182, 550),
     "reports": (1_935, 240),
-    "shared": (4_074, 1_499),
+    "shared": (4_074, 1_510),
     "stage01": (938, 517),
     "stage02": (326, 181),
     "stage03": (430, 454),

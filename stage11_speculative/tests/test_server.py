@@ -149,7 +149,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOLS[1], TOOLS[1]]}, "same name"),
     ({"tool_choice": "required"}, "one of the 'tools'"),
     ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": TOOLS}, "weather"),
-    ({"tools": [tool("one", a={}), tool("two", b={"not": {}})]}, "'two': The form"),
+    ({"tools": [tool("one", a={}), tool("two", b={"not": {}})]}, "'two', property 'b': The form"),
     (
         {"messages": [*CHAT, {"role": "assistant", "tool_calls": [{"function": {"name": "a"}}]}]},
         "as they were sent",

@@ -109,9 +109,14 @@ def test_a_template_of_the_model_gets_arguments_as_objects():
     assert [call["function"]["arguments"] for call in plain] == [{"city": '}"]', "days": 1}, {}]
 
 
-def test_the_tool_at_fault_is_named():
+def test_the_tool_and_the_property_at_fault_are_named():
     tools = [tool("one", a={"type": "string"}), tool("two", a={}, b={"uniqueItems": True})]
     with pytest.raises(UserError) as raised:
         byte_grammars().compile(answer(functions(tools), None, True))
     error = blame(raised.value, functions(tools), byte_grammars().compile)
-    assert str(error).startswith("Tool 'two': ") and "uniqueItems" in str(error)
+    assert "Tool 'two', property 'b': " in str(error) and "uniqueItems" in str(error)
+    whole = tool("three", a={"$ref": "#/$defs/x"})
+    whole["function"]["parameters"] |= {"$defs": {"x": {"type": "integer"}}, "not": {}}
+    assert str(blame(raised.value, functions([whole]), byte_grammars().compile)).startswith(
+        "Tool 'three': "
+    )
