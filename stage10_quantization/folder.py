@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,11 +136,7 @@ def compressed(parts: Parts, shape: tuple[int, int]) -> QuantizedMatrix:
     return matrix_of(codes, scale, zeros, bits)
 
 
-METHODS: dict[str, Callable[..., QuantizedMatrix]] = {
-    "gptq": gptq,
-    "awq": awq,
-    "compressed-tensors": compressed,
-}
+METHODS: Mapping[str, Any] = {"gptq": gptq, "awq": awq, "compressed-tensors": compressed}
 
 
 # ---- folders ------------------------------------------------------------------------------------
@@ -197,8 +193,6 @@ def open_folder(folder: Path) -> Checkpoint:
 
 # ---- writing ------------------------------------------------------------------------------------
 
-Scheme = tuple[int, int, bool]  # bits, columns of a group or 0 for a whole row, symmetric
-
 
 def write_folder(
     folder: Path,
@@ -216,7 +210,7 @@ def write_folder(
     prefix = "" if config.get("model_type", "gpt2") == "gpt2" else "model."
     packed = any(isinstance(t, QuantizedMatrix) and t.bits == 4 for t in tensors.values())
     stored: dict[str, Tensor] = {}
-    layers: dict[Scheme, list[str]] = {}
+    layers: dict[tuple[int, int, bool], list[str]] = {}
     for name, tensor in tensors.items():
         name = name if name.startswith("lm_head.") else prefix + name
         if isinstance(tensor, Tensor):
@@ -257,8 +251,9 @@ def parts_of(name: str, matrix: QuantizedMatrix, packed: bool) -> dict[str, Tens
     return stored | {f"{layer}weight_packed": words(codes, bits), f"{layer}weight_shape": shape}
 
 
-def quantization(layers: Mapping[Scheme, Sequence[str]], packed: bool) -> dict[str, Any]:
-    """The quantization_config: layers by scheme. Only codes of 8 bits meet rounded activations."""
+def quantization(layers: Mapping[Any, Sequence[str]], packed: bool) -> dict[str, Any]:
+    """The quantization_config: layers by bits, columns of a group or 0 for a whole row, and whether
+    they are symmetric. Only codes of 8 bits meet rounded activations."""
     groups = {}
     for number, ((bits, group, symmetric), names) in enumerate(layers.items()):
         kind: dict[str, Any] = {"num_bits": bits, "type": "int", "symmetric": symmetric}

@@ -25,9 +25,8 @@ Shapes: N outputs, K inputs, G = K / group groups.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
-
-Array = NDArray
+from numpy.typing import DTypeLike
+from numpy.typing import NDArray as Array
 
 
 def up(x: Array, dtype: DTypeLike) -> Array:

@@ -24,9 +24,8 @@ from stage05_paged.blocks import BlockPool
 from stage09_kernels.engine import make
 
 from .convert import Quantize
-from .gptq import calibrate, text_ids, windows_of
+from .gptq import WINDOW, calibrate, text_ids, windows_of
 
-WINDOW = 512
 BLOCKS = WINDOW // 16  # of a cache
 INT8, GROUPS, KEYS = "int8", "int8-g32", "keys and values in int8"
 NEAREST, GPTQ = "int4, nearest", "int4, GPTQ"

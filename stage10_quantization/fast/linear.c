@@ -150,8 +150,7 @@ static void read_rows(int64_t first, int64_t last, void *context) {
 
 /* ---- the product */
 
-/* Code b of each place in float32. With 4 bits AVX-512 looks it up among `all` 16. Gain: 1.2x, one
-   row. */
+/* Code b of each place in float32. AVX-512 looks 4 bits up among `all` 16; gain: 1.2x, one row. */
 static inline floats code_of(const struct quantized *q, words w, int b, const int bits,
                              floats all) {
     int shift = bits == 8 ? 8 * b : b % 4 * 8 + b / 4 * 4;
@@ -177,8 +176,8 @@ prefetch(const uint8_t *codes, int64_t size, const int rows) {
         __builtin_prefetch(codes + AHEAD(rows) + line);
 }
 
-/* `sum` plus the products of 8 inputs: codes of 4 bits, the first four in `low`. AVX2 multiplies
-   bytes, too, and adds them in pairs in 16 bits, which hold both: 4 * 15 * 127 at most. */
+/* `sum` plus 8 products with codes of 4 bits, the first four in `low`. AVX2 multiplies bytes, too,
+   and adds two and two in 16 bits, which hold both: 4 * 15 * 127 at most. Gain: 1.5x. */
 static inline words madd_nibbles(words sum, words low, words high, const int32_t *x) {
 #if BYTES == 32
     __m256i first = _mm256_maddubs_epi16((__m256i)low, _mm256_set1_epi32(x[0]));

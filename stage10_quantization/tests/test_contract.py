@@ -36,7 +36,6 @@ from stage10_quantization.convert import FORMATS, INT4, Format, Quantize
 GPT2 = Config(101, 64, 64, 2, 2, name="wide", layer_norm_epsilon=3e-5)
 WIDTHS: Any = {"n_embd": 64, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_inner": 96}
 LLAMA = replace(GROUPED, **WIDTHS, layer_norm_epsilon=3e-5)
-INT8: dict[str, Any] = {"dtype": torch.int8}
 needs_kernels = pytest.mark.skipif(not library.compiler(), reason="no C compiler")
 
 
@@ -115,5 +114,5 @@ class TestInt8Kernels(kernels.TestKernels):
     @staticmethod
     def engine(*args: Any, **options: Any) -> Any:
         real = options["model"].dtype if "model" in options else torch.float64
-        make_cache = partial(Int8KernelCache, real=real)
-        return engine_of(*args, **(kernels.KERNELS | INT8 | {"make_cache": make_cache} | options))
+        ours = {"dtype": torch.int8, "make_cache": partial(Int8KernelCache, real=real)}
+        return engine_of(*args, **(kernels.KERNELS | ours | options))

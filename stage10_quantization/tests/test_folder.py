@@ -22,8 +22,6 @@ from stage10_quantization.convert import INT4_ZERO, INT8
 from stage10_quantization.folder import compressed, gptq, write_folder
 
 LLAMA = LlamaConfig(64, 32, 64, 2, 2, 1, n_inner=96, tied=False)
-
-
 FIELDS = to_fields(LLAMA)
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm"}

@@ -117,9 +117,9 @@ def test_activations_are_rounded_by_groups_to_the_nearest_code(x, group):
     codes, scale = (part.numpy() for part in layers.quantize_activations(torch.tensor(x), group))
     groups = x.reshape(len(x), -1, group)
     codes, largest = codes.reshape(groups.shape), np.abs(groups).max(-1)
-    finite, usable = np.isfinite(largest), (largest >= layers.SMALLEST) & np.isfinite(largest)
-    assert np.isnan(scale[~finite]).all() and not codes[~usable].any()
-    assert not scale[finite & ~usable].any()
+    small, finite = largest < layers.SMALLEST, np.isfinite(largest)
+    usable = finite & ~small
+    assert np.isnan(scale[~finite]).all() and not scale[small].any() and not codes[~usable].any()
     factor = np.float32(127) / largest[usable]
     assert np.array_equal(codes[usable], np.rint(groups[usable] * factor[:, None]))
     assert np.array_equal(scale[usable], largest[usable] / np.float32(127))

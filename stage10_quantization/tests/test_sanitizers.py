@@ -13,17 +13,11 @@ from stage10_quantization.kernels import FAST
 __all__ = ["environment"]
 pytestmark = pytest.mark.slow
 KERNELS = "stage10_quantization.kernels"
-TESTS = Path(__file__).parent
+CHOSEN = {"test_kernels.py": "shape or rounded", "test_cache.py": "kernels or every_shape"}
 
 
-@pytest.mark.parametrize(
-    ("file", "chosen"),
-    [
-        ("test_kernels.py", "shape or rounded"),
-        ("test_cache.py", "kernels or attention_of_every_shape"),
-    ],
-)
-def test_no_kernel_reads_or_writes_outside_of_its_memory(file, chosen, environment):
-    arguments = FAST, TESTS / file, "-m", "not slow", "-k", chosen
+@pytest.mark.parametrize("file", CHOSEN)
+def test_no_kernel_reads_or_writes_outside_of_its_memory(file, environment):
+    arguments = FAST, Path(__file__).with_name(file), "-m", "not slow", "-k", CHOSEN[file]
     done = python("-c", PROGRAM, KERNELS, *arguments, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr

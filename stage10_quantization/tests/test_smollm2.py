@@ -4,6 +4,7 @@ its own means."""
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from stage01_forward.attention import Recompute
 from stage01_forward.params import SamplingParams
 from stage05_paged.engine import make
 
-NAME = "smollm2"
 PROMPTS = ("The capital of France is", "def fibonacci(n):", "In 1969,", "Water boils at")
 pytestmark = [
     pytest.mark.slow,  # and found without an import, because the package wants others
@@ -26,8 +26,7 @@ pytestmark = [
 def transformers_model():
     from transformers import AutoModelForCausalLM as Auto
 
-    file = catalog.find(NAME)
-    assert file is not None
+    file: Any = catalog.find("smollm2")
     model = Auto.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     model.generation_config.eos_token_id = None
     return model.eval()
@@ -36,7 +35,7 @@ def transformers_model():
 @torch.inference_mode()
 def test_answers_and_logits_are_those_of_transformers():
     """With the weights that the file's numbers stand for."""
-    checkpoint, theirs = models.load(NAME, weights="float32"), transformers_model()
+    checkpoint, theirs = models.load("smollm2", weights="float32"), transformers_model()
     ours = models.load_model(checkpoint, dtype=torch.float32)
     tokenizer = load_tokenizer(checkpoint.folder)
     ids = tokenizer.encode(" ".join(PROMPTS))
