@@ -97,13 +97,6 @@ async def ask_all(url: str, prompts: Lists, counts: list[int], **more: Any) -> d
         return {"seconds": time.perf_counter() - started, "ids": list(ids)}
 
 
-def server_options(model: str, threads: int) -> list[str]:
-    config = catalog.presets()[model]
-    memory = CONTEXTS * config.n_positions * config.kv_bytes_per_token(torch.float32)
-    words = f"--model {model} --dtype float32 --kv-memory {memory} --threads {threads}"
-    return [*words.split(), *([] if model in EMBEDDED else ["--random-weights"])]
-
-
 # ---- rounds -------------------------------------------------------------------------------------
 
 
@@ -120,13 +113,14 @@ def measure(bench: kit.Bench) -> None:
             worker = stack.enter_context(kit.process(begin, variant, model, threads))
             worker.submit(int).result()  # one process after the other: each takes all processors
             ways[variant] = partial(by_process, worker)
-        server = stack.enter_context(own_server(server_options(model, threads), quiet=True))
+        subject = Subject(model, "float32")
+        server = stack.enter_context(own_server(subject.server_options(CONTEXTS), quiet=True))
 
         def by_server() -> dict[str, Any]:
             answers = asyncio.run(ask_all(server.url, prompts, counts, ignore_eos=True))
             return answers | {"bytes": kit.peak_so_far(server.process.pid)}
 
-        ways[MODULE], subject, seen = by_server, Subject(model, "float32"), list[Lists]()
+        ways[MODULE], seen = by_server, list[Lists]()
 
         def proved(way: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             result = way()

@@ -69,15 +69,22 @@ class Subject:
         """Random prompts of `lengths` in tokens."""
         return [random_prompt(n, self.config, f"{name} {i}") for i, n in enumerate(lengths)]
 
+    def server_options(self, contexts: int) -> list[str]:
+        """Of a server with this model, and memory for whole contexts."""
+        name, dtype, threads = self.about["model"], self.about["dtype"], torch.get_num_threads()
+        size = contexts * self.config.n_positions * self.config.kv_bytes_per_token(self.dtype)
+        words = f"--model {name} --dtype {dtype} --kv-memory {size} --threads {threads}"
+        return [*words.split(), *([] if name in EMBEDDED else ["--random-weights"])]
+
     def prove(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> dict[str, Any]:
         """Prove all answers (token ids). One that was proved before is not run again."""
         pairs = zip(map(tuple, prompts), map(tuple, answers), strict=True)
         return together(self._proof(*pair) for pair in pairs)
 
 
-def greedy(count: int, **more: Any) -> Any:
+def greedy(count: int) -> Any:
     """Sampling parameters: exactly `count` tokens, the likeliest each time."""
-    return registry.load(registry.SAMPLING)(max_tokens=count, ignore_eos=True, **more)
+    return registry.load(registry.SAMPLING)(max_tokens=count, ignore_eos=True)
 
 
 def prove(scores: torch.Tensor, taken: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:

@@ -21,7 +21,6 @@ import psutil
 import torch
 
 from shared import charts, cli, kit, registry
-from shared.catalog import EMBEDDED
 from shared.kit import Results, Row, Subject
 from shared.server import own_server
 from stage04_continuous.request import Request
@@ -97,15 +96,12 @@ def measure(bench: kit.Bench) -> None:
     model, threads = "stories" if bench.quick else "gpt2", torch.get_num_threads()
     for dtype, name in bench.sizes(*PAIRS):
         subject = Subject(model, dtype)
-        size = CONTEXTS * subject.config.n_positions
-        size *= subject.config.kv_bytes_per_token(subject.dtype)
-        words = f"--model {model} --dtype {dtype} --engine {name} --threads {threads}"
-        words += f" --kv-memory {size} --max-num-seqs {SEQUENCES} --no-enable-prefix-caching"
-        words += "" if model in EMBEDDED else " --random-weights"
+        words = f"--engine {name} --max-num-seqs {SEQUENCES} --no-enable-prefix-caching".split()
+        options = [*subject.server_options(CONTEXTS), *words]
         with ExitStack() as stack:
             worker = stack.enter_context(kit.process(begin, name, model, dtype, threads))
             worker.submit(int).result()  # one process after the other takes all processors
-            server = stack.enter_context(own_server(words.split(), quiet=True))
+            server = stack.enter_context(own_server(options, quiet=True))
             clients = stack.enter_context(kit.process())
             loads = (*LOADS, *CONTROLS) if (dtype, name) == PAIRS[0] else (LOADS[-1], CONTROLS[-1])
             for load in bench.sizes(*loads):

@@ -14,10 +14,7 @@ from functools import partial
 from typing import Any
 from urllib.request import Request, urlopen
 
-import torch
-
 from shared import charts, cli, kit
-from shared.catalog import EMBEDDED
 from shared.kit import Results, Row, Subject
 from shared.roofline import static_costs
 from shared.server import own_server
@@ -51,15 +48,12 @@ def prove(subject: Subject, url: str) -> dict[str, Any]:
 
 def measure(bench: kit.Bench) -> None:
     (subject,) = bench.subjects(("gpt2", "float32"))
-    model, config = subject.about["model"], subject.config
-    size = CONTEXTS * config.n_positions * config.kv_bytes_per_token(subject.dtype)
-    words = f"--model {model} --engine paged --no-enable-prefix-caching --kv-memory {size}"
-    words += "" if model in EMBEDDED else " --random-weights"
-    words += f" --dtype float32 --threads {torch.get_num_threads()} --max-num-seqs"
+    options = [*subject.server_options(CONTEXTS), "--engine", "paged"]
+    options += ["--no-enable-prefix-caching", "--max-num-seqs"]
     with ExitStack() as stack:
         urls, proofs = dict[str, str](), dict[str, Any]()
         for name, rows in SERVERS.items():
-            program = own_server([*words.split(), str(rows)], quiet=True)
+            program = own_server([*options, str(rows)], quiet=True)
             urls[name] = stack.enter_context(program).url
             proofs[name] = prove(subject, urls[name])
 

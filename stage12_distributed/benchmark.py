@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from shared import charts, cli, kit, models
-from shared.catalog import EMBEDDED
+from shared import charts, cli, kit
 from shared.kit import Results, Subject
 from shared.roofline import forward_cost, static_costs
 from stage05_paged.engine import make
@@ -44,8 +43,7 @@ def measure(bench: kit.Bench) -> None:
 
 def whole(name: str) -> Any:
     """The model that every rank loads."""
-    shape = models.load(name, random_weights=name not in EMBEDDED)
-    return models.load_model(shape, torch.device("cpu"), torch.float32)
+    return Subject(name, "float32", plain=True).model
 
 
 class Threads:
