@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from functools import partial
 from statistics import mean
 
 from shared import cli
@@ -37,10 +38,9 @@ def visit(loaded: cli.Loaded, options: argparse.Namespace) -> int:
     """Run all engines and the server; returns the exit status, 1 if a token differs."""
     import asyncio
     import importlib
-    import time
     from dataclasses import replace
 
-    from shared import parity, registry
+    from shared import measure, parity, registry
     from shared.server import MODULE, own_server
 
     from . import staircase
@@ -50,10 +50,8 @@ def visit(loaded: cli.Loaded, options: argparse.Namespace) -> int:
     engines = {n: make(loaded.model, CONTEXTS) for n, make in makers.items()}
     oracle, (prompt, _) = engines[staircase.ENGINES[0]], workload(loaded, 1, TRIAL)
     oracle.generate(prompt, params(max_tokens=WARM_UP))
-    started = time.perf_counter()
-    oracle.generate(prompt, params(max_tokens=TRIAL))
-    cost = (time.perf_counter() - started) / TRIAL  # seconds of a token
-    count = int(SECONDS / cost / options.max_tokens / mean(SHARES))
+    trial, _ = measure.timed(partial(oracle.generate, prompt, params(max_tokens=TRIAL)))
+    count = int(SECONDS / (trial / TRIAL) / options.max_tokens / mean(SHARES))
     prompts, counts = workload(loaded, min(MOST, max(LEAST, count)), options.max_tokens)
     print(
         f"{len(prompts)} stories: greedy answers of at most {max(counts)} tokens, in memory for "
@@ -79,9 +77,7 @@ def visit(loaded: cli.Loaded, options: argparse.Namespace) -> int:
 
     for name, engine in engines.items():
         engine.generate(prompts[:1], params(max_tokens=WARM_UP))
-        started = time.perf_counter()
-        outputs = engine.generate(prompts, sampling)
-        seconds = time.perf_counter() - started
+        seconds, outputs = measure.timed(partial(engine.generate, prompts, sampling))
         note(staircase.title(name), seconds, [output.token_ids for output in outputs])
     if loaded.device.type == "cpu" and not options.random_weights:
         words = ["--model", options.model, "--dtype", str(loaded.dtype).removeprefix("torch.")]
@@ -105,8 +101,7 @@ def visit(loaded: cli.Loaded, options: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    about = "Runs all stages on the same prompts, checks that their tokens agree, and shows how "
-    about += "fast each of them is, in less than two minutes."
+    about = "Compares the tokens and the speed of all stages on the same prompts, in two minutes."
     parser = cli.Parser("reports.tour", about, "  python -m reports.tour --model gpt2")
     cli.add_max_tokens(parser, default=128)
     cli.add_model_options(parser)
