@@ -420,8 +420,8 @@ def machine(results: Results) -> str:
     return (
         f"{about['processor']} with {about['instructions']}, {about['cpus']} CPUs, "
         f"{content['threads']} threads, torch {content['versions']['torch']}, commit "
-        f"{(content['commit'] or 'unknown')[:8]}. Beside {len(rows)} rows memory gave "
-        f"{span('memory')} GB/s, arithmetic {span('float32')} GFLOP/s in float32 and "
+        f"{(content['commit'] or 'unknown')[:8]}. Beside {len(rows)} row{'s' * (len(rows) != 1)} "
+        f"memory gave {span('memory')} GB/s, arithmetic {span('float32')} GFLOP/s in float32 and "
         f"{span('bfloat16')} in bfloat16; {refused} rows were refused because this moved by more "
         f"than {MOVED:.0%} in each of {TRIES} tries."
     )
