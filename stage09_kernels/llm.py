@@ -52,11 +52,12 @@ class LLM:
 
     def generate(
         self,
-        prompts: Sequence[str],
+        prompts: str | Sequence[str],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Answer]:
-        """Continue texts, all at once. params: for all prompts, or one for each. Raises UserError
-        for a prompt or params that do not fit the model, before anything is computed."""
+        """Continue one text, or several at once. params: for all prompts, or one for each. Raises
+        UserError for a prompt or params that do not fit the model, before anything is computed."""
+        prompts = [prompts] if isinstance(prompts, str) else prompts  # not letter by letter
         ids = [self.loaded.tokenizer.encode(prompt) for prompt in prompts]
         params = sampling_per_prompt(ids, params or SamplingParams())
         for pair in zip(ids, params, strict=True):
