@@ -36,13 +36,10 @@ def git(*words: str) -> str:
     return done.stdout.strip()
 
 
-def recall(key: str) -> str:
-    """What `note` has noted, between two commands; "" if nothing."""
-    return git("config", "--local", "--default", "", "--get", f"exercises.{key}")
-
-
-def note(key: str, value: str) -> None:
-    git("config", "--local", f"exercises.{key}", value)
+def note(key: str, *value: str) -> str:
+    """Note a value for the next commands; without one, return the last; "" if there is none."""
+    words = () if value else ("--default", "", "--get")
+    return git("config", "--local", *words, f"exercises.{key}", *value)
 
 
 def need_clean(file: str, what: str) -> None:
@@ -56,7 +53,7 @@ def need_clean(file: str, what: str) -> None:
 
 def chosen(words: Sequence[str]) -> Task:
     """The task that is named, stage and number, or the one that was started last."""
-    words = words or recall("task").split()
+    words = words or note("task").split()
     if len(words) != 2:
         raise UserError("Name stage and task, 'stage04 2': see `python -m exercises list`.")
     return tasks.find(*words)
@@ -111,7 +108,7 @@ def _digest(task: Task) -> str:
 def hint(words: list[str]) -> None:
     """Show a task, and one more hint each time."""
     task = chosen(words)
-    count = min(int(recall(f"{task.name}.hints") or 0) + 1, len(task.hints))
+    count = min(int(note(f"{task.name}.hints") or 0) + 1, len(task.hints))
     note(f"{task.name}.hints", str(count))
     print(task)
     for number, text in enumerate(task.hints[:count], 1):
@@ -122,7 +119,7 @@ def status() -> None:
     """Which tasks have passed, of all that have been started."""
     points = 0
     for task in (task for stage in tasks.stages() for task in tasks.read(stage)):
-        result, _, digest = recall(f"{task.name}.result").partition(": ")
+        result, _, digest = note(f"{task.name}.result").partition(": ")
         if digest and digest != _digest(task):
             result = "passed before your last edit"
         points += task.points * (result == "passed")
@@ -134,7 +131,7 @@ def status() -> None:
 def museum(action: str, number: int | None) -> int:
     """Find bugs that were real."""
     known = dict(enumerate(tasks.exhibits(), 1))
-    planted, _, commit = recall("planted").partition(" ")
+    planted, _, commit = note("planted").partition(" ")
     exhibit = known.get(int(planted or 0))
     if action == "list":
         for place, edit in known.items():
