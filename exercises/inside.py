@@ -110,7 +110,8 @@ class Reporter:
             torch.manual_seed(self.seed)
 
     def pytest_assertrepr_compare(self, op: str, left: object, right: object) -> list[str]:
-        return [difference(left, right)] if op == "==" else []
+        why = difference(left, right) if op == "==" else ""
+        return [why] if why else []
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Iterator[None]:

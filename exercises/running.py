@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -130,8 +129,8 @@ def start(command: list[str], cwd: Path, seconds: float, shown: bool = False) ->
                 time.sleep(0.05)
                 run.ended = _exceeded(process, seconds)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(OSError):  # it has ended, with all that it started
+                getattr(os, "killpg", os.kill)(process.pid, 9)
             process.wait()
         results.seek(0)
         for line in results.read(RESULTS).decode(errors="replace").splitlines():

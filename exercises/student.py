@@ -60,7 +60,7 @@ def chosen(words: Sequence[str]) -> Task:
 
 
 def list_(stages: list[str]) -> None:
-    """The tasks."""
+    """List the tasks."""
     for stage in tasks.stages(stages):
         print(stage)
         for task in tasks.read(stage):

@@ -78,7 +78,7 @@ def test_half_a_scale_is_nearly_reached(bits, minimum):
         assert np.sqrt((error**2).mean()) == pytest.approx(expected[bits, minimum], rel=0.15)
 
 
-@given(matrices(anything, rows=5), st.sampled_from(KINDS), st.sampled_from([16, 32, 64]))
+@given(matrices(ordinary | anything, rows=5), st.sampled_from(KINDS), st.sampled_from([16, 32, 64]))
 @example(WIDE, (4, True), 16)
 def test_a_product_is_a_sum_of_whole_numbers_for_each_group(w, kind, group):
     with np.errstate(all="ignore"):
