@@ -12,10 +12,8 @@ from shared import paths
 TOY = '''
 class Sums:
     """Sums of numbers."""
-
     def __init__(self, start=0):
         self.total = start
-
     def add(self, numbers):
         """Add each of them; the sums so far."""
         sums = []
@@ -23,10 +21,8 @@ class Sums:
             self.total += number
             sums.append(self.total)
         return sums
-
     def _half(self):
         return self.total / 2
-
 def rows(count):
     return [[0] * count for _ in range(count)]
 '''

@@ -89,10 +89,8 @@ def test_edits_are_read(project):
 
 
 def test_proof_tells_good_from_bad(project, capsys):
-    with (project / "exercises/edits/stage01.txt").open("a") as file:
-        file.write(
-            "\n## fault: none\ncaught by: test_toy.py::test_sums\n- [0] * count\n+ count * [0]\n"
-        )
+    path, tests = project / "exercises/edits/stage01.txt", "caught by: test_toy.py::test_sums"
+    path.write_text(f"{path.read_text()}## fault: none\n{tests}\n- [0] * count\n+ count * [0]\n")
     assert main(["prove", "1"]) == 1
     out = capsys.readouterr().out
     assert "toy.py: none: stage01_toy/tests/test_toy.py::test_sums: {'passed'}" in out

@@ -9,18 +9,13 @@ from exercises.inside import difference
 
 REFERENCE = '''
 import math
-
-
 class Sums:
     @staticmethod
     def add(x, y: int = 1):
         """Adds."""
         return x + y
-
     def _inner(self):
         return 1
-
-
 def other():
     return math.pi
 '''
@@ -58,10 +53,8 @@ def other(): return 3
     source, notes = taken(submitted)
     assert run(source, "Sums.add(1)") == 109  # a default and a decorator of the reference
     assert run(source, "Sums()._inner()") == 1 and run(source, "other()") > 3
-    assert notes == [
-        "line 16: your change of Sums._inner is not taken",
-        "line 17: your change of other is not taken",
-    ]
+    lines = ("line 16: your change of Sums._inner", "line 17: your change of other")
+    assert notes == [f"{line} is not taken" for line in lines]
     assert taken(submitted, others=("Sums._inner", "other"))[1] == []
     windows = submitted.replace("\n", "\r\n")
     for text in (windows, submitted.replace("    ", "\t"), "\ufeff" + submitted):

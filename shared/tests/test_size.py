@@ -12,7 +12,7 @@ from shared.tests.test_texts import tracked
 
 BUDGET = {  # lines of source, of tests
     "book": (400, 0),
-    "exercises": (1_072, 532),
+    "exercises": (1_075, 518),
     "reports": (1_905, 241),
     "shared": (4_074, 1_510),
     "stage01": (938, 517),
