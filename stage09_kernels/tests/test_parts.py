@@ -36,12 +36,9 @@ def test_an_online_softmax_reads_its_blocks_and_nothing_else(tokens, block, widt
         torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_parts_of_a_sequence_are_put_together():
-    for scale in (1, 300):  # all parts count, and one part alone
-        merged(torch.arange(1000, 1009).double() + scale * torch.randn(9).double())
-
-
-def merged(scores):
+@pytest.mark.parametrize("scale", [1, 300])  # all parts count, and one part alone
+def test_parts_of_a_sequence_are_put_together(scale):
+    scores = torch.arange(1000, 1009).double() + scale * torch.randn(9).double()
     values, parts = torch.randn(9, 8).double(), []
     for first, last in ((0, 0), (0, 0), (0, 4), (4, 4), (4, 5), (5, 9), (9, 9)):
         largest = scores[first:last].max() if last > first else torch.tensor(-torch.inf).double()
@@ -100,19 +97,3 @@ def test_a_vector_is_rounded_as_its_numbers_are(level):
             kernel.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64
             kernel(row.data_ptr(), numbers.data_ptr(), count)
         assert torch.equal(*out)
-
-
-def test_the_best_level_that_the_processor_has_comes_first(monkeypatch):
-    def levels(*has):
-        monkeypatch.setattr(library.torch.cpu, "get_capabilities", lambda: dict.fromkeys(has, True))
-        return library.levels()
-
-    monkeypatch.setattr(library, "may_use_tiles", lambda: True)
-    narrow = "avx2", "fma3", "f16c"
-    wide = (*narrow, "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl")
-    every = *wide, "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"
-    assert levels(*every) == list(library.LEVELS)
-    assert levels(*every[:-1]) == list(library.LEVELS)[1:]
-    assert levels(*wide) == ["avx512", "avx2", "plain"]
-    assert levels(*narrow) == levels(*wide[:-1]) == ["avx2", "plain"]
-    assert levels() == ["plain"]

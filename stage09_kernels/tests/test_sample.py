@@ -11,15 +11,14 @@ import torch
 from hypothesis import given, settings
 
 from stage01_forward import sampling
+from stage01_forward.generation import Row
 from stage01_forward.params import SamplingParams
 from stage01_forward.tests.rows import FixedDart, batches, fresh
 from stage04_continuous import fast_sampling
-from stage04_continuous.request import Request
-from stage09_kernels.sample import choose, sample_tokens
+from stage09_kernels.sample import choose
 
 sample = partial(fast_sampling.sample, choose=choose)
 OPTIONS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
     {"temperature": 0.7, "top_k": 5},
     {"temperature": 1.0, "top_p": 0.9},
     {"temperature": 2.0, "top_k": 40, "top_p": 0.5},
@@ -39,7 +38,7 @@ def test_the_same_tokens_as_the_plain_sampler(batch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("options", OPTIONS[1:], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_darts_at_either_end_hit_a_token_that_is_kept(options, dtype):
     """Next to 1, rounding can carry a dart past the sum of all weights: then the last one kept is
     hit, never one without weight. Without limits, and with tokens of next to no weight at the end,
@@ -60,14 +59,11 @@ def test_darts_at_either_end_hit_a_token_that_is_kept(options, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_row_that_is_not_finite_fails_alone(dtype):
-    """Wherever in the row the number stands; and a greedy row fails like a drawn one."""
-    torch.manual_seed(0)
-    requests = [Request([1], SamplingParams(seed=0, **options)) for options in 2 * OPTIONS][:12]
-    logits = torch.randn(12, 100)
-    logits[1, 99], logits[2, 50], logits[7] = math.nan, math.inf, -math.inf
-    logits[0, 0], logits[10, 17] = math.nan, math.nan
-    sampled = sample_tokens(requests, logits.to(dtype), ())
-    assert [requests.index(request) for request, _, _ in sampled] == [3, 4, 5, 6, 8, 9, 11]
-    errors = [requests[i].output.finish_reason for i in (0, 1, 2, 7, 10)]
-    assert errors == ["error"] * 5
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, *OPTIONS], ids=str)
+def test_a_row_that_is_not_finite_fails_alone(options, dtype):
+    """Wherever in the row the number stands."""
+    logits = torch.zeros(6, 100, dtype=dtype)
+    logits[0, 0], logits[1, 99], logits[2, 50], logits[3] = math.nan, math.nan, math.inf, -math.inf
+    logits[4:, 7] = 90.0
+    rows = [Row(SamplingParams(seed=0, **options)) for _ in logits]
+    assert sample(logits, rows)[0] == [-1] * 4 + [7, 7]
