@@ -22,8 +22,7 @@ def test_answers_are_those_of_the_first_stage(llm):
     answers = llm.generate(PROMPTS, params)
     ids = [answer.output.prompt_ids for answer in answers]
     expected = naive(models.load_model(models.load("stories"))).generate(ids, params)
-    token_ids = [answer.output.token_ids for answer in answers]
-    assert token_ids == [output.token_ids for output in expected]
+    assert [a.output.token_ids for a in answers] == [o.token_ids for o in expected]
     assert [answer.prompt for answer in answers] == PROMPTS
     assert all(answer.text and answer.output.finish_reason == "length" for answer in answers)
     assert llm.generate(PROMPTS[1], params) == answers[1:2]
