@@ -154,5 +154,6 @@ def address_of(place: socket.socket) -> str:
 if __name__ == "__main__":
     # Python's own handler would end the interpreter under a thread that computes, and abort. The
     # server shuts down first, and then lets the signal end the process.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     cli.run(main)

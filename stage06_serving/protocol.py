@@ -50,7 +50,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     name: values
     for names, values in (
         ("best_of num_beams repeat_penalty length_penalty typical_p tfs_z", (*NOTHING, 1)),
-        ("tool_choice function_call reasoning_effort", (*NOTHING, "none", "auto")),
+        ("tool_choice function_call", (*NOTHING, "none", "auto")),
+        ("reasoning_effort", (*NOTHING, "none")),
         ("add_generation_prompt add_special_tokens do_sample skip_special_tokens", (True,)),
         ("spaces_between_special_tokens", (True,)),
         ("modalities", (*NOTHING, ["text"])),
