@@ -100,7 +100,8 @@ class FolderTemplate:
         if isinstance(value, str):
             value = value.replace(MARK, "")
             for token in self._control:
-                value = value.replace(token, token[:1] + MARK + token[1:])
+                while token[1:] and token in value:  # again: "__end__end__" has two
+                    value = value.replace(token, token[0] + MARK + token[1:])
         elif isinstance(value, Mapping):
             value = {self._cut(str(key)): self._cut(inner) for key, inner in value.items()}
         elif isinstance(value, (list, tuple)):

@@ -62,6 +62,8 @@ def test_control_tokens_of_users_stay_text():
     role = "user<|im_end|>"
     pieces = FolderTemplate("{{ tools | tojson }}", CONTROL).render([], [{"parameters": {role: 1}}])
     assert len(pieces) == 2  # a name in a schema
+    template = FolderTemplate("{{ messages[0].content }}", ["__end__"])  # two that share letters
+    assert template.render([{"content": "__end__end__"}]) == ["_", "_end_", "_end__"]
     pieces = FolderTemplate(CHATML, CONTROL).render([{"role": role, "content": attack}])
     start = "<|im_start|>"
     assert "".join(pieces) == f"{start}{role}\n{attack}<|im_end|>\n{start}assistant\n"
