@@ -94,7 +94,8 @@ class Tokenizer(AnyTokenizer):
         special = {token: id for token, id in vocabulary.items() if token not in ordinary}
         ids = [vocabulary.get(token, -1) for token in merged]
         complete = ordinary.keys() <= vocabulary.keys() and all(map(SPECIAL.fullmatch, special))
-        if not complete or ids != sorted(set(ids)):
+        whole = {*map(type, vocabulary.values())} == {int}
+        if not (complete and whole) or ids != sorted(set(ids)):
             raise UserError(
                 f"vocab.json and merges.txt in {folder} are not a byte-level BPE of one "
                 "checkpoint: copy both from where the weights come from."

@@ -239,7 +239,8 @@ def test_more_white_space_than_tiktoken_cuts_is_one_sentence():
         ("tokenizer.json", lambda text: '{"version": "1.0"}', "tokenizer.json is not a tokenizer"),
         ("vocab.json", lambda text: text.replace('"a":', '"<a>":'), "are not a byte-level BPE"),
         ("vocab.json", lambda text: text.replace("{", '{"fox": 2048, ', 1), "are not a byte-level"),
-        ("merges.txt", lambda text: "\n".join(text.split("\n")[::-1]), "are not a byte-level BPE"),
+        ("vocab.json", lambda text: text.replace(": 300,", ": null,"), "are not a byte-level BPE"),
+        ("merges.txt", lambda text: text.replace("Ġ t\nh e", "h e\nĠ t"), "are not a byte-level"),
     ],
 )
 def test_each_fault_of_the_files_is_one_sentence(folder, name, change, words):
