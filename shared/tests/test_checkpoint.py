@@ -128,13 +128,15 @@ def test_each_fault_of_a_folder_is_one_sentence(folder, spoil, words):
     assert words in refusal(lambda: load(str(folder)))
 
 
-def test_an_unknown_name_raises_with_the_known_ones(tmp_path):
+def test_an_unknown_name_raises_with_the_known_ones(tmp_path, monkeypatch):
     for name in ("", "gpt5", "/no/such/folder", "a/b/c", "nul\0", "x" * 5000):
         message = refusal(lambda: load(name))  # noqa: B023
         assert all(known in message for known in ("stories", "gpt2-medium", "owner/name"))
         assert len(message) < 400
     (file := tmp_path / "model.bin").touch()
     assert "is a file: give a .gguf file or" in refusal(lambda: load(str(file)))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "is not installed" in refusal(lambda: catalog.checked("smollm2"))
     for name in catalog.presets():  # of all families
         assert catalog.checked(name) == name
 
