@@ -40,8 +40,6 @@ CHAT = [
     {"role": "assistant", "content": "x"},
     {"role": "user", "content": "go on"},
 ]
-
-
 CONTROL = ["<|im_end|>", "<|im_start|>"]
 
 
@@ -65,8 +63,7 @@ def test_control_tokens_of_users_stay_text():
     template = FolderTemplate("{{ messages[0].content }}", ["__end__"])  # two that share letters
     assert template.render([{"content": "__end__end__"}]) == ["_", "_end_", "_end__"]
     pieces = FolderTemplate(CHATML, CONTROL).render([{"role": role, "content": attack}])
-    start = "<|im_start|>"
-    assert "".join(pieces) == f"{start}{role}\n{attack}<|im_end|>\n{start}assistant\n"
+    assert "".join(pieces) == f"<|im_start|>{role}\n{attack}<|im_end|>\n<|im_start|>assistant\n"
     assert [sum(piece.count(token) for piece in pieces) for token in CONTROL] == [1, 2]
     for cut in (".split('b')[0]", "[:-1]", " | tojson"):  # also where a template cuts them
         loop = "{% for one in messages %}<|im_start|>{{ one.content CUT }}<|im_end|>{% endfor %}"

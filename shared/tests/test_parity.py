@@ -76,7 +76,7 @@ def answer(tiny_model):
     )
 
 
-def test_one_wrong_token_and_an_early_end_are_refused(tiny_model, answer):
+def test_a_wrong_token_an_early_end_and_another_probability_are_refused(tiny_model, answer):
     oracle = Engine(tiny_model)
 
     def one_wrong(prompts, sampling):
@@ -89,6 +89,9 @@ def test_one_wrong_token_and_an_early_end_are_refused(tiny_model, answer):
         parity.prove(engine, oracle, SamplingParams, ["many lengths"])
     with pytest.raises(parity.ParityError, match="token 7"):
         parity.compare("short", answer(8), answer(7), torch.float32, parity.Parity())
+    (other := answer(8))[0].logprobs[7].token += 1e-8
+    with pytest.raises(parity.ParityError, match="token 7: the same token"):
+        parity.compare("other", answer(8), other, torch.float64, parity.Parity())
 
 
 def test_a_near_tie_is_counted_and_a_clear_choice_is_refused(answer):
