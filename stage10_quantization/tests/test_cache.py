@@ -124,8 +124,8 @@ def test_bits_depend_on_neither_neighbours_nor_chunks_nor_threads(kv_heads):
     config, outputs, contents = config_of(64, kv_heads, 6 // kv_heads), [], []
 
     def make_cache():
-        cache = Int8KernelCache(config, 110, dtype=torch.int8, real=F32)
-        cache.memory.poison(range(110))
+        cache = Int8KernelCache(config, 360, dtype=torch.int8, real=F32)
+        cache.memory.poison(range(360))
         return cache
 
     for output, cache in in_all_ways(make_cache, kv_heads):
