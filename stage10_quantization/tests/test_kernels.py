@@ -98,7 +98,7 @@ def cases():
     yield from ((1, 4 * n % 131 + 1, 7 * n % 130 + 1, n % 13 + 1) for n in range(26))
     yield from ((n % 5 + 1, group, 61 + n, n % 13 + 1) for n, group in enumerate((16, 32, 64, 128)))
     yield from ((3, group, 70, 7) for group in (1, 7, 12, 24, 33))
-    yield from ((24, 32, 200, 33), (1, 768, 130, 40), (2, 2048, 64, 2))
+    yield from ((24, 32, 200, 33), (1, 768, 130, 40), (1, 189, 70, 9), (2, 2048, 64, 2))
 
 
 @pytest.mark.parametrize(("source", "level"), [*EACH, (FAST, EMULATED)])
