@@ -90,8 +90,8 @@ struct key_vec {
     int64_t place;
 };
 
-/* Where keys `first` to `end` of one head lie, in vectors, and the value of each. What follows them
-   is zeros, up to a whole unit and as far as prefetches go. */
+/* Where keys `first` to `end` of one head lie, in vectors, and the value of each. Zeros follow the
+   last value, up to a whole unit and as far as prefetches go. */
 struct tile {
     int64_t first, end;
     int n_vectors;

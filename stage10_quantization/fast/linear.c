@@ -101,8 +101,8 @@ static inline int32_t reduce(words x, const int largest) {
     return y;
 }
 
-/* Round group g of a row of x, or copy it if it stays floats. Without their sign, the bits of larger
-   floats are larger whole numbers, and infinity and NaN are the largest. */
+/* Round group g of a row of x, or copy it if it stays floats. Without their sign, the bits of
+   larger floats are larger whole numbers, and infinity and NaN are the largest. */
 static void read_group(const struct linear *l, int64_t row, int64_t g) {
     const struct quantized *q = l->format;
     struct group *group = x_groups(l, row) + g;
