@@ -96,7 +96,8 @@ class FolderTemplate:
             ) from None
 
     def _cut(self, value: Any) -> Any:
-        """Plain data with a mark in every control token, also one within another."""
+        """Plain data with a mark in every control token, also in one within another; a token of one
+        letter cannot be cut."""
         if isinstance(value, str):
             value = value.replace(MARK, "")
             for token in self._control:
