@@ -34,6 +34,7 @@ KV_FORMATS = (AUTO, "float32", "bfloat16", *(kind for kind, _ in registry.KERNEL
 ABOUT_WEIGHTS = "format of the weights; auto is the file's; a number format is also the --dtype"
 ABOUT_KV = "format of keys and values in memory; auto is the --dtype"
 MOST_TOKENS = 1_000_000
+MOST_THREADS = max(64, os.cpu_count() or 1)  # thousands of threads exhaust the system
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_PIPE = 2, 130, 141  # 130, 141: SIGINT, SIGPIPE in a shell
 
 
@@ -153,7 +154,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     about = "linear layers on a CPU; auto lays the weights out for this processor"
     option("--linear", choices=(AUTO, "plain"), default="auto", help=about)
     about = "CPU threads; default: one per core"
-    option("--threads", type=whole_number(1, 1024), metavar="N", help=about)
+    option("--threads", type=whole_number(1, MOST_THREADS), metavar="N", help=about)
     about = "repeats sampled text and --random-weights; default: a new one, and 0 for the weights"
     option("--seed", type=whole_number(0, 2**63 - 1), metavar="N", help=about)
 

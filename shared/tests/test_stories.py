@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from shared import chat_template, checkpoint, models, testing
 from shared.stories import conversations, grammar
 from shared.stories.conversations import KEPT, SEQUELS, request
 from shared.stories.evaluate import card
-from shared.stories.train import Chat, Draft, Stories, train
+from shared.stories.train import COPY_WEIGHT, Chat, Draft, Stories, train
 from shared.tokenizer import load_tokenizer
 from stage01_forward.engine import Engine
 from stage01_forward.params import SamplingParams
@@ -99,6 +100,17 @@ def test_probabilities_are_products_of_choices_and_add_up_to_one():
     drawn = [small.sample(rng) for _ in range(4000)]
     chances = {story.text: math.exp(story.log_probability) for story in drawn}
     assert len(chances) == 4 * 3 * 2 * 2 and sum(chances.values()) == pytest.approx(1)
+
+
+def test_only_answers_are_learnt_and_copied_words_weigh_more():
+    encoder = Tokenizer.from_file(str(checkpoint.EMBEDDED["stories-chat"] / "tokenizer.json"))
+    learnt = []
+    for document in itertools.islice(Chat.documents(encoder, "tests"), 40):
+        text = encoder.decode([i for i, w in document if w], skip_special_tokens=False)
+        assert "user" not in text and "<|im_start|>" not in text
+        copied = encoder.decode([i for i, w in document if w == COPY_WEIGHT])
+        learnt.append(len(copied) / len(text))
+    assert 0.05 < sum(learnt) / len(learnt) < 0.4
 
 
 @pytest.mark.parametrize("name", ["stories", "stories-chat"])
