@@ -8,32 +8,35 @@ from matplotlib.figure import Figure
 
 from . import ORANGE, TEAL, Point, arrow, canvas, line, words
 
+# Degrees of a query and a key at position 0, and degrees a token, of two pairs of channels.
+PAIRS = {"an early pair: 25 degrees a token": (20, 10, 25), "a late one: 2 degrees": (60, 25, 2)}
+
 
 def rotation() -> Figure:
-    """One pair of channels of a query and a key, at two pairs of positions two tokens apart."""
-    figure, axes = canvas("Both rotations differ, and the angle between them stays", 72, 30)
-    start = {"q": (20.0, ORANGE), "k": (10.0, TEAL)}  # degrees at position 0, and colour
-    turn = 25.0  # degrees a token
-    for left, places in ((18.0, {"q": 4, "k": 2}), (54.0, {"q": 8, "k": 6})):
-        round_it = [math.radians(angle) for angle in range(0, 361, 5)]
-        line(axes, *[_on(left, angle, 10.0) for angle in round_it], colour="#9a9aa6")
-        ends = {}
-        for name, (angle, colour) in start.items():
-            ends[name] = angle + turn * places[name]
-            arrow(
-                axes, (left, 14), _on(left, math.radians(ends[name]), 10.0), colour=colour, width=2
-            )
-            x, y = _on(left, math.radians(ends[name]), 11.6)
-            words(axes, x, y, f"{name} at {places[name]}", ha="left" if x > left else "right")
-        between = range(int(min(ends.values())), int(max(ends.values())) + 1)
-        line(axes, *[_on(left, math.radians(angle), 4.0) for angle in between])
-        words(axes, left, 28, f"difference {places['q'] - places['k']}: the same score")
+    """Two pairs of channels of a query and a key, at two pairs of positions two tokens apart."""
+    figure, axes = canvas("Both rotations differ, and the angle between them stays", 72, 61)
+    for row, (pair, (*starts, turn)) in enumerate(PAIRS.items()):
+        for left, first in ((18.0, 4), (54.0, 8)):
+            middle = (left, 15.0 + 31 * row)
+            line(axes, *[_on(middle, angle, 10) for angle in range(0, 361, 5)], colour="#9a9aa6")
+            ends = []
+            looks = (("q", first, ORANGE), ("k", first - 2, TEAL))
+            for start, (name, place, colour) in zip(starts, looks, strict=True):
+                line(axes, middle, _on(middle, start, 10), colour=colour, dashed=True)
+                ends.append(start + turn * place)
+                arrow(axes, middle, _on(middle, ends[-1], 10), colour=colour, width=2)
+                x, y = _on(middle, ends[-1], 11.6)
+                words(axes, x, y, f"{name} at {place}", ha="left" if x > left else "right")
+            line(axes, *[_on(middle, angle, 4) for angle in range(ends[1], ends[0] + 1)])
+            words(axes, left, middle[1] + 13.5, "two tokens apart: the same score")
+        words(axes, 36, 1.5 + 31 * row, f"{pair} (dashed: at position 0)", weight="bold")
     return figure
 
 
-def _on(left: float, angle: float, radius: float) -> Point:
-    """A point of the circle around (left, 14)."""
-    return left + radius * math.cos(angle), 14 - radius * math.sin(angle)
+def _on(middle: Point, angle: float, radius: float) -> Point:
+    """A point of the circle around `middle`; the angle in degrees."""
+    x, y = middle
+    return x + radius * math.cos(math.radians(angle)), y - radius * math.sin(math.radians(angle))
 
 
 DRAW = (rotation,)
