@@ -9,9 +9,8 @@ stands between two markers on lines of their own:
     <!-- table: stages -->, <!-- table: beyond -->    the stages, each with its question and result
     <!-- /table -->
 
-The texts show one machine, which reports/machines.json names, and beside it results that another
-one has alone; charts go to reports/charts/. What is not measured yet stays as it is. `--check`
-writes nothing and names what is stale.
+The texts show one machine, which reports/machines.json names; charts go to reports/charts/. What is
+not measured yet stays as it is. `--check` writes nothing and names what is stale.
 """
 
 from __future__ import annotations
@@ -65,15 +64,13 @@ class Report:
         file = root / "reports" / "machines.json"
         known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         self.default = default or known.get("default", "")
-        # What another machine has measured alone, by the name of the results.
-        others = {} if default else known.get("others", {})
         drawers = known.get("charts", drawn_with()) if check else drawn_with()
         self.draws = drawers == drawn_with()
-        settings = {"default": self.default, "others": others, "charts": drawers}
+        settings = {"default": self.default, "charts": drawers}
         self.files[file.relative_to(root)] = (json.dumps(settings, indent=1) + "\n").encode()
         self.tables, self.headlines = dict[str, dict[str, str]](), dict[str, str]()
         for name, module in modules().items():
-            path = root / "reports" / others.get(name, self.default) / f"{name}.json"
+            path = root / "reports" / self.default / f"{name}.json"
             content = json.loads(path.read_bytes()) if path.exists() else {}
             if content.get("schema") != kit.SCHEMA:
                 continue  # its tables stay as they are
@@ -90,7 +87,8 @@ class Report:
     def _stage(self, name: str, module: ModuleType, results: Results) -> None:
         """A stage's tables, its headline and its chart. Refused rows may be too few for them."""
         drawn = {key: kit.table(lines) for key, lines in module.tables(results).items()}
-        self.headlines[name] = next(module.headline(results), kit.UNMEASURED)
+        if hasattr(module, "headline"):
+            self.headlines[name] = next(module.headline(results), kit.UNMEASURED)
         self.tables[name] = drawn | {"machine": kit.machine(results)}
         if hasattr(module, "chart") and self.draws:
             picture = Path("reports/charts") / f"{name}.svg"

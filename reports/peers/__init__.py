@@ -146,11 +146,3 @@ def chart(results: Results) -> charts.Figure:
     }
     title = "One request: tokens per second, by engine"
     return charts.bars(title, "tok/s (GPT-2 124M shape)", names, series, digits=0)
-
-
-def headline(results: Results) -> Iterator[str]:
-    for row in results.rows("cells", weights="float32", what=DECODE, rows=32):
-        rates = {name: row.median(name, "rate") for name in row["rate"]}
-        ours = rates.pop(OURS)
-        if rates:
-            yield f"{ours / max(rates.values()):.2f}x the fastest other engine with 32 rows"
