@@ -478,6 +478,9 @@ def main(
     content = content_of(stage, bench)
     if options.quick:
         print(f"\n{machine(Results(content))}")
+        rows = [row for case in bench.results.values() for row in case if "limits" in row]
+        if (most := max(map(moved, rows), default=0.0)) > MOVED:
+            print(f"The machine is busy: beside a row its limits moved by {most:.0%}.")
         for name, lines in tables(Results(content)).items():
             # The reasons in a table's column "why" are of full runs.
             kept = ({key: line[key] for key in line if key != "why"} for line in lines)

@@ -53,14 +53,24 @@ def test_a_row_keeps_what_its_variants_returned_and_the_limits_beside_them(still
     assert Results({"results": bench.results}).rows("case", dtype="float32") == [row]
 
 
-def test_a_row_is_refused_when_the_machine_moves_in_every_try(monkeypatch: Any) -> None:
+@pytest.fixture
+def moving(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = iter(range(100, 1000, 50))
     speeds = lambda device: dict.fromkeys(SPEEDS, float(next(rates)))  # noqa: E731
     monkeypatch.setattr(kit.measure, "speeds", speeds)
+
+
+def test_a_row_is_refused_when_the_machine_moves_in_every_try(moving: None) -> None:
     bench = Bench()
     assert bench.row("case", {"a": int}, 1, 0) is None
     assert bench.results["case"][0]["limits"]["tries"] == kit.TRIES
     assert not Results({"results": bench.results}).rows("case")
+
+
+def test_a_quick_run_says_that_the_machine_is_busy(moving: None, capsys: Any) -> None:
+    run = lambda bench: bench.row("case", {"a": int}, 1, 0)  # noqa: E731
+    kit.main("stage02_kv_cache", "", run, lambda results: {}, ["--quick"])
+    assert "The machine is busy: beside a row its limits moved by 50%." in capsys.readouterr().out
 
 
 def test_a_verdict_judges_the_prediction_made_by_hand_alone() -> None:

@@ -13,7 +13,7 @@ from shared.tests.test_texts import tracked
 BUDGET = {  # lines of source, of tests
     "book": (400, 0),
     "exercises": (1_075, 518),
-    "reports": (1_905, 241),
+    "reports": (1_905, 250),
     "shared": (4_080, 1_523),
     "stage01": (938, 517),
     "stage02": (326, 181),
