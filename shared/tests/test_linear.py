@@ -23,11 +23,12 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 PACKABLE = [dtype for dtype in BOUNDS if linear.can_pack(CPU, dtype)]
 
 
-@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize(("gelu", "amd"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", PACKABLE, ids=str)
 @torch.inference_mode()
-def test_packed_is_plain_to_rounding(dtype, bias, gelu):
+def test_packed_is_plain_to_rounding(dtype, bias, gelu, amd, monkeypatch):
+    monkeypatch.setattr(linear, "AMD", amd)
     torch.manual_seed(0)
     plain = nn.Linear(7, 24, bias=bias).to(dtype)
     layer = linear.PackedLinear(plain, gelu)
