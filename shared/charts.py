@@ -85,14 +85,13 @@ def lines(
     series: Mapping[str, Sequence[float]],
     *,
     dashed: Sequence[str] = (),
-    log_x: bool = False,
-    log_y: bool = False,
+    log: bool = False,
 ) -> Figure:
     """Lines over the common `x`, named beside the axes from the highest end to the lowest.
 
     series: name -> a value for each x, at most five names; NaN leaves a gap. dashed: names of
     predictions and limits, drawn thin, broken and without a marker, in the colours of the other
-    series, in their order.
+    series, in their order. log: both axes, in powers of two.
     """
     figure, axes = new_figure(title, xlabel, ylabel)
     measured = [name for name in series if name not in dashed]
@@ -104,11 +103,10 @@ def lines(
                 look = {"linestyle": LINES[number], "marker": MARKERS[number]}
                 look |= {"markeredgecolor": "white", "markevery": max(1, len(x) // MARKS)}
             axes.plot(x, values, label=name, color=COLOURS[group.index(name)], **look)
-        if log_x:
+        if log:
             axes.set_xscale("log", base=2)
             axes.set_xticks(list(x), [f"{value:g}" for value in x])
             axes.minorticks_off()
-        if log_y:
             axes.set_yscale("log", base=2)
             axes.yaxis.set_major_formatter("{x:g}")  # an exponent is too small to read
         else:
@@ -177,8 +175,5 @@ def render(figure: Figure) -> bytes:
 def style() -> dict[str, Any]:
     """The whole style: matplotlib's defaults with ours, whatever the user's own matplotlibrc
     says."""
-    return {
-        key: value
-        for key, value in matplotlib.rcParamsDefault.items()
-        if not key.startswith("backend")
-    } | STYLE
+    defaults = matplotlib.rcParamsDefault.items()
+    return {key: value for key, value in defaults if not key.startswith("backend")} | STYLE

@@ -129,8 +129,7 @@ class Show:
         params = replace(self.sampling, max_tokens=min(limit, self.sampling.max_tokens))
         try:
             ids = self.loaded.tokenizer.encode(text)
-            requests = self.add(ids, params, number, priority)
-            outputs: list[Any] = [request.output for request in requests]
+            outputs: list[Any] = [r.output for r in self.add(ids, params, number, priority)]
         except UserError as error:
             outputs = [SimpleNamespace(token_ids=[], finish_reason="error", error=str(error))]
         self.outputs += outputs

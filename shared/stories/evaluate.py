@@ -28,11 +28,8 @@ TOP_P = 0.95  # common in servers; without it the tail of every distribution is 
 HELD_OUT, SAMPLED = 1000, 200  # stories
 END = VOCABULARY - 1  # of a text
 LONGEST_STORY = 600  # tokens; the grammar's longest are under 500
-CARD = jinja2.Template(
-    (grammar.FOLDER / "card.md.jinja").read_text(encoding="utf-8"),
-    trim_blocks=True,
-    keep_trailing_newline=True,
-)
+TEMPLATE = (grammar.FOLDER / "card.md.jinja").read_text(encoding="utf-8")
+CARD = jinja2.Template(TEMPLATE, trim_blocks=True, keep_trailing_newline=True)
 
 
 def held_out(model: Any, tokenizer: Any) -> dict[str, Any]:
@@ -71,13 +68,8 @@ def sampled(model: Any, tokenizer: Any, top_p: float) -> dict[str, Any]:
     rows = model.generate(torch.tensor([[END]]), **options)
     texts = [tokenizer.decode(row[1:], skip_special_tokens=True) for row in rows]
     straight = sum(bool(grammar.load().read(text)) for text in texts)
-    return {
-        "stories": SAMPLED,
-        "temperature": TEMPERATURE,
-        "top_p": top_p,
-        "straight": straight,
-        "example": texts[0],
-    }
+    about = {"stories": SAMPLED, "temperature": TEMPERATURE, "top_p": top_p}
+    return about | {"straight": straight, "example": texts[0]}
 
 
 def card(folder: Path) -> str:

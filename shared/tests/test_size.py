@@ -14,7 +14,7 @@ BUDGET = {  # lines of source, of tests
     "book": (400, 0),
     "exercises": (1_075, 518),
     "reports": (1_905, 250),
-    "shared": (4_090, 1_524),
+    "shared": (4_080, 1_524),
     "stage01": (938, 517),
     "stage02": (326, 181),
     "stage03": (430, 454),
