@@ -147,7 +147,7 @@ class Bench:
         self,
         case: str,
         ways: Mapping[str, Callable[[], Any]],
-        repeats: int = 5,
+        repeats: int = 3,
         warmup: int = 1,
         prove: Callable[[], Mapping[str, Any]] | None = None,
         **about: Any,

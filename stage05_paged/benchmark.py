@@ -60,7 +60,7 @@ def gather(bench: kit.Bench, subject: Subject, rows: int, context: int) -> None:
         shares = [(place, context, 1) for place in places]
         ways[name] = partial(Runner(subject.model, cache).run, ids, shares, ids)
     proof = partial(kit.prove, ways[SLOTS]().float(), ways[PAGED]().argmax(-1), dtype)
-    bench.row("gather", ways, 7, 1, proof, **subject.about, rows=rows, context=context)
+    bench.row("gather", ways, 4, 1, proof, **subject.about, rows=rows, context=context)
 
 
 def prefix(bench: kit.Bench, subject: Subject) -> None:
@@ -75,7 +75,7 @@ def prefix(bench: kit.Bench, subject: Subject) -> None:
         return {"seconds": seconds} | subject.prove([system + own], [output.token_ids])
 
     ways = {"computed": partial(first, other), "found": partial(first, system + other)}
-    bench.row("prefix", ways, 5, **subject.about)
+    bench.row("prefix", ways, **subject.about)
 
 
 def slower(row: Row) -> float:

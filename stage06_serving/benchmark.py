@@ -103,6 +103,9 @@ def measure(bench: kit.Bench) -> None:
             worker.submit(int).result()  # one process after the other takes all processors
             server = stack.enter_context(own_server(options, quiet=True))
             clients = stack.enter_context(kit.process())
+            warm = (1, subject.prompts([8]), 2)
+            worker.submit(offline, *warm).result()
+            clients.submit(ask_all, server.url, *warm).result()
             loads = (*LOADS, *CONTROLS) if (dtype, name) == PAIRS[0] else (LOADS[-1], CONTROLS[-1])
             for load in bench.sizes(*loads):
                 run(bench, subject, name, load, (worker, server, clients))
@@ -137,7 +140,7 @@ def run(bench: kit.Bench, subject: Subject, name: str, load: Any, programs: Any)
     about = {**subject.about, "engine": name, "load": case, "streams": streams}
     about["lengths"] = [[prompt, answer, requests]]
     ways = {OFFLINE: alone, SERVER: served}
-    bench.row("loads", ways, 1 if case == NULL else 3, 1, proof, **about)
+    bench.row("loads", ways, 1 if case == NULL else 3, 0, proof, **about)
 
 
 def share(row: Row) -> float:

@@ -52,7 +52,7 @@ def heads(bench: kit.Bench, subject: Subject, count: int, context: int) -> None:
     }
     proof = partial(kit.prove, ways[REPEATED]().float(), ways[GROUPED]().argmax(-1), dtype)
     about = subject.about | {"bytes": {REPEATED: repeated.kv.nbytes, GROUPED: grouped.kv.nbytes}}
-    bench.row("heads", ways, 7, 1, proof, rows=count, context=context, **about)
+    bench.row("heads", ways, 4, 1, proof, rows=count, context=context, **about)
 
 
 @torch.inference_mode()
@@ -71,7 +71,7 @@ def pieces(bench: kit.Bench, subject: Subject) -> None:
         "rotation of the queries": partial(rotate, x.unflatten(-1, (config.n_head, -1)), *turns),
         "a matrix of the MLP": partial(gate, x),
     }
-    bench.row("pieces", ways, 50, **subject.about)
+    bench.row("pieces", ways, 25, **subject.about)
 
 
 def predicted(row: Row) -> float:

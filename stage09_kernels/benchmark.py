@@ -81,7 +81,7 @@ def steps(bench: kit.Bench, subject: Subject, plain: Any, paged: Any, kernel: An
         logits = judge.run(*inputs)
         proofs = [kit.prove(logits, way().argmax(-1), subject.dtype) for way in ways.values()]
         about = {**subject.about, "rows": count, "context": context}
-        bench.row("steps", ways, 5, 1, partial(kit.together, proofs), **about)
+        bench.row("steps", ways, prove=partial(kit.together, proofs), **about)
 
 
 def techniques(bench: kit.Bench, subject: Subject, plain: Any, kernel: KernelCache) -> None:
@@ -97,7 +97,7 @@ def techniques(bench: kit.Bench, subject: Subject, plain: Any, kernel: KernelCac
     for count, context, inputs in passes(bench):
         if count == 32 or not context:
             runs = {name: partial(runner.run, *inputs) for name, runner in runners.items()}
-            bench.row("techniques", runs, 5, **subject.about, rows=count, context=context)
+            bench.row("techniques", runs, **subject.about, rows=count, context=context)
 
 
 # ---- tables and chart ---------------------------------------------------------------------------

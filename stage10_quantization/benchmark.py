@@ -67,12 +67,12 @@ def measure(bench: kit.Bench) -> None:
             about |= {"rows": count, "context": 0 if count == PROMPT else CONTEXT}
             inputs = kit.inputs(count, about["context"])
             ways = {weights: partial(run.run, *inputs) for weights, run in runners.items()}
-            bench.row("steps", ways, 7, 1, partial(kit.together, proofs), **about)
+            bench.row("steps", ways, 4, 1, partial(kit.together, proofs), **about)
         for context in bench.sizes(64, 1000) if whole else ():
             runners = {keys: runner_of(subject, INT8, keys, 32, context) for keys in (BF16, INT8)}
             inputs = kit.inputs(32, context)
             ways = {keys: partial(run.run, *inputs) for keys, run in runners.items()}
-            bench.row("caches", ways, 7, **subject.about, rows=32, context=context)
+            bench.row("caches", ways, 4, **subject.about, rows=32, context=context)
     bench.results["quality"] = [] if bench.quick else [*quality.losses(8, 16)]
 
 

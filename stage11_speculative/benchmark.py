@@ -52,7 +52,7 @@ def compare(
 
     ways = {name: partial(run, name) for name in engines}
     about |= {"tokens": answer * len(prompts), "rows": len(prompts)}
-    bench.row(case, ways, 5, 1, proof, **subject.about, **about)
+    bench.row(case, ways, prove=proof, **subject.about, **about)
 
 
 def measure(bench: kit.Bench) -> None:

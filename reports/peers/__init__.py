@@ -86,13 +86,11 @@ def cell(
             work = rows * (count - 1)
         return {"seconds": seconds, "rate": work / seconds}
 
-    prove = partial(judge.prove, prompts) if weights == judge.about["dtype"] else None
     about = judge.about | {"weights": weights, "what": what, "rows": rows}
+    about |= {"length": length, "count": count}
+    proof = (lambda: judge.prove(prompts, tokens[OURS])) if weights == about["dtype"] else None
     ways = {name: partial(run, name) for name in running}
-    bench.row(
-        "cells", ways, 5 if rows == 1 else 3, 1, prove and (lambda: prove(tokens[OURS])),
-        **about, length=length, count=count,
-    )  # fmt: skip
+    bench.row("cells", ways, prove=proof, **about)
     same = {name: sum(map(list.__eq__, ids, tokens[OURS])) for name, ids in tokens.items()}
     bench.results["cells"][-1]["same"] = same
 
