@@ -85,13 +85,14 @@ def lines(
     series: Mapping[str, Sequence[float]],
     *,
     dashed: Sequence[str] = (),
-    log: bool = False,
+    log_x: bool = False,
+    log_y: bool = False,
 ) -> Figure:
     """Lines over the common `x`, named beside the axes from the highest end to the lowest.
 
     series: name -> a value for each x, at most five names; NaN leaves a gap. dashed: names of
     predictions and limits, drawn thin, broken and without a marker, in the colours of the other
-    series, in their order. log: both axes, in powers of two.
+    series, in their order.
     """
     figure, axes = new_figure(title, xlabel, ylabel)
     measured = [name for name in series if name not in dashed]
@@ -103,10 +104,11 @@ def lines(
                 look = {"linestyle": LINES[number], "marker": MARKERS[number]}
                 look |= {"markeredgecolor": "white", "markevery": max(1, len(x) // MARKS)}
             axes.plot(x, values, label=name, color=COLOURS[group.index(name)], **look)
-        if log:
+        if log_x:
             axes.set_xscale("log", base=2)
             axes.set_xticks(list(x), [f"{value:g}" for value in x])
             axes.minorticks_off()
+        if log_y:
             axes.set_yscale("log", base=2)
             axes.yaxis.set_major_formatter("{x:g}")  # an exponent is too small to read
         else:

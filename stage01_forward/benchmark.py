@@ -126,7 +126,7 @@ def chart(results: Results) -> charts.Figure:
         "tokens in the pass (GPT-2 124M shape, float32)", "milliseconds",
         [row["tokens"] for row in rows],
         drawn | {"machine's limit": [1e3 * limit(row) for row in rows]},
-        dashed=["machine's limit"], log=True,
+        dashed=["machine's limit"], log_x=True, log_y=True,
     )  # fmt: skip
 
 

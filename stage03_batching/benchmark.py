@@ -131,7 +131,7 @@ def chart(results: Results) -> charts.Figure:
         "More rows in a step cost little, until the processor has enough to do",
         "sequences in the batch (GPT-2 124M shape)", "decode, tok/s",
         [*rows], series,
-        dashed=[name for name in series if name.startswith("limit")], log=True,
+        dashed=[name for name in series if name.startswith("limit")], log_x=True, log_y=True,
     )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def roofline() -> Figure:
             "what the machine allows": [min(peak, memory * intensity) for intensity in steps],
             f"arithmetic: {peak:.0f} GFLOP/s": [peak] * len(steps),
         },
-        dashed=[f"arithmetic: {peak:.0f} GFLOP/s"], log=True,
+        dashed=[f"arithmetic: {peak:.0f} GFLOP/s"], log_x=True, log_y=True,
     )  # fmt: skip
 
 
