@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
             continue
         print(f"{name} ...", flush=True)
         started = time.time()
-        command, environment = [sys.executable, "-m", module], WAITING | os.environ
+        command, environment = [sys.executable, "-m", module], os.environ | WAITING
         run = subprocess.run(command, env=environment, cwd=paths.ROOT, stdin=subprocess.DEVNULL)
         if run.returncode:
             print(f"failed: python -m {module}", file=sys.stderr)  # the others are worth having
